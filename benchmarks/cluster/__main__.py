@@ -37,8 +37,7 @@ from benchmarks.common import report
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import weights_of
 from benchmarks.policies.source import PATTERNS, Pattern, mooncake
-from ragjax.cluster.router import ROUTERS
-from ragjax.cluster.router.need import Need
+from ragjax.cluster.router import ROUTERS, Need
 from ragjax.commands.flags import integer, positive
 from ragjax.core import ConfigError
 

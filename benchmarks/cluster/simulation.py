@@ -14,9 +14,7 @@ from random import Random
 import numpy as np
 
 from benchmarks.policies.source import Pattern, Workload
-from ragjax.cluster.router import Router
-from ragjax.cluster.router.base import Learn, keep
-from ragjax.cluster.router.need import DIGEST, Need
+from ragjax.cluster.router import DIGEST, Learn, Need, Router, keep
 
 
 @dataclass(frozen=True)

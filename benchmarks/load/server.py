@@ -31,7 +31,7 @@ from benchmarks.load.workload import Ask, Workload
 from benchmarks.quality.similarity import packaged_encoder
 from ragjax.commands.options import FLAGS, STORAGE
 from ragjax.core import Chunk, EngineOptions, Hit, Message
-from ragjax.engine.sources import knowledge_opener
+from ragjax.engine.knowledge import knowledge_opener
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting.chat import chat_prompt, graph_prompt
 from ragjax.retrieval.chunking import Chunker

@@ -1,4 +1,5 @@
-"""Replicas as a deployment of Ray Serve, which starts, watches, restarts, updates and drains them.
+"""Replicas as a deployment of Ray Serve, which starts, watches, restarts, updates and drains them; and a fleet in front
+of them for the server of `ragjax serve --replicas`, which stands outside of Ray Serve.
 
 It needs Ray: the extra `ragjax[ray]`. Ray pickles what goes between processes, so whoever reaches the cluster's ports
 can run code on it (docs/security.md).
@@ -9,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
+import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -22,15 +25,18 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.serve.schema import ReplicaState
 
-from ragjax.cluster.replica import Replica, load, needs
-from ragjax.cluster.transport import Call, Item, Status
-from ragjax.core import EngineOptions, Inventory, LostError
-from ragjax.engine.card import Card
+from ragjax.cluster.fleet import Fleet, fleet_of
+from ragjax.cluster.replica import Replica, check_room, load, needs
+from ragjax.cluster.transport import Call, Card, Item, Status
+from ragjax.core import ConfigError, EngineOptions, Inventory, LostError
 
 _log = logging.getLogger(__name__)
 
 NAME = "Replica"
 """Of the deployment, in a configuration of Ray Serve too."""
+
+APP = "ragjax"
+"""Name of the application in Ray Serve."""
 
 ONGOING = 100_000
 """Calls that a replica may have: how many wait is the engine's to bound, which answers 429 when its queue is full."""
@@ -56,7 +62,7 @@ class ChosenReplica(RequestRouter):  # type: ignore[misc] # Ray has no types her
         return [[by_name[name]] for name in call.choose(by_name)]
 
 
-class Server:
+class ReplicaServer:
     """What runs in the process of a replica."""
 
     def __init__(self, options: EngineOptions):
@@ -66,20 +72,16 @@ class Server:
         self._replica = Replica(load(options, rank), context.replica_id.unique_id, rank)
 
     async def serve(self, call: Call) -> AsyncGenerator[Item, None]:
-        """As `Replica.serve`."""
         async for item in self._replica.serve(call):
             yield item
 
     async def card(self) -> Card:
-        """As `Replica.card`."""
         return self._replica.card()
 
     async def status(self) -> Status:
-        """As `Replica.status`."""
         return self._replica.status()
 
     async def inventory(self, tenant: str) -> tuple[int, Inventory]:
-        """As `Replica.inventory`."""
         return await asyncio.to_thread(self._replica.inventory, tenant)
 
     def check_health(self) -> None:
@@ -97,7 +99,7 @@ def deployment(options: EngineOptions, count: int, grace: float) -> serve.Applic
     count: how many. grace: seconds that running requests get when one of them stops. Each takes what `needs` says.
     """
     made = serve.deployment(
-        Server,
+        ReplicaServer,
         name=NAME,
         num_replicas=count,
         ray_actor_options=needs(options.tensor_parallel, ray.cluster_resources(), os.environ.get("XLA_FLAGS", "")),
@@ -117,7 +119,6 @@ class RayTransport:
         self._handle = handle
 
     async def serve(self, call: Call) -> AsyncGenerator[Item, None]:
-        """As `Transport.serve`."""
         response, ended = self._handle.options(stream=True).serve.remote(call), False
         try:
             async for item in response:
@@ -133,7 +134,6 @@ class RayTransport:
                     response.cancel()
 
     def card(self) -> Card:
-        """As `Transport.card`."""
         card: Card = self._handle.card.remote().result()
         return card
 
@@ -162,3 +162,93 @@ class RayTransport:
     def close(self) -> None:
         """As `Transport.close`; the deployment stays."""
         self._handle.shutdown()
+
+
+class Started(RayTransport):
+    """Replicas that were started for one fleet, and end with it. own: so does Ray itself."""
+
+    def __init__(self, options: EngineOptions, count: int, grace: float, own: bool):
+        self._own = own
+        try:
+            if own:
+                check_room(count, options.tensor_parallel, ray.cluster_resources())
+            super().__init__(serve.run(deployment(options, count, grace), name=APP, route_prefix=None))
+        except RuntimeError as error:
+            reason = _reason(error)
+            _stop(own)
+            raise ConfigError(f"the replicas do not start: {reason}") from error
+        except BaseException:
+            _stop(own)
+            raise
+
+    def close(self) -> None:
+        _stop(self._own)
+
+
+def start(options: EngineOptions, count: int, address: str | None, grace: float, router: str) -> Fleet:
+    """Start replicas on a Ray cluster, and a fleet in front of them, which ends them when it is closed.
+
+    address: of the cluster, host:port; None: Ray is started on this machine.
+
+    Raises:
+        ConfigError: if there is no cluster there, or the replicas cannot start.
+    """
+    _connect(address)
+    transport = Started(options, count, grace, address is None)
+    try:
+        return fleet_of(options, transport, router)
+    except BaseException:
+        transport.close()
+        raise
+
+
+def _connect(address: str | None) -> None:
+    if address is not None:
+        _check(address)
+    try:
+        if address is None:
+            # Ray's own choice is a niceness of 15, which is for batch work
+            ray.init("local", include_dashboard=False, log_to_driver=False, _system_config={"worker_niceness": 0})
+        else:
+            ray.init(address, log_to_driver=False)
+        # no proxy: this process listens
+        serve.start(proxy_location="Disabled")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        if address is None:
+            raise ConfigError(f"--replicas: Ray does not start: {error}") from error
+        raise ConfigError(
+            f"--ray-address: no Ray cluster can be reached at {address}: {error}. If it asks for a token, set "
+            "RAY_AUTH_MODE=token here too"
+        ) from error
+    if address is not None and APP in serve.status().applications:
+        ray.shutdown()
+        raise ConfigError(f"--ray-address: the application {APP} runs on {address} already; stop it first")
+
+
+def _check(address: str) -> None:
+    """Raise ConfigError if nobody listens there: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise ConfigError(f"--ray-address: give HOST:PORT of a cluster that this machine is part of, not {address!r}")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--ray-address: no Ray cluster can be reached at {address}: {error}") from error
+
+
+def _stop(own: bool) -> None:
+    with suppress(Exception):  # Ray may be gone
+        if own:
+            serve.shutdown()
+        else:
+            serve.delete(APP)
+    ray.shutdown()
+
+
+def _reason(error: RuntimeError) -> str:
+    """What the engine had to say, out of the messages of Ray Serve, which hold tracebacks."""
+    application = serve.status().applications.get(APP)  # none, if it failed before it was registered
+    told = () if application is None else application.deployments.values()
+    message = "\n".join((str(error), *(one.message for one in told)))
+    found = re.findall(r"^(?:ragjax\.)\S*Error: (.+)$", message, re.MULTILINE)
+    return found[-1] if found else message

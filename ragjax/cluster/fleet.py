@@ -6,29 +6,30 @@ goes is decided by the passages that it gets. A replica gets the finished prompt
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from heapq import nlargest
+from typing import TypeVar
 
-from ragjax.cluster.inventory import merged
-from ragjax.cluster.preparers import Preparers
-from ragjax.cluster.router import ROUTERS, Router
-from ragjax.cluster.router.base import Learn, forget
-from ragjax.cluster.router.need import Need, found_of
-from ragjax.cluster.transport import Begun, Call, Status, Transport
+from ragjax.cluster.router import ROUTERS, Learn, Need, Router, forget, found_of
+from ragjax.cluster.transport import Begun, Call, Card, Status, Transport
 from ragjax.core import (
     Answer,
     ClosedError,
-    Composed,
     Divergence,
     Embedded,
     EngineOptions,
     Event,
+    Grounded,
+    Holding,
     Inventory,
     LostError,
     OverloadError,
@@ -39,10 +40,16 @@ from ragjax.core import (
     Tokens,
 )
 from ragjax.core.cancellation import Cancellation
-from ragjax.engine.front import Front
+from ragjax.engine import Engine
+from ragjax.engine.build import budget_of, contract_of, strategies_of
+from ragjax.engine.compose import Composer
+from ragjax.engine.knowledge import ENCODER, Knowledge
+from ragjax.engine.measurement import alpha_of
+from ragjax.engine.overload import Overload
 from ragjax.engine.stats import Stats
+from ragjax.models.hub import resolve
+from ragjax.models.tokenizer import Tokenizer
 from ragjax.quality.report import Setting
-from ragjax.retrieval.library import Library
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +64,15 @@ RESENDS = 8
 
 FULL = Setting("full")
 """What requests get that name no strategy, once kept KV was found wrong."""
+
+
+LATEST = 50
+"""Departures and requests that are shown of all replicas together."""
+
+LARGEST = 200
+"""Nodes that are shown of all replicas together, as many as of one."""
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -89,15 +105,71 @@ class _Attempts:
             raise min(self.refusals.values(), key=lambda one: one.retry_after or 0.0)
 
 
-class Fleet:
-    """Serves as an engine does (`ragjax/engine/service.py`). It closes the front and the transport."""
+class Preparers:
+    """Prepares requests, and refuses those that are too many at a time. Nothing else takes its threads."""
 
-    def __init__(self, front: Front, transport: Transport, router: Router):
-        self.library: Library = front.library
-        self.model_name = front.parts.model_name
-        self.context_length = front.parts.context_length
-        self._front = front
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(thread_name_prefix="ragjax-prepare")
+        self._lock = threading.Lock()
+        self._present = 0
+        self._overload = Overload()
+
+    async def run(self, work: Callable[[], T], most: int) -> T:
+        """What comes of the work for one request. most: requests that may be here, this one included.
+
+        Raises:
+            OverloadError: if there are more.
+        """
+        self._begin(most)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            with self._lock:
+                self._present -= 1
+                self._overload.end(time.perf_counter())
+
+    def close(self) -> None:
+        """Begin nothing more; what waits is cancelled."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, most: int) -> None:
+        with self._lock:
+            now = time.perf_counter()
+            if self._present >= most:
+                message = f"{self._present} requests are being prepared; try again later"
+                raise OverloadError(message, retry_after=self._overload.retry_after(now))
+            self._present += 1
+            self._overload.begin(now)
+
+
+class Fleet:
+    """Serves as an engine does: it has the members of `Engine` that the HTTP server uses. Its close ends the transport.
+
+    Args:
+        card: the model that the replicas serve.
+        knowledge: what requests are answered from; the replicas have none.
+        composer: makes the prompts of requests.
+        transport: reaches the replicas.
+        router: chooses the replica of a request.
+        max_queue: requests that may wait at each replica.
+    """
+
+    def __init__(
+        self,
+        card: Card,
+        knowledge: Knowledge,
+        composer: Composer,
+        transport: Transport,
+        router: Router,
+        max_queue: int,
+    ):
+        self.model_name = card.model_name
+        self.context_length = card.context_length
+        self.knowledge = knowledge
+        self.library = knowledge.library
+        self._composer = composer
         self._transport = transport
+        self._max_queue = max_queue
         self._router = router
         self._loads: Counter[str] = Counter()
         self._lock = threading.Lock()  # over _loads, _routing and the router
@@ -117,38 +189,38 @@ class Fleet:
     @property
     def embedding_model(self) -> str:
         """Name of the sentence encoder."""
-        return self._front.embedding_model
+        return ENCODER
 
     @property
     def knowledge_names(self) -> tuple[str, ...]:
         """Names of the knowledge bases; the first is the default one."""
-        return self._front.parts.knowledge.names
+        return self.knowledge.bases.names
 
     @property
     def graph_names(self) -> tuple[str, ...]:
         """Names of the knowledge graphs; the first is the default one."""
-        return self._front.parts.graphs.names
+        return self.knowledge.graphs.names
 
     @property
     def strategies(self) -> tuple[str, ...]:
         """Names of the reuse strategies a request may ask for."""
-        return tuple(self._front.parts.strategies)
+        return tuple(self._composer.strategies)
 
     @property
     def selective(self) -> tuple[str, ...]:
         """Names of those that take a recompute ratio."""
-        return tuple(name for name, strategy in self._front.parts.strategies.items() if strategy.selective)
+        return tuple(name for name, strategy in self._composer.strategies.items() if strategy.selective)
 
     @property
     def default_setting(self) -> Setting:
         """What requests get that name no strategy; of replicas that shadow replay has changed, the first one's."""
-        return self._setting_of(self._front.parts.contract.begun_with)
+        return self._setting_of(self._composer.contract.begun_with)
 
     def _setting_of(self, preprocessed: bool) -> Setting:
         """The same of requests by whether all their chunks are preprocessed."""
         if self._fault is not None:
             return FULL
-        own = self._front.parts.contract.setting_of(preprocessed)
+        own = self._composer.contract.setting_of(preprocessed)
         return next((one.changed[preprocessed] for one in self._statuses if preprocessed in one.changed), own)
 
     @property
@@ -159,15 +231,15 @@ class Fleet:
     def strategy_of(self, rag: Rag | None) -> str:
         """Name of the strategy that serves a request, as it says or leaves open."""
         asked = self._after_fault(rag)
-        return self.default_strategy if _by_default(asked) else self._front.preparation.strategy_of(asked)
+        return self.default_strategy if _by_default(asked) else self._composer.strategy_of(asked)
 
     def pieces(self, tokens: Tokens) -> list[str]:
         """As `Engine.pieces`."""
-        return self._front.parts.tokenizer.pieces(tokens)
+        return self._composer.tokenizer.pieces(tokens)
 
     def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
         """As `Engine.embed`."""
-        return self._front.embed(texts, check)
+        return self.knowledge.embed(texts, check)
 
     # --------------------------------------------------------------------------------- its replicas
 
@@ -231,14 +303,14 @@ class Fleet:
             LostError: if the replica was lost after the first text.
         """
         arrival = time.perf_counter()
-        made = await self._compose(request)
-        need = Need.of(made, self._is_exact(made))
+        asked, made = await self._ground(request)
+        need = Need.of(made.prompt, asked.tenant, self._is_exact(asked.rag, made))
         attempts, told = _Attempts(), False
         try:
             while True:
                 try:
                     spent_ms = (time.perf_counter() - arrival) * 1e3
-                    async with aclosing(self._send(replace(made, spent_ms=spent_ms), need, attempts)) as events:
+                    async with aclosing(self._send(asked, replace(made, spent_ms=spent_ms), need, attempts)) as events:
                         async for event in events:
                             told = True
                             yield event
@@ -252,25 +324,26 @@ class Fleet:
                 attempts.ended = True
                 self._count_in(attempts, "")
 
-    async def _compose(self, request: Request) -> Composed:
+    async def _ground(self, request: Request) -> tuple[Request, Grounded]:
+        """The request as it is to be served, and its prompt."""
         if self._closed.is_set():
             raise ClosedError("the fleet is closed")
         cancellation = Cancellation()
         rag = self._after_fault(request.rag)
         asked = request if rag is request.rag else replace(request, rag=rag)
         try:
-            work = partial(self._front.preparation.checked(cancellation.check).compose, asked)
+            work = partial(self._composer.checked(cancellation.check).ground, asked)
             made = await self._preparers.run(work, self._room)
         finally:
             cancellation.cancel()  # of effect only if the thread is still at work
-        if asked is request or self._fault is None:
-            return made
-        return replace(made, notices=(*made.notices, self._fault))
+        if asked is not request and self._fault is not None:
+            made = replace(made, notices=(*made.notices, self._fault))
+        return asked, made
 
     @property
     def _room(self) -> int:
         """Requests that may be prepared at a time: as many as all replicas take when they have none."""
-        return max(self._count.up, 1) * (self._front.options.max_queue + 1)
+        return max(self._count.up, 1) * (self._max_queue + 1)
 
     def _after_fault(self, rag: Rag | None) -> Rag | None:
         """What a request asks for: as it says, but full attention if it names no strategy and kept KV was found wrong.
@@ -281,21 +354,24 @@ class Fleet:
             return rag
         return replace(rag or Rag(top_k=0), strategy=FULL.strategy)
 
-    def _is_exact(self, made: Composed) -> bool:
-        """As the strategy says that will serve a request, as far as it is known here.
+    def _is_exact(self, rag: Rag | None, made: Grounded) -> bool:
+        """Whether the strategy that will serve a request is exact, as far as it is known here.
 
         Raises:
-            RequestError: if none can serve it as asked.
+            RequestError: if no strategy can serve it as asked.
         """
-        served = self._front.preparation.serving(made)
-        if _by_default(made.request.rag):
-            served = self._front.parts.strategies[self._setting_of(made.prompt.preprocessed).strategy]
+        served, _, _ = self._composer.choose(rag or Rag(), made)
+        if _by_default(rag):
+            served = self._composer.strategies[self._setting_of(made.prompt.preprocessed).strategy]
         return served.exact
 
-    async def _send(self, made: Composed, need: Need, attempts: _Attempts) -> AsyncGenerator[Event, None]:
+    async def _send(
+        self, asked: Request, made: Grounded, need: Need, attempts: _Attempts
+    ) -> AsyncGenerator[Event, None]:
         """The events of one attempt; nothing, if a replica refused and another one is to be asked."""
+        request = replace(asked, grounded=made)
         while True:
-            call, refused = Call(made, lambda names: self._order(need, names, attempts)), False
+            call, refused = Call(request, lambda names: self._order(need, names, attempts)), False
             try:
                 async with aclosing(self._transport.serve(call)) as items:
                     async for item in items:
@@ -364,12 +440,45 @@ class Fleet:
         self._closed.set()
         self._preparers.close()
         self._transport.close()
-        self._front.close()
+        self.knowledge.close()
 
 
 def _by_default(rag: Rag | None) -> bool:
     """Whether a request gets the default setting: one for a graph has a default of its own."""
     return rag is None or (rag.strategy is None and rag.graph is None)
+
+
+def merged(seen: Mapping[int, Inventory]) -> Inventory:
+    """One inventory of several, by rank. Of the room of a tier the share is that of all replicas together, which are
+    alike; nodes are named after their replica, since two may hold the same.
+    """
+    tokens: Counter[str] = Counter()
+    used: Counter[str] = Counter()
+    for one in seen.values():
+        tokens.update(one.tokens)
+        used.update({tier: share / len(seen) for tier, share in one.used.items()})
+    # a parent has no fewer tokens below than its child and comes before it, so it is among the largest if the child is
+    held = ((holding, rank) for rank, one in seen.items() for holding in one.holdings)
+    largest = nlargest(LARGEST, held, key=lambda pair: pair[0].below)
+    # the tier is the same for all; one that does not get at it has more to tell
+    shared = sorted((one.shared for one in seen.values() if one.shared is not None), key=lambda one: one.on)
+    return Inventory(
+        policy=next((one.policy for one in seen.values()), ""),
+        tokens=dict(tokens),
+        used=dict(used),
+        nodes=sum(one.nodes for one in seen.values()),
+        holdings=tuple(_named(holding, rank) for holding, rank in largest),
+        whole=all(one.whole for one in seen.values()),
+        departures=tuple(sorted((d for one in seen.values() for d in one.departures), key=lambda d: d.age)[:LATEST]),
+        requests=tuple(sorted((r for one in seen.values() for r in one.requests), key=lambda r: r.age)[:LATEST]),
+        shared=next(iter(shared), None),
+        replicas={str(rank): one for rank, one in seen.items()},
+    )
+
+
+def _named(holding: Holding, rank: int) -> Holding:
+    parent = None if holding.parent is None else f"{rank}/{holding.parent}"
+    return replace(holding, id=f"{rank}/{holding.id}", parent=parent)
 
 
 def fleet_of(options: EngineOptions, transport: Transport, router: str) -> Fleet:
@@ -378,9 +487,21 @@ def fleet_of(options: EngineOptions, transport: Transport, router: str) -> Fleet
     Raises:
         ConfigError: saying what to change.
     """
-    front = Front.load(options, transport.card())
+    card = transport.card()
+    local = resolve(options.model)
+    tokenizer = Tokenizer.load(local.path)
+    strategies = strategies_of(local, alpha_of(card.identity))
+    contract = contract_of(options, strategies, card.identity, card.dtype, budget_of(options))
+    knowledge = Knowledge.open(options, tokenizer)
+    composer = Composer.of(options, knowledge, tokenizer, strategies, contract, card.limits, card.context_length)
     try:
-        return Fleet(front, transport, ROUTERS[router]())
+        knowledge.fill(options)
+        contract.begin(knowledge.preprocessed)
+        return Fleet(card, knowledge, composer, transport, ROUTERS[router](), options.max_queue)
     except BaseException:
-        front.close()
+        knowledge.close()
         raise
+
+
+Service = Engine | Fleet
+"""What the HTTP server serves."""

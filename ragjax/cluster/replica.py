@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ragjax.cluster.transport import Begun, Call, Item, Status
+from ragjax.cluster.transport import Begun, Call, Card, Item, Status
 from ragjax.core import ClosedError, ConfigError, Divergence, EngineOptions, Inventory, RagjaxError
 from ragjax.engine import Engine
-from ragjax.engine.card import Card
 from ragjax.quality.report import Setting
 from ragjax.store.folder import link
 
@@ -30,7 +29,7 @@ class Replica:
         self.name = name
         self.rank = rank
         self._engine = engine
-        self._contract = engine.front.parts.contract
+        self._contract = engine.contract
         self._begun = {preprocessed: self._contract.setting_of(preprocessed) for preprocessed in (True, False)}
         self._shadows: deque[tuple[str, Divergence]] = deque(maxlen=SHADOWS)
         engine.observe_shadows(lambda strategy, seen: self._shadows.append((strategy, seen)))
@@ -39,15 +38,22 @@ class Replica:
         """The replica, then the engine's events; an error that a client is to know of comes as the last item."""
         yield Begun(self.name)
         try:
-            async with aclosing(self._engine.submit_composed(call.made)) as events:
+            async with aclosing(self._engine.submit(call.request)) as events:
                 async for event in events:
                     yield event
         except RagjaxError as error:
             yield error
 
     def card(self) -> Card:
-        """Of its engine."""
-        return self._engine.card()
+        engine = self._engine
+        return Card(
+            engine.model_name,
+            engine.context_length,
+            engine.identity,
+            engine.dtype,
+            engine.strategies,
+            engine.limits,
+        )
 
     def status(self) -> Status:
         """As of now; the replays are told once."""

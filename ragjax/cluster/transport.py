@@ -6,8 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ragjax.core import Composed, Divergence, Event, Inventory, RagjaxError
-from ragjax.engine.card import Card
+from ragjax.core import Divergence, Event, Inventory, RagjaxError, Request, StepLimits
 from ragjax.engine.stats import Stats
 from ragjax.quality.report import Setting
 
@@ -15,15 +14,27 @@ Choose = Callable[[Collection[str]], Sequence[str]]
 """Names of replicas that run, to the same in the order in which they are to be tried."""
 
 
+@dataclass(frozen=True)
+class Card:
+    """The model, as every replica has it."""
+
+    model_name: str
+    context_length: int  # most tokens of a prompt and its answer
+    identity: bytes  # digest of what KV depends on besides tokens
+    dtype: str  # of weights and KV
+    strategies: tuple[str, ...]
+    limits: StepLimits  # what one step can read
+
+
 @dataclass
 class Call:
-    """A request on its way to a replica. choose: which one; it stays in the process of the fleet."""
+    """A request on its way to a replica; its prompt is made. choose: which replica; it stays with the fleet."""
 
-    made: Composed
+    request: Request
     choose: Choose | None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Call, (self.made, None)
+        return Call, (self.request, None)
 
 
 @dataclass(frozen=True)

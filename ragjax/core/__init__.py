@@ -4,7 +4,6 @@ A prompt is a chain of segments with a tree of dependencies; a pass is one sweep
 goes in and events come out (docs/architecture.md walks one through).
 """
 
-from ragjax.core.composed import Composed
 from ragjax.core.compression import Compression
 from ragjax.core.draw import Adjusted, Chosen, Draw
 from ragjax.core.errors import (
@@ -62,6 +61,7 @@ from ragjax.core.request import (
     Event,
     FactReport,
     Graph,
+    Grounded,
     Message,
     Rag,
     Request,
@@ -98,7 +98,6 @@ __all__ = [
     "ClosedError",
     "Compaction",
     "Comparison",
-    "Composed",
     "Compound",
     "Compression",
     "ConfigError",
@@ -120,6 +119,7 @@ __all__ = [
     "Filter",
     "Graph",
     "Grid",
+    "Grounded",
     "Hit",
     "Holding",
     "Intervals",

@@ -13,7 +13,7 @@ from ragjax.core.check import is_list, is_number, put, whole
 from ragjax.core.compression import Compression
 from ragjax.core.errors import RequestError
 from ragjax.core.passes import Exactness, SegmentReport
-from ragjax.core.prompt import Document
+from ragjax.core.prompt import Document, Prompt
 from ragjax.core.tokens import Tokens
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -272,6 +272,27 @@ class Rag:
 
 
 @dataclass(frozen=True)
+class FactReport:
+    """A relation path that stood in the prompt: whose it is, its steps, and its similarity to the question."""
+
+    entity: str
+    steps: tuple[str, ...]
+    score: float
+
+
+@dataclass(frozen=True)
+class Grounded:
+    """The prompt of a request whose knowledge was retrieved: what is left to do needs a device."""
+
+    prompt: Prompt
+    strategy: str | None = None  # serves the request, whatever the request names; None: as the request says
+    facts: tuple[FactReport, ...] = ()  # relation paths of the prompt
+    notices: tuple[str, ...] = ()  # for the answer
+    retrieve_ms: float = 0.0  # time that the retrieval took
+    spent_ms: float = 0.0  # time since the request arrived, retrieval included, where another process grounded it
+
+
+@dataclass(frozen=True)
 class Request:
     """One question. Either `messages` (chat template applied) or `prompt` (raw text or token ids, no retrieval).
 
@@ -280,6 +301,7 @@ class Request:
     continuation: tokens, int32 [n]: the logits that predict them are wanted as `Answer.scores`, before generation.
     background: runs only while no other request waits or runs, and is left out of the counters.
     tools: functions that the answer to messages may call; the call is its text (`prompting/tools.py`).
+    grounded: the request's prompt, if it is made already; nothing is retrieved then.
 
     Raises:
         RequestError: for a value of another type.
@@ -294,6 +316,7 @@ class Request:
     continuation: Tokens | None = None
     background: bool = False
     tools: Tools | None = None
+    grounded: Grounded | None = None
 
     def __post_init__(self) -> None:
         ok = is_list(self.messages, Message)
@@ -308,15 +331,6 @@ class Request:
     def question(self) -> str:
         """What the user said last; empty if nothing."""
         return next((message.content for message in reversed(self.messages) if message.role == "user"), "")
-
-
-@dataclass(frozen=True)
-class FactReport:
-    """A relation path that stood in the prompt: whose it is, its steps, and its similarity to the question."""
-
-    entity: str
-    steps: tuple[str, ...]
-    score: float
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from typing import Any, Literal
 from ragjax.core import (
     Answer,
     ClosedError,
-    Composed,
     Compression,
     ConfigError,
     Divergence,
@@ -34,6 +33,7 @@ from ragjax.core import (
     EngineOptions,
     Event,
     Graph,
+    Grounded,
     Hit,
     Inventory,
     Message,
@@ -47,13 +47,14 @@ from ragjax.core import (
 )
 from ragjax.core.cancellation import Cancellation
 from ragjax.core.depprompt import DepPrompt, Positions
-from ragjax.engine.build import ENCODER, Parts, build
-from ragjax.engine.card import Card
+from ragjax.engine.build import Parts, build
+from ragjax.engine.compose import Composer
 from ragjax.engine.depkv import DepKV, Keeping, Resumed
-from ragjax.engine.front import Front
 from ragjax.engine.inventory import inventory_of
+from ragjax.engine.knowledge import ENCODER, Knowledge
 from ragjax.engine.loop import Loop
 from ragjax.engine.pipeline import Pipeline
+from ragjax.engine.prepare import Preparation
 from ragjax.engine.replay import Replays
 from ragjax.engine.stats import Stats, stats_of
 from ragjax.quality.report import Setting
@@ -63,9 +64,10 @@ from ragjax.retrieval.path import Triple
 from ragjax.retrieval.triples import Alias
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Allocation, Strategy
+from ragjax.schedule.grammar import Grammars
 from ragjax.schedule.order import ORDERS
 from ragjax.schedule.speculation import Odds
-from ragjax.schedule.state import RequestState, Sink, Times
+from ragjax.schedule.state import Sink
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.top_k = options.top_k
         self._parts = parts
-        self._contract, self._runner, self._cache = parts.contract, parts.runner, parts.cache
+        self.contract, self._runner, self._cache = parts.contract, parts.runner, parts.cache
         self._transfer, self._strategies = parts.transfer, parts.strategies
         replays = Replays(parts.contract)  # like all of the loop it does not refer to the engine, which can be dropped
         self._loop = Loop(
@@ -115,14 +117,27 @@ class Engine:
         self._odds = Odds()
         self._preparers = ThreadPoolExecutor(thread_name_prefix="ragjax-prepare")  # nothing else takes these threads
         eos_ids = frozenset(parts.runner.config.eos_ids) | frozenset(parts.tokenizer.eos_ids)
+        self._opened.callback(parts.knowledge.close)
+        self.knowledge: Knowledge = parts.knowledge
+        self.library = parts.knowledge.library
+        self.limits = self._loop.limits
+        strategies, context = parts.strategies, parts.context_length
         try:
-            self.front = Front(parts, options, self._loop.limits, parts.cache.pool, eos_ids)
+            composer = Composer.of(
+                options, parts.knowledge, parts.tokenizer, strategies, parts.contract, self.limits, context
+            )
+            self._preparation = replays.preparation = Preparation(
+                composer,
+                parts.cache.pool,
+                parts.vocabulary,
+                eos_ids,
+                Grammars(parts.tokenizer, eos_ids),
+                options.lookup,
+                parts.compression,
+            )
         except BaseException:
             self.close()
             raise
-        self._opened.callback(self.front.close)
-        self.library = self.front.library
-        self._preparation = replays.preparation = self.front.preparation
 
     @classmethod
     def load(
@@ -146,7 +161,8 @@ class Engine:
         asked = replace(model, **options) if isinstance(model, EngineOptions) else EngineOptions(model, **options)
         engine = cls(build(asked, strategies), asked)
         try:
-            engine.front.fill()
+            engine.knowledge.fill(asked)
+            engine.contract.begin(engine.knowledge.preprocessed)
         except BaseException:
             engine.close()
             raise
@@ -162,20 +178,20 @@ class Engine:
     @property
     def default_setting(self) -> Setting:
         """Strategy and recompute ratio of requests that name no strategy; shadow replay may change it."""
-        return self._contract.setting
+        return self.contract.setting
 
     @property
     def default_strategy(self) -> str:
         """Its strategy."""
-        return self._contract.setting.strategy
+        return self.contract.setting.strategy
 
     def strategy_of(self, rag: Rag | None) -> str:
         """Name of the strategy that serves a request, as it says or leaves open."""
-        return self._preparation.strategy_of(rag)
+        return self._preparation.composer.strategy_of(rag)
 
     def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:
         """Have `observer` called with strategy and divergence of each request replayed, in the engine's thread."""
-        self._contract.observer = observer
+        self.contract.observer = observer
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -201,34 +217,12 @@ class Engine:
     @property
     def knowledge_names(self) -> tuple[str, ...]:
         """Names of the knowledge bases; the first is the default one."""
-        return self._parts.knowledge.names
+        return self.knowledge.bases.names
 
     @property
     def graph_names(self) -> tuple[str, ...]:
         """Names of the knowledge graphs; the first is the default one."""
-        return self._parts.graphs.names
-
-    def replicas(self) -> None:
-        """An engine serves alone: there are no replicas to count (`ragjax/engine/service.py`)."""
-        return None
-
-    def figures(self) -> dict[str, Stats]:
-        """As a fleet of replicas has them by name: `stats` of this one."""
-        return {"": self.stats()}
-
-    def card(self) -> Card:
-        """What a process that composes requests for this engine has to know of it (`ragjax/engine/front.py`)."""
-        return Card(
-            self.model_name,
-            self.context_length,
-            self.identity,
-            self.dtype,
-            self.strategies,
-            self.default_setting,
-            self._loop.limits,
-            self._cache.pool.page_size,
-            self._cache.pool.capacity,
-        )
+        return self.knowledge.graphs.names
 
     @property
     def closed(self) -> bool:
@@ -237,7 +231,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters since the start, and the present queue and pool."""
-        return stats_of(self._loop, self._cache, self._runner, self._contract, self._parts.disk, self._parts.shared)
+        return stats_of(self._loop, self._cache, self._runner, self.contract, self._parts.disk, self._parts.shared)
 
     def inventory(self, tenant: str = "", most: int = 200) -> Inventory:
         """What the cache holds of a tenant's KV, its `most` largest nodes; what of it left, and requests, lately.
@@ -266,7 +260,7 @@ class Engine:
 
         progress: called with (documents done, documents in all).
         """
-        return self._parts.knowledge.make(knowledge).add(documents, progress)
+        return self.knowledge.bases.make(knowledge).add(documents, progress)
 
     @property
     def embedding_model(self) -> str:
@@ -282,20 +276,20 @@ class Engine:
             RequestError: for a text that is no valid Unicode, or longer than the encoder reads.
         """
         _check_several(texts, "texts")
-        return self.front.embed(texts, check)
+        return self.knowledge.embed(texts, check)
 
     def delete_documents(self, ids: Sequence[str], knowledge: str | None = None) -> int:
         """Remove documents by id; the number removed."""
         _check_several(ids, "ids")
-        return self._parts.knowledge.get(knowledge).delete(ids)
+        return self.knowledge.bases.get(knowledge).delete(ids)
 
     def search(self, question: str, *, knowledge: str | None = None, top_k: int | None = None) -> tuple[Hit, ...]:
         """The chunks that a request with this question would get, best first."""
-        return self._parts.knowledge.get(knowledge).search(question, self.top_k if top_k is None else top_k)
+        return self.knowledge.bases.get(knowledge).search(question, self.top_k if top_k is None else top_k)
 
     def document_ids(self, knowledge: str | None = None) -> frozenset[str]:
         """Ids of a knowledge base's documents."""
-        return self._parts.knowledge.get(knowledge).document_ids
+        return self.knowledge.bases.get(knowledge).document_ids
 
     def knowledge_base(self, name: str | None = None) -> KnowledgeBase:
         """A knowledge base itself (None: the default one).
@@ -303,7 +297,7 @@ class Engine:
         Raises:
             RequestError: if there is none of that name.
         """
-        return self._parts.knowledge.get(name)
+        return self.knowledge.bases.get(name)
 
     def add_triples(
         self,
@@ -315,7 +309,7 @@ class Engine:
 
         progress: as `KnowledgeGraph.add` calls it.
         """
-        return self._parts.graphs.make(graph).add(items, progress)
+        return self.knowledge.graphs.make(graph).add(items, progress)
 
     def knowledge_graph(self, name: str | None = None) -> KnowledgeGraph:
         """A knowledge graph itself (None: the default one).
@@ -323,7 +317,7 @@ class Engine:
         Raises:
             RequestError: if there is none of that name.
         """
-        return self._parts.graphs.get(name)
+        return self.knowledge.graphs.get(name)
 
     # -------------------------------------------------------------------------------------- requests
 
@@ -348,27 +342,6 @@ class Engine:
             cancellation.cancel()  # of effect only if the thread is still at work
             pipeline.close()
             self._loop.give_back(place)
-
-    async def submit_composed(self, made: Composed) -> AsyncGenerator[Event, None]:
-        """As `submit`, of a request whose prompt was made elsewhere (`ragjax/engine/front.py`).
-
-        Raises:
-            RequestError, OverloadError: as `submit`.
-        """
-        place = self._loop.hold_place()
-        arrival = time.perf_counter() - made.spent_ms / 1e3
-        sink, events = _queue()
-        admit = partial(self._preparation.admit, made, sink, arrival)
-        try:
-            state = await asyncio.get_running_loop().run_in_executor(self._preparers, admit)
-            self._loop.enqueue(state, place)
-        finally:
-            self._loop.give_back(place)
-        try:
-            async for event in _until_answered(events):
-                yield event
-        finally:
-            self._loop.cancel(state)
 
     def answer(
         self,
@@ -472,8 +445,14 @@ class Engine:
             want_logits=want_logits,
             continuation=continuation,
             background=background,
+            grounded=Grounded(prompt),
         )
-        return self._begin(lambda sink, arrival: self._preparation.state(prompt, request, sink, Times(arrival), own))
+        loop = self._loop
+        future, sink = _future()
+        state = self._preparation.state(request, sink, time.perf_counter(), own)
+        future.add_done_callback(lambda done: loop.cancel(state) if done.cancelled() else None)
+        loop.enqueue(state)
+        return future
 
     def compute_depkv(self, prompt: DepPrompt | Prompt, *, positions: Positions = "path", tenant: str = "") -> DepKV:
         """Compute a prompt under dependency attention, and hold its KV until it is closed (DepCache, section 5).
@@ -596,14 +575,6 @@ class Engine:
         if loop is not None and loop.left_open:
             told = f"the engine of {self.model_name!r} was not closed: call close when done, or use it in a with block"
             _warn(told, ResourceWarning, source=self)
-
-    def _begin(self, prepare: Callable[[Sink, float], RequestState]) -> Future[Answer]:
-        loop = self._loop
-        future, sink = _future()
-        state = prepare(sink, time.perf_counter())
-        future.add_done_callback(lambda done: loop.cancel(state) if done.cancelled() else None)
-        loop.enqueue(state)
-        return future
 
     def _pipeline(
         self,

@@ -7,9 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
 
 from tqdm import tqdm
 
@@ -21,21 +19,16 @@ from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
 from ragjax.core import Compression, ConfigError, EngineOptions, Grid, Measure, RequestError, StorageOptions
 from ragjax.core.compression import BY_LAYER
+from ragjax.engine.knowledge import Knowledge
 from ragjax.engine.measurement import alpha_of, report_of
-from ragjax.engine.registry import Registry
-from ragjax.engine.sources import graph_opener, knowledge_opener, show
 from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
-from ragjax.models.encoder import Encoder
 from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.trained import load_model, model_digest, reads_blocks, wrapper_of
 from ragjax.models.weights import open_checkpoint
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Budget, Setting
-from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.graph import KnowledgeGraph
-from ragjax.retrieval.knowledge import KnowledgeBase, TextEncoder
 from ragjax.reuse import PREPROCESSED, compaction
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
@@ -62,41 +55,19 @@ _log = logging.getLogger(__name__)
 
 PAGE_SIZE = 64
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-ENCODER = "all-minilm-l6-v2"
-
-
-class Embedder(TextEncoder, Protocol):
-    """A sentence encoder that counts tokens."""
-
-    def count(self, texts: Sequence[str]) -> int:
-        """Tokens of all texts; an error for one that is too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontParts:
-    """What requests are composed with; none of it needs a device.
-
-    context_length: most tokens of a prompt and its answer. vocabulary: one past the highest id that the model reads
-    (None: of a token that the tokenizer knows). encoder: gives the sentence encoder, and loads it first if need be.
-    """
+class Parts:
+    """What an engine is made of."""
 
     model_name: str
-    context_length: int
-    vocabulary: int | None = None
+    context_length: int  # most tokens of a prompt and its answer
+    vocabulary: int  # one past the highest id that the model reads
     tokenizer: Tokenizer
-    chunker: Chunker
     contract: Contract
     strategies: Mapping[str, Strategy]
-    knowledge: Registry[KnowledgeBase]
-    graphs: Registry[KnowledgeGraph]
-    compression: Compression | None = None
-    encoder: Callable[[], Embedder] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts(FrontParts):
-    """What an engine is made of. identity: digest of what KV depends on besides tokens."""
-
+    knowledge: Knowledge
     runner: Runner
     cache: KnowledgeCache
     transfer: KVTransfer | None = None
@@ -104,7 +75,8 @@ class Parts(FrontParts):
     shared: SharedTier | None = None
     recorder: Recorder | None = None
     budget: StepBudget | None = None
-    identity: bytes = b""
+    compression: Compression | None = None
+    identity: bytes = b""  # digest of what KV depends on besides tokens
 
 
 def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = None) -> Parts:
@@ -145,6 +117,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     contract = contract_of(options, chosen, identity, dtype, budget)
     compression = compression_of(options, [chosen[name] for name in contract.strategies])
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
+    knowledge = Knowledge.open(options, tokenizer)
     shared = _shared(storage, identity, disk)
     copies = copies_of(mesh.size, config)
     page = page_bytes(config, DTYPE_BYTES[dtype], copies)
@@ -170,7 +143,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     transfer = KVTransfer(runner, storage.at_rest, disk=shared or disk)
     tiers = Storage(transfer, page, int(storage.host_gb * 2**30), shared or disk, _quota(storage.quotas), shared)
     return Parts(
-        **grounds(options, tokenizer),
+        knowledge=knowledge,
         model_name=local.name,
         context_length=context,
         vocabulary=config.vocab_size + config.soft_tokens,
@@ -187,19 +160,6 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         compression=compression,
         identity=identity,
     )
-
-
-def grounds(options: EngineOptions, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What knowledge is read and kept with, by the fields of `FrontParts`."""
-    encoder = _encoder(options.progress)
-    open_base = knowledge_opener(tokenizer, options.index, options.index_dir, encoder)
-    open_graph = graph_opener(options.graph_dir, encoder, options.progress)
-    return {
-        "chunker": Chunker(partial(tokenizer.encode, special=False, continued=True)),
-        "knowledge": Registry("knowledge base", "rag.knowledge", open_base),
-        "graphs": Registry("knowledge graph", "rag.graph.name", open_graph),
-        "encoder": encoder,
-    }
 
 
 def strategies_of(local: LocalModel, alpha: float = 1.0) -> dict[str, Strategy]:
@@ -399,16 +359,3 @@ def _compile(runner: Runner, served: Sequence[Strategy], compression: Compressio
         runner.compile(measures, ends, compression, progress=lambda _: bar.update())
     with tqdm(total=total, desc="warming up", unit="program", disable=not progress) as bar:
         runner.warm_up(measures, ends, compression, progress=lambda _: bar.update())
-
-
-def _encoder(progress: bool) -> Callable[[], Encoder]:
-    """Gives the sentence encoder, which is loaded when it is first asked for."""
-
-    @cache
-    def encoder() -> Encoder:
-        loaded = Encoder.load(resolve(ENCODER).path)
-        with tqdm(desc="compiling encoder", unit="program", disable=not progress) as bar:
-            loaded.warmup(lambda done, total: show(bar, done, total))
-        return loaded
-
-    return encoder

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ragjax.core import Chunk, Document, Hit, Rag, Request, RequestError
-from ragjax.engine.registry import Registry
+from ragjax.engine.knowledge import Registry
 from ragjax.prompting.passage import Cutter, brings_passages
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
@@ -126,5 +126,10 @@ class Grounding:
 
 def overlong(context_length: int, what: str, advice: str, param: str) -> RequestError:
     """The error of a request with more tokens than the context holds."""
-    reason = f"the {what} more than {context_length} tokens; the context holds no more, answer included. {advice}"
-    return RequestError(reason, param=param, code="context_length_exceeded")
+    return too_long(
+        f"the {what} more than {context_length} tokens; the context holds no more, answer included. {advice}", param
+    )
+
+
+def too_long(message: str, param: str) -> RequestError:
+    return RequestError(message, param=param, code="context_length_exceeded")

@@ -12,12 +12,12 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
 
-from ragjax.core import Answer, Event, Hit, Request, RequestError
+from ragjax.core import Answer, Event, Grounded, Hit, Request, RequestError
 from ragjax.engine.loop import Loop
 from ragjax.engine.prepare import Preparation
 from ragjax.retrieval.knowledge import SearchStage
 from ragjax.schedule.speculation import Decision, Odds, Speculation
-from ragjax.schedule.state import RequestState, Sink, Times
+from ragjax.schedule.state import RequestState, Sink
 
 
 class Withheld:
@@ -79,6 +79,7 @@ class Pipeline:
     ):
         self._loop = loop
         self._preparation = preparation
+        self._composer = preparation.composer
         self._request = request
         self._sink = sink
         self._arrival = arrival
@@ -102,9 +103,9 @@ class Pipeline:
             CancelledError: if it was closed meanwhile.
         """
         self._began = time.perf_counter()
-        stages = self._preparation.search(self._request, self._stages) if self._stages else None
+        stages = self._composer.search(self._request, self._stages) if self._stages else None
         if stages is None:
-            self._put(self._preparation.prepare(self._request, self._sink, self._arrival), self._enqueue)
+            self._put(self._preparation.state(self._request, self._sink, self._arrival), self._enqueue)
         else:
             self._follow(stages)
 
@@ -117,7 +118,7 @@ class Pipeline:
 
     def _follow(self, stages: Iterator[SearchStage]) -> None:
         for stage in stages:
-            self._preparation.check()
+            self._composer.check()
             documents = _documents(stage.hits)
             self._known.append((documents, time.perf_counter()))
             if not stage.final:
@@ -183,8 +184,9 @@ class Pipeline:
         self._loop.confirm(state, self._place)
 
     def _state_of(self, hits: tuple[Hit, ...], sink: Sink) -> RequestState:
-        times = Times(self._arrival, retrieve_ms=(time.perf_counter() - self._began) * 1e3)
-        return self._preparation.ground(self._request, hits, sink, times)
+        retrieve_ms = (time.perf_counter() - self._began) * 1e3
+        made = Grounded(self._composer.prompt(self._request, hits), retrieve_ms=retrieve_ms)
+        return self._preparation.state(replace(self._request, grounded=made), sink, self._arrival)
 
     def _finish(self, answer: Answer) -> Answer:
         """The answer of a generation that began before its documents were confirmed, with the client's times."""

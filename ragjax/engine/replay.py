@@ -7,12 +7,12 @@ import time
 
 import numpy as np
 
-from ragjax.core import Answer, Delta, Event, Request, Sampling
+from ragjax.core import Answer, Delta, Event, Grounded, Request, Sampling
 from ragjax.engine.prepare import Preparation
 from ragjax.quality.contract import QUEUE, Contract
 from ragjax.quality.report import divergence
 from ragjax.reuse.full import Full
-from ragjax.schedule.state import RequestState, Times
+from ragjax.schedule.state import RequestState
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class Replays:
             tenant=state.request.tenant,
             continuation=said,
             background=True,
+            grounded=Grounded(state.plain),
         )
         self._waiting += 1
-        return self.preparation.state(state.plain, request, sink, Times(time.perf_counter()), Full())
+        return self.preparation.state(request, sink, time.perf_counter(), Full())

@@ -35,7 +35,7 @@ from ragjax.serve.server import Drain, Limits
 from ragjax.serve.stream import EventStream, TypedStream, merged, while_connected
 
 if TYPE_CHECKING:
-    from ragjax.engine.service import Service
+    from ragjax.cluster.fleet import Service
 
 SEPARATOR = ":"
 """Stands between the names of a model and of a knowledge base."""
@@ -197,7 +197,8 @@ class _Endpoints:
         self._created = int(time.time())
 
     async def health(self) -> Json | Response:
-        replicas, shares = self._engine.replicas(), self._engine.shares
+        shares = self._engine.shares
+        replicas = self._engine.replicas() if hasattr(self._engine, "replicas") else None
         facts: Json = {"model": self._engine.model_name}
         if shares is not None:
             facts["shared_cache"] = "on" if shares else "off"

@@ -31,7 +31,7 @@ from ragjax.serve.middleware import LOOPBACK, is_loopback
 from ragjax.serve.server import Drain, Limits, Server, Watchdog, limited
 
 if TYPE_CHECKING:
-    from ragjax.engine.service import Service
+    from ragjax.cluster.fleet import Service
 
 _log = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ def _load(options: argparse.Namespace) -> Service:
 def _start(options: argparse.Namespace) -> Service:
     if importlib.util.find_spec("ray") is None:
         raise core.ConfigError("--replicas needs Ray, which is not installed: pip install '.[ray]' in ragjax's folder")
-    from ragjax.cluster.start import start
+    from ragjax.cluster.deployment import start
 
     return start(options.engine, options.replicas, options.ray_address, options.grace, options.router)
 

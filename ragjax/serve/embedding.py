@@ -20,7 +20,7 @@ from ragjax.serve.response import Json
 from ragjax.serve.schema.body import Body, Count, Filled, Name, Text
 
 if TYPE_CHECKING:
-    from ragjax.engine.service import Service
+    from ragjax.cluster.fleet import Service
 
 
 class Turns:

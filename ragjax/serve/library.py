@@ -23,7 +23,7 @@ from ragjax.serve.response import Json
 from ragjax.serve.schema.store import AttachmentBody, BatchBody, NoteBody, SearchBody, StoreBody, StoreChange
 
 if TYPE_CHECKING:
-    from ragjax.engine.service import Service
+    from ragjax.cluster.fleet import Service
 
 MOST_PARTS = 16
 """Parts of a form, at most."""

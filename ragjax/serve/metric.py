@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from ragjax import core
 
 if TYPE_CHECKING:
-    from ragjax.engine.service import Service
+    from ragjax.cluster.fleet import Service
 
 _HELP = {
     "requests_total": "Requests answered, by strategy.",
@@ -170,7 +170,9 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
-        for replica, stats in self._engine.figures().items():
+        engine = self._engine
+        found = engine.figures() if hasattr(engine, "figures") else {"": engine.stats()}
+        for replica, stats in found.items():
             for name, value in stats.items():
                 family = families.setdefault(name, _family(name, value, bool(replica)))
                 for key, number in value.items() if isinstance(value, Mapping) else [(None, value)]:

@@ -14,7 +14,7 @@ from ragjax import core
 from ragjax.serve.tool_calls import CallReader, Piece
 
 if TYPE_CHECKING:
-    from ragjax.engine.service import Service
+    from ragjax.cluster.fleet import Service
 
 Json = dict[str, Any]
 Numbered = tuple[int, core.Event]

@@ -17,7 +17,7 @@ from ragjax.serve.schema import RESULTS, ResponseBody
 from ragjax.serve.tool_calls import CallReader, Piece
 
 if TYPE_CHECKING:
-    from ragjax.engine.service import Service
+    from ragjax.cluster.fleet import Service
 
 
 def new_id(prefix: str) -> str:

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ragjax.serve.error import ApiError, late, overloaded
 
 if TYPE_CHECKING:
-    from ragjax.engine.service import Service
+    from ragjax.cluster.fleet import Service
 
 LINGER = 1.0
 """Seconds between the last answer on a connection and its end, in which the client can read the answer."""

@@ -11,19 +11,17 @@ from dataclasses import replace
 import pytest
 
 from ragjax.cluster.fleet import Fleet, _Attempts
-from ragjax.cluster.router.knowledge import Knowledge
-from ragjax.cluster.router.need import Need
-from ragjax.cluster.router.two_choices import TwoChoices
+from ragjax.cluster.router import KnowledgeRouter, Need, TwoChoices
 from ragjax.cluster.transport import Call
 from ragjax.core import (
     Answer,
     Attachment,
-    Composed,
     Delta,
     Divergence,
     Document,
     Event,
     Graph,
+    Grounded,
     LostError,
     Message,
     OverloadError,
@@ -32,7 +30,7 @@ from ragjax.core import (
     RequestError,
 )
 from ragjax.engine import Engine
-from ragjax.engine.prepare import Preparation
+from ragjax.engine.compose import Composer
 from ragjax.quality.contract import LEAST, Contract
 from ragjax.quality.report import PREFIX, Budget, Measurement, Report, Setting
 from ragjax.reuse import PREPROCESSED, strategies
@@ -89,7 +87,7 @@ def test_what_no_strategy_can_serve_is_refused(rag: Rag, param: str, words: str)
 def test_a_warm_request_for_a_graph_is_answered() -> None:
     paths = (("Ann", "likes", "Bob", "likes", "Cid"), ("Ann", "likes", "Dan"), ("Eve", "knows", "Ann"))
     request = replace(asked("Whom does Ann like?"), rag=Rag(graph=Graph(relation_paths=paths), detail=True))
-    with fleet_of_two(Knowledge()) as (fleet, transport, _):
+    with fleet_of_two(KnowledgeRouter()) as (fleet, transport, _):
         cold, warm = answer(fleet, request), answer(fleet, request)
         assert warm.tokens == cold.tokens and warm.cached_tokens > cold.cached_tokens == 0
         assert len(set(transport.sent)) == 1
@@ -116,7 +114,7 @@ def budgeted(settings: tuple[Setting, ...] = (FUSION, NAIVE)) -> Contract:
 
 def find_fault(engine: Engine) -> None:
     """As shadow replay does."""
-    engine.front.parts.contract.observe(PREFIX, True, Divergence(0.5, 0.1))
+    engine.contract.observe(PREFIX, True, Divergence(0.5, 0.1))
 
 
 @pytest.mark.parametrize(
@@ -163,13 +161,14 @@ def test_the_default_setting_is_as_the_fronts_knowledge_is() -> None:
 
 def test_a_setting_that_shadow_replay_changed_is_what_the_fleet_tells_and_routes_by() -> None:
     with fleet_of_two(contract=lambda: budgeted((NAIVE,))) as (fleet, _, engines):
-        made = fleet._front.preparation.compose(asked())
-        assert fleet.default_setting == NAIVE and not fleet._is_exact(made)
+        made = fleet._composer.ground(asked())
+        assert fleet.default_setting == NAIVE and not fleet._is_exact(asked().rag, made)
         for engine in engines:
             for _ in range(LEAST):
-                engine.front.parts.contract.observe(NAIVE, False, Divergence(0.08, 0.5))
+                engine.contract.observe(NAIVE, False, Divergence(0.08, 0.5))
         fleet.look()
-        assert fleet.default_setting == PREFIX and fleet.strategy_of(Rag()) == "prefix" and fleet._is_exact(made)
+        assert fleet.default_setting == PREFIX and fleet.strategy_of(Rag()) == "prefix"
+        assert fleet._is_exact(asked().rag, made)
         assert fleet.strategy_of(Rag(graph=Graph(relation_paths=PATHS))) == "dependency"
         assert answer(fleet, asked()).strategy == "prefix"
 
@@ -179,7 +178,7 @@ def test_a_setting_that_shadow_replay_changed_is_what_the_fleet_tells_and_routes
 
 def test_requests_that_are_placed_at_once_see_each_other() -> None:
     with fleet_of_two(TwoChoices()) as (fleet, _, _):
-        need, names = Need.of(fleet._front.preparation.compose(asked()), True), ("replica 0", "replica 1")
+        need, names = Need.of(fleet._composer.ground(asked()).prompt, "", True), ("replica 0", "replica 1")
         tries = [_Attempts() for _ in range(4)]
         first = [fleet._order(need, names, one)[0] for one in tries]
         assert sorted(first) == ["replica 0", "replica 0", "replica 1", "replica 1"]
@@ -239,7 +238,7 @@ def test_a_request_without_text_goes_elsewhere_when_its_replica_is_lost() -> Non
 
 def test_a_replica_that_lost_a_request_is_asked_again_after_the_others() -> None:
     """One whose engine has ended is listed until its next health check."""
-    with fleet_of_two(Knowledge()) as (fleet, transport, engines):
+    with fleet_of_two(KnowledgeRouter()) as (fleet, transport, engines):
         answer(fleet, asked())
         (first,) = transport.sent
         engines[int(first[-1])].close()
@@ -301,14 +300,14 @@ def test_a_full_queue_sends_requests_on_and_all_full_refuses_them() -> None:
 
 
 def test_requests_in_preparation_at_the_front_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    going, threads, compose = threading.Event(), set[str](), Preparation.compose
+    going, threads, ground = threading.Event(), set[str](), Composer.ground
 
-    def slow(self: Preparation, request: Request) -> Composed:
+    def slow(self: Composer, request: Request) -> Grounded:
         threads.add(threading.current_thread().name.rpartition("_")[0])
         assert going.wait(60)
-        return compose(self, request)
+        return ground(self, request)
 
-    monkeypatch.setattr(Preparation, "compose", slow)
+    monkeypatch.setattr(Composer, "ground", slow)
 
     async def run(fleet: Fleet) -> None:
         tasks = [asyncio.create_task(events(fleet, asked(f"Ferry {i}?"))) for i in range(4)]
@@ -324,7 +323,7 @@ def test_requests_in_preparation_at_the_front_have_a_bound(monkeypatch: pytest.M
         assert all(isinstance(told[-1], Answer) for told in await asyncio.gather(*tasks))
 
     with fleet_of_two() as (fleet, _, _):
-        fleet._front.options = replace(fleet._front.options, max_queue=1)
+        fleet._max_queue = 1
         asyncio.run(run(fleet))
         assert threads == {"ragjax-prepare"}
 
@@ -355,7 +354,7 @@ def test_the_server_tells_of_replicas() -> None:
 
 def test_documents_that_come_and_go_are_seen_at_once() -> None:
     with fleet_of_two() as (fleet, _, _):
-        base = fleet._front.parts.knowledge.get("ferries")
+        base = fleet.knowledge.bases.get("ferries")
         base.add([Document("new", "The orange ferry leaves at midnight.")])
         for gone in (False, True):
             if gone:

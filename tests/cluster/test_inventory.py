@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragjax.cluster.inventory import LARGEST, merged
+from ragjax.cluster.fleet import LARGEST, merged
 from ragjax.core import Holding, Inventory, Sharing
 
 

@@ -98,7 +98,7 @@ import ray
 from ray import serve
 from ragjax.serve.cluster import app
 
-niceness = {"worker_niceness": 0}  # as ragjax/cluster/start.py has it
+niceness = {"worker_niceness": 0}  # as ragjax/cluster/deployment.py has it
 ray.init(address="local", include_dashboard=False, log_to_driver=False, _system_config=niceness)
 serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
 args = {"model": sys.argv[2], "knowledge": "none", "replicas": 2, "device-cache-gb": 0.05}

@@ -10,13 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from ragjax.cluster.router import ROUTERS, Router
-from ragjax.cluster.router.base import bound
-from ragjax.cluster.router.knowledge import LEAST, SLACK, Knowledge
-from ragjax.cluster.router.memory import FAR, Memory
-from ragjax.cluster.router.need import Need
-from ragjax.cluster.router.prefix import IMBALANCE
-from ragjax.core import Composed, Kind, Message, Prompt, Request, Segment
+from ragjax.cluster.router import FAR, IMBALANCE, LEAST, ROUTERS, SLACK, KnowledgeRouter, Memory, Need, Router, bound
+from ragjax.core import Kind, Prompt, Segment
 from tests.support.fleets import answer, asked, fleet_of_two
 
 NAMES = ("a", "b", "c", "d")
@@ -29,8 +24,7 @@ def segment(number: int, kind: Kind = Kind.CHUNK, size: int = 100, public: bool 
 
 def need(*chunks: int, exact: bool = False, tenant: str = "", size: int = 100, public: bool = False) -> Need:
     segments = tuple(segment(chunk, size=size, public=public) for chunk in chunks)
-    request = Request((Message("user", "?"),), tenant=tenant)
-    return Need.of(Composed(request, Prompt(segments)), exact)
+    return Need.of(Prompt(segments), tenant, exact)
 
 
 def serve(router: Router, wanted: Need, loads: Mapping[str, int] = IDLE, found: Sequence[int] | None = None) -> str:
@@ -57,7 +51,7 @@ def test_pieces_of_a_chunk_strategy_are_alike_in_any_order() -> None:
 
 def test_the_question_is_no_piece() -> None:
     prompt = Prompt((segment(1), segment(2, Kind.QUERY)))
-    made = Need.of(Composed(Request((Message("user", "?"),)), prompt), False)
+    made = Need.of(prompt, "", False)
     assert made.sizes == (100,) and len(made.tokens) == 200
 
 
@@ -68,19 +62,19 @@ def test_tenants_share_public_pieces_alone() -> None:
 
 def test_paths_of_a_graph_are_pieces_under_an_exact_strategy() -> None:
     prompts = [Prompt((segment(i, Kind.NODE), segment(j, Kind.NODE))) for i, j in ((1, 2), (2, 1))]
-    one, other = (Need.of(Composed(Request((Message("user", "?"),)), prompt), True) for prompt in prompts)
+    one, other = (Need.of(prompt, "", True) for prompt in prompts)
     assert set(one.pieces) == set(other.pieces) and not one.chained
 
 
 def test_a_request_goes_where_its_passages_are_in_any_order() -> None:
-    router = Knowledge()
+    router = KnowledgeRouter()
     first = serve(router, need(1, 2, 3), found=(0, 0, 0))
     assert serve(router, need(3, 1, 2)) == first
     assert serve(router, need(9, 2, 3)) == first
 
 
 def test_what_nobody_holds_is_spread() -> None:
-    router = Knowledge()
+    router = KnowledgeRouter()
     went = Counter(serve(router, need(10 * i, 10 * i + 1), found=(0, 0)) for i in range(200))
     assert set(went) == set(NAMES) and max(went.values()) < 2 * 200 / len(NAMES)
 
@@ -140,7 +134,7 @@ def test_what_lies_far_beyond_the_reach_is_not_kept() -> None:
 
 
 def test_load_tempers_and_is_bounded() -> None:
-    router = Knowledge()
+    router = KnowledgeRouter()
     home = serve(router, need(1, 2, 3), found=(0, 0, 0))
     for i in range(200):  # a request computes about 100 tokens
         serve(router, need(10 + i), found=(0,))
@@ -150,7 +144,7 @@ def test_load_tempers_and_is_bounded() -> None:
 
 def test_the_fullest_queue_is_at_most_twice_the_mean() -> None:
     """Everybody asks for the same passage, and nobody is answered."""
-    router, loads = Knowledge(), dict(IDLE)
+    router, loads = KnowledgeRouter(), dict(IDLE)
     for _ in range(400):
         replica = router.order(need(1), loads)[0]
         router.sent(need(1), replica)
@@ -161,14 +155,14 @@ def test_the_fullest_queue_is_at_most_twice_the_mean() -> None:
 
 def test_of_two_replicas_a_warm_one_does_not_get_everything() -> None:
     """Nothing is computed any more; of two replicas the bound stops neither."""
-    router, loads = Knowledge(), {"a": 0, "b": 0}
+    router, loads = KnowledgeRouter(), {"a": 0, "b": 0}
     for _ in range(60):
         loads[serve(router, need(1, 2), loads)] += 1
     assert min(loads.values()) >= 20
 
 
 def test_a_replica_that_is_gone_is_forgotten() -> None:
-    router = Knowledge()
+    router = KnowledgeRouter()
     home = serve(router, need(1), found=(0,))
     left = {name: 0 for name in NAMES if name != home}
     router.order(need(1), left)
@@ -192,7 +186,7 @@ def test_prefix_follows_the_beginning_until_queues_are_uneven() -> None:
 
 def test_random_requests_lose_nothing() -> None:
     """Sent, answered in any order or never, replicas coming and going: orders stay whole, memory bounded."""
-    source, router, open_ = random.Random(7), Knowledge(), []
+    source, router, open_ = random.Random(7), KnowledgeRouter(), []
     for step in range(3000):
         names = [f"r{i}" for i in range(source.randint(1, 5))]
         wanted = need(*source.sample(range(30), source.randint(1, 4)), exact=source.random() < 0.3, size=10)
@@ -205,7 +199,7 @@ def test_random_requests_lose_nothing() -> None:
     assert all(size < 1000 for size in router._memory.sizes().values())
 
 
-class Direct(Knowledge):
+class Direct(KnowledgeRouter):
     """Asks every replica what it holds, piece by piece, and compares all of them."""
 
     def order(self, need: Need, loads: Mapping[str, int]) -> Sequence[str]:
@@ -232,7 +226,7 @@ class Direct(Knowledge):
 
 def test_the_index_chooses_as_the_direct_computation() -> None:
     """Random requests, answers of a cache that forgets, loads, and replicas that come and go."""
-    source, indexed, direct = random.Random(11), Knowledge(), Direct()
+    source, indexed, direct = random.Random(11), KnowledgeRouter(), Direct()
     chosen: Counter[str] = Counter()
     held = 0
     for _ in range(3000):
@@ -250,7 +244,7 @@ def test_the_index_chooses_as_the_direct_computation() -> None:
 
 
 def test_a_fleet_sends_a_question_where_its_passages_are() -> None:
-    with fleet_of_two(Knowledge()) as (fleet, transport, _):
+    with fleet_of_two(KnowledgeRouter()) as (fleet, transport, _):
         for _ in range(3):
             last = answer(fleet, asked(strategy="naive"))
         assert len(set(transport.sent)) == 1

@@ -80,5 +80,5 @@ def test_work_is_checked_all_along(name: str, engine: Engine) -> None:
         nonlocal checks
         checks += 1
 
-    engine._preparation.checked(check).prepare(REQUESTS[name], lambda event: None, 0.0)
+    engine._preparation.checked(check).state(REQUESTS[name], lambda event: None, 0.0)
     assert checks >= (2 if name == "prompt" else 20), "a prompt is encoded in blocks of 10,000 characters"

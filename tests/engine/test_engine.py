@@ -364,10 +364,12 @@ def test_documents_that_are_too_long_are_refused_before_they_are_all_read(
 ) -> None:
     """A preparation cannot be cancelled, and holds up those of others."""
     encoded: list[int] = []
-    preparation, grounding = engine._preparation, engine._preparation.grounding
+    preparation = engine._preparation
+    grounding = preparation.composer.grounding
     encode = grounding.chunker.encode
     spy = replace(grounding.chunker, encode=lambda text: encoded.append(len(text)) or encode(text))
-    monkeypatch.setattr(engine, "_preparation", replace(preparation, grounding=replace(grounding, chunker=spy)))
+    composer = replace(preparation.composer, grounding=replace(grounding, chunker=spy))
+    monkeypatch.setattr(engine, "_preparation", replace(preparation, composer=composer))
     with pytest.raises(RequestError, match="more than 1024 tokens") as refused:
         engine.answer("Who?", documents=documents)
     assert (refused.value.param, refused.value.code) == ("rag.documents", "context_length_exceeded")
@@ -471,14 +473,14 @@ def test_the_engines_own_thread_cannot_wait_for_it(call: Callable[[Engine], obje
 
 def test_a_close_that_was_interrupted_can_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, closed = tiny.engine(), list[str]()
-    join, library = engine._loop._thread.join, engine.front.library.close
+    join, library = engine._loop._thread.join, engine.library.close
 
     def interrupted() -> None:
         monkeypatch.setattr(engine._loop._thread, "join", join)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engine._loop._thread, "join", interrupted)
-    monkeypatch.setattr(engine.front.library, "close", lambda: (closed.append("library"), library()))
+    monkeypatch.setattr(engine.library, "close", lambda: (closed.append("library"), library()))
     with pytest.raises(KeyboardInterrupt):
         engine.close()
     assert not closed
@@ -509,7 +511,7 @@ def test_an_engine_that_is_dropped_says_so_unless_it_was_closed(closed: bool) ->
 
 def test_an_engine_that_cannot_be_made_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[KVTransfer] = []
-    monkeypatch.setattr("ragjax.engine.api.Front", lambda *_: 1 / 0)
+    monkeypatch.setattr("ragjax.engine.api.Preparation", lambda *_: 1 / 0)
     monkeypatch.setattr(KVTransfer, "close", lambda transfer: closed.append(transfer))
     before = set(threading.enumerate())  # of which some may end meanwhile
     with pytest.raises(ZeroDivisionError):

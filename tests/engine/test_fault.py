@@ -308,7 +308,7 @@ def test_pages_are_free_within_one_step_after_a_client_left(where: str, monkeypa
 def test_a_full_queue_refuses_before_anything_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     with tiny.engine(max_queue=1, max_running=1) as engine:
         futures = [lasting(engine, tiny.prompt(0), max_tokens=300), engine.begin_prompt(tiny.prompt(1), max_tokens=1)]
-        monkeypatch.setattr(Preparation, "prepare", lambda *_, **__: pytest.fail("it was prepared"))
+        monkeypatch.setattr(Preparation, "state", lambda *_, **__: pytest.fail("it was prepared"))
 
         async def ask() -> None:
             async for _ in engine.submit(Request(prompt="Hello")):
@@ -337,14 +337,14 @@ def _count(wanted: int, test: Callable[[], int]) -> Any:
 
 def test_requests_in_preparation_take_places_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that leaves gives its place back at once, also while a thread still prepares its request."""
-    released, begun, prepare = threading.Event(), list[int](), Preparation.prepare
+    released, begun, prepare = threading.Event(), list[int](), Preparation.state
 
     def held(*arguments: Any) -> RequestState:
         begun.append(1)
         released.wait(60)
         return prepare(*arguments)
 
-    monkeypatch.setattr(Preparation, "prepare", held)
+    monkeypatch.setattr(Preparation, "state", held)
 
     async def run(engine: Engine) -> None:
         first, second = (asyncio.create_task(_answer_of(engine)) for _ in range(2))

@@ -10,7 +10,7 @@ import pytest
 
 from ragjax.core import Graph, Kind, Message, Prompt, Rag, Request, RequestError
 from ragjax.engine import Engine
-from ragjax.engine.sources import fill_graph
+from ragjax.engine.knowledge import fill_graph
 from ragjax.prompting.chat import graph_prompt
 from ragjax.prompting.facts import ground
 from ragjax.retrieval.graph import KnowledgeGraph
@@ -41,7 +41,7 @@ def test_a_graph_holds_what_its_source_holds_now(tmp_path: Path) -> None:
     for text in ("Ada\tlives in\tParis\nAda\twrote\tNotes\n", "Ada\tlives in\tRome\nAda\twrote\tNotes\n"):
         source.write_text(text)
         with tiny.engine(open_graph=lambda name: KnowledgeGraph.open(folder, HashedEncoder())) as made:
-            fill_graph(made._parts.graphs.make("facts"), "facts", source, progress=False)
+            fill_graph(made.knowledge.graphs.make("facts"), "facts", source, progress=False)
             found.append([fact.steps[2] for fact in made.answer("Ada?", graph=Graph(), max_tokens=1).facts])
     assert found == [["Paris", "Notes"], ["Rome", "Notes"]]
 
@@ -127,7 +127,7 @@ def test_nothing_found_is_said(engine: Engine) -> None:
 )
 def test_bad_graphs_are_refused(engine: Engine, rag: object, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        engine._preparation.prepare(Request((Message("user", QUESTION),), rag=rag()), lambda event: None, 0.0)  # type: ignore[operator]
+        engine._preparation.state(Request((Message("user", QUESTION),), rag=rag()), lambda event: None, 0.0)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("room", [10, 40, 75, 200, 1000])

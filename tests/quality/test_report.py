@@ -721,10 +721,10 @@ def test_kv_that_lost_precision_was_not_measured() -> None:
             fresh = live(engine, 1, PROMPTS[:1])
         assert fresh.cached_tokens and fresh.predicted == Divergence(SOUND, 0.9) and fresh.notices == ()
         engine._loop.call(engine._cache.vacate)
-        before = engine._contract._courses[True].monitor._seen.copy()  # type: ignore[union-attr]
+        before = engine.contract._courses[True].monitor._seen.copy()  # type: ignore[union-attr]
         rounded = live(engine, 1, PROMPTS[:1])
         named = live(engine, 1, PROMPTS[:1], strategy="prefix")
-        after = engine._contract._courses[True].monitor._seen  # type: ignore[union-attr]
+        after = engine.contract._courses[True].monitor._seen  # type: ignore[union-attr]
         assert {segment.tier for segment in rounded.segments} == {"host", None}
         assert rounded.strategy == "naive" and (rounded.exact_to, rounded.predicted) == (None, None)
         assert "lost precision at rest" in rounded.notices[0]

@@ -379,9 +379,13 @@ def test_a_restart_finds_it_on_disk(marks: str, tmp_path: Path, monkeypatch: pyt
         disk = DiskStore.open(tmp_path / "kv", b"tiny", about={}, max_bytes=GIGA)
         made = tiny.engine(extra=[Finder()], disk=disk)
         if marks == "stored":
-            place = {"encode_tokens": made._parts.chunker.encode, "encoder": tiny.HashedEncoder(), "model_key": "tiny"}
+            place = {
+                "encode_tokens": made.knowledge.chunker.encode,
+                "encoder": tiny.HashedEncoder(),
+                "model_key": "tiny",
+            }
             opener = lambda name: KnowledgeBase.open(tmp_path / name, **place, max_tokens=64)  # type: ignore[arg-type]  # noqa: E731
-            monkeypatch.setattr(made._parts.knowledge, "_open", opener)
+            monkeypatch.setattr(made.knowledge.bases, "_open", opener)
         made.add_documents(documents())
         return made
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 
 from ragjax import core
 from ragjax.core.cancellation import Cancellation
-from ragjax.engine.front import BATCH
+from ragjax.engine.knowledge import BATCH
 from ragjax.serve.embedding import WAITING, Embedder, EmbeddingBody
 from ragjax.serve.server import Drain
 from tests.support import tiny
@@ -265,7 +264,7 @@ def test_texts_are_embedded_in_batches_until_the_client_left() -> None:
     encoder, cancellation = Batches(), Cancellation()
     texts = ["a"] * (2 * BATCH + 1)
     with tiny.engine() as engine:
-        engine.front.parts = replace(engine.front.parts, encoder=lambda: encoder)
+        engine.knowledge.encoder = lambda: encoder
         embedded = engine.embed(texts, cancellation.check)
         assert embedded.vectors.shape == (len(texts), encoder.dim) and embedded.tokens == len(texts)
         assert encoder.sizes == [BATCH, BATCH, 1]

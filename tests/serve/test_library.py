@@ -385,7 +385,7 @@ def test_requests_reach_their_own_stores_alone() -> None:
 
         made = ask(one, knowledge=store.id)
         assert [s["id"] for s in made.rag["segments"] if s["score"] is not None] == [f"{file.id}#0"]
-        assert not any(hit.public for hit in engine._preparation.grounding.hits(request_of(store.id)) or ())
+        assert not any(hit.public for hit in engine._preparation.composer.grounding.hits(request_of(store.id)) or ())
         with pytest.raises(openai.BadRequestError) as refused:
             ask(two, knowledge=store.id)
         assert refused.value.code == "not_found" and store.id not in str(engine.knowledge_names)

@@ -6,14 +6,12 @@ import asyncio
 import pickle
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
 from functools import cache
 
-from ragjax.cluster.fleet import Fleet
+from ragjax.cluster.fleet import Fleet, Service
 from ragjax.cluster.replica import Replica
-from ragjax.cluster.router import Router
-from ragjax.cluster.router.round_robin import RoundRobin
-from ragjax.cluster.transport import Begun, Call, Item, Status
+from ragjax.cluster.router import RoundRobin, Router
+from ragjax.cluster.transport import Begun, Call, Card, Item, Status
 from ragjax.core import (
     Answer,
     Document,
@@ -27,11 +25,10 @@ from ragjax.core import (
     Sampling,
 )
 from ragjax.engine import Engine
-from ragjax.engine.card import Card
-from ragjax.engine.front import Front
-from ragjax.engine.service import Service
+from ragjax.engine.compose import Composer
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Setting
+from ragjax.reuse import strategies as all_strategies
 from ragjax.runner.runner import Runner
 from tests.support import tiny
 
@@ -125,12 +122,12 @@ def fleet_of_two(
     engines = [tiny.engine(runner, contract=contract(), **options) for runner in (tiny.runner(), second_runner())]
     try:
         transport = LocalTransport([Replica(engine, f"replica {i}", i) for i, engine in enumerate(engines)])
-        # a third engine's parts, of which none needs a device
-        parts = replace(tiny.front_parts(), contract=contract())
-        parts.contract.begin(preprocessed=False)
-        front = Front.beside(parts, EngineOptions("tiny", top_k=2), transport.card())
-        front.parts.knowledge.make("ferries").add(DOCUMENTS)
-        fleet = Fleet(front, transport, router or RoundRobin())
+        card, own, knowledge, tokenizer = transport.card(), contract(), tiny.knowledge(), tiny.byte_tokenizer()
+        own.begin(preprocessed=False)
+        options = EngineOptions("tiny", top_k=2)
+        composer = Composer.of(options, knowledge, tokenizer, all_strategies(), own, card.limits, card.context_length)
+        knowledge.bases.make("ferries").add(DOCUMENTS)
+        fleet = Fleet(card, knowledge, composer, transport, router or RoundRobin(), options.max_queue)
         try:
             yield fleet, transport, engines
         finally:

@@ -21,8 +21,8 @@ from ragjax.cache.profile import Profile
 from ragjax.core import Answer, AtRest, Compression, EngineOptions, Grid, Prompt, RowShape, Segment, StorageOptions
 from ragjax.core import Kind as SegmentKind
 from ragjax.engine import Engine
-from ragjax.engine.build import DTYPE_BYTES, FrontParts, Parts
-from ragjax.engine.registry import Registry
+from ragjax.engine.build import DTYPE_BYTES, Parts
+from ragjax.engine.knowledge import Knowledge, Registry
 from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
@@ -188,36 +188,28 @@ def engine(
         vocabulary=made.config.vocab_size + made.config.soft_tokens,
         runner=made,
         tokenizer=tokenizer,
-        chunker=Chunker(partial(tokenizer.encode, special=False), 64),
         cache=KnowledgeCache(b"tiny", PagePool(pages, PAGE), POLICIES[policy].for_device(profile), storage),
         contract=contract or Contract(Setting(strategy), made.dtype),
         strategies=all_strategies() | {s.name: s for s in extra},
-        knowledge=Registry("knowledge base", "rag.knowledge", opener(tokenizer, options.get("index", "flat"))),
-        graphs=Registry("knowledge graph", "rag.graph.name", open_graph),
+        knowledge=knowledge(options.get("index", "flat"), open_graph),
         transfer=transfer,
         disk=disk,
         shared=shared,
         recorder=recorder,
         compression=None if options.get("compression") is None else Compression.parse(options["compression"]),
         identity=identity,
-        encoder=HashedEncoder,
     )
     return Engine(parts, EngineOptions("tiny", strategy=strategy, storage=tiers, **options))
 
 
-def front_parts() -> FrontParts:
-    """What requests are composed with for engines as `engine` makes them."""
+def knowledge(index: str = "flat", open_graph: Callable[[str], KnowledgeGraph] | None = None) -> Knowledge:
+    """Knowledge in memory, of which nothing needs a model."""
     tokenizer = byte_tokenizer()
-    return FrontParts(
-        model_name="tiny",
-        context_length=CONFIG.context_length,
-        tokenizer=tokenizer,
-        chunker=Chunker(partial(tokenizer.encode, special=False), 64),
-        contract=Contract(Setting("prefix"), "float32"),
-        strategies=all_strategies(),
-        knowledge=Registry("knowledge base", "rag.knowledge", opener(tokenizer)),
-        graphs=Registry("knowledge graph", "rag.graph.name", None),
-        encoder=HashedEncoder,
+    return Knowledge(
+        Registry("knowledge base", "rag.knowledge", opener(tokenizer, index)),
+        Registry("knowledge graph", "rag.graph.name", open_graph),
+        Chunker(partial(tokenizer.encode, special=False), 64),
+        HashedEncoder,
     )
 
 

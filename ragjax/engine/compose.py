@@ -1,0 +1,223 @@
+"""From a request to its prompt, in the caller's thread: retrieval, the choice of a strategy, the chat template.
+
+Nothing of it needs a device: a process in front of replicas does it for all of them (`ragjax/cluster/fleet.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ragjax.core import EngineOptions, Graph, Grounded, Hit, Prompt, Rag, Request, RequestError, StepLimits
+from ragjax.engine.grounding import BROUGHT, Grounding, overlong, too_long
+from ragjax.engine.knowledge import Knowledge, Registry
+from ragjax.models.tokenizer import Tokenizer
+from ragjax.prompting import chat, facts
+from ragjax.prompting.passage import Cutter
+from ragjax.prompting.recognition import Recognition
+from ragjax.quality.contract import Contract
+from ragjax.retrieval.graph import KnowledgeGraph
+from ragjax.retrieval.knowledge import SearchStage
+from ragjax.reuse import DEPENDENCY
+from ragjax.reuse.base import Strategy
+from ragjax.reuse.packet import NAME as PACKET
+from ragjax.reuse.prefix import Prefix
+
+PATH_CHARS = 64
+"""Characters of given relation paths for each token of the context, at most: all are encoded to see how many fit."""
+
+
+@dataclass(frozen=True)
+class Composer:
+    """Makes the prompts of requests. Any thread may call it."""
+
+    tokenizer: Tokenizer
+    grounding: Grounding
+    graphs: Registry[KnowledgeGraph]
+    strategies: Mapping[str, Strategy]
+    contract: Contract
+    limits: StepLimits  # what one step can read
+    recognise: bool = False  # whether passages in messages are recognised, for requests that say nothing of it
+    check: Callable[[], None] = lambda: None  # called at each step of a loop over what a request brings; may raise
+
+    @staticmethod
+    def of(
+        options: EngineOptions,
+        knowledge: Knowledge,
+        tokenizer: Tokenizer,
+        strategies: Mapping[str, Strategy],
+        contract: Contract,
+        limits: StepLimits,
+        context_length: int,
+    ) -> Composer:
+        """The composer of a model that serves with these options."""
+        share = options.storage.share_knowledge
+        cutter = Cutter(options.separators)
+        grounding = Grounding(
+            knowledge.bases, knowledge.chunker, context_length, options.top_k, share, options.retrieve, cutter
+        )
+        return Composer(tokenizer, grounding, knowledge.graphs, strategies, contract, limits, options.recognise)
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        return self.grounding.context_length
+
+    def checked(self, check: Callable[[], None]) -> Composer:
+        """The same with another `check`."""
+        tokenizer, grounding = self.tokenizer.checked(check), self.grounding.checked(check)
+        return replace(self, tokenizer=tokenizer, grounding=grounding, check=check)
+
+    def ground(self, request: Request) -> Grounded:
+        """Retrieve what a request needs, and make its prompt.
+
+        Raises:
+            RequestError: if it cannot be served as asked.
+        """
+        self._check_texts(request)
+        if request.prompt is not None:
+            build = partial(chat.text_prompt, self.tokenizer, request.prompt)
+            return Grounded(self._recognised(request, build))
+        if request.rag is not None and request.rag.graph is not None:
+            return self._ground_graph(request, request.rag, request.rag.graph)
+        began = time.perf_counter()
+        hits = self.grounding.hits(request)
+        retrieve_ms = (time.perf_counter() - began) * 1e3
+        notices = (BROUGHT,) if hits is None and self.grounding.leaves_alone(request) else ()
+        return Grounded(self.prompt(request, hits), notices=notices, retrieve_ms=retrieve_ms)
+
+    def search(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
+        """The search for a request's chunks in stages; None if it needs none, or its strategy's answers depend on it.
+
+        Raises:
+            RequestError: if it cannot be served as asked.
+        """
+        if request.grounded is not None:
+            return None
+        self._check_texts(request)
+        strategy = self.strategies.get(self.strategy_of(request.rag))
+        if strategy is None or not strategy.steady:
+            return None
+        return self.grounding.stages(request, stages)
+
+    def prompt(self, request: Request, hits: tuple[Hit, ...] | None) -> Prompt:
+        """The prompt of a request with these chunks (None: it uses no knowledge).
+
+        Raises:
+            RequestError: if it cannot be served as asked.
+        """
+        build = partial(
+            chat.chat_prompt, self.tokenizer, request.messages, hits, public=self.grounding.share, tools=request.tools
+        )
+        return self._recognised(request, build)
+
+    def _recognised(self, request: Request, build: Callable[..., Prompt]) -> Prompt:
+        """The prompt that `build` makes, with passages recognised if that is asked for.
+
+        Raises:
+            RequestError: if a request asks for it that names no strategy, and a budget picks one.
+        """
+        rag = request.rag or Rag()
+        if not (self.recognise if rag.recognise is None else rag.recognise):
+            return build()
+        if rag.strategy is None and self.contract.budgeted:
+            reason = "the server's quality budget holds for retrieved chunks alone: name a strategy to recognise others"
+            raise RequestError(reason, param="rag.recognise", code="invalid_value")
+        entries = self.limits.room_beside(self.context_length, 0)
+        most = max(0, entries // 4 - 2)  # a passage has two pieces, of two entries beside theirs each
+        recognition = Recognition(self.grounding.cutter, most)
+        prompt = build(recognition=recognition)
+        strategy, _ = self._resolve(rag, prompt.preprocessed)
+        return build(recognition=replace(recognition, exact=True)) if strategy.exact else prompt
+
+    def _ground_graph(self, request: Request, rag: Rag, asked: Graph) -> Grounded:
+        began = time.perf_counter()
+        if not request.messages:
+            raise RequestError("a graph needs messages", param="rag.graph")
+        self._check_paths(asked.relation_paths or ())
+        graph = None if asked.relation_paths is not None else self.graphs.get(asked.name)
+        strategy, _ = self._resolve(replace(rag, strategy=self.strategy_of(rag)))
+        build = partial(
+            chat.graph_prompt, self.tokenizer, request.messages, trees=strategy.name in DEPENDENCY,
+            public=self.grounding.share, share=self.grounding.share and asked.relation_paths is None,
+            tools=request.tools,
+        )  # fmt: skip
+        room = self.context_length - min(request.sampling.max_tokens, self.context_length // 2)
+        grounded = facts.ground(facts.gather(graph, asked, request.question, self.check), build, room)
+        retrieve_ms = (time.perf_counter() - began) * 1e3
+        return Grounded(
+            grounded.prompt, strategy.name, grounded.facts, tuple(grounded.notices), retrieve_ms=retrieve_ms
+        )
+
+    # --------------------------------------------------------------------------------------- strategy
+
+    def strategy_of(self, rag: Rag | None) -> str:
+        """Name of the strategy that serves a request, as it says or leaves open."""
+        if rag is not None and rag.strategy is not None:
+            return rag.strategy
+        if rag is None or rag.graph is None or self.contract.faulted:
+            return self.contract.setting.strategy
+        return DEPENDENCY[0]
+
+    def choose(self, rag: Rag, made: Grounded) -> tuple[Strategy, float | None, str | None]:
+        """The strategy of a request, its recompute ratio, and a notice for the answer if a budget decided.
+
+        Raises:
+            RequestError: if no strategy can serve it as asked.
+        """
+        prompt = made.prompt
+        if made.strategy is not None:
+            return self._resolve(replace(rag, strategy=made.strategy))[0], rag.recompute_ratio, None
+        strategy, ratio = self._resolve(rag, prompt.preprocessed)
+        exceeded = None if rag.strategy is not None or strategy.exact else self.contract.exceeded(prompt.chunks)
+        if exceeded is None:
+            return strategy, ratio, None
+        return Prefix(), None, f"{exceeded}: the request ran prefix, which is exact"
+
+    def _resolve(self, rag: Rag, preprocessed: bool = True) -> tuple[Strategy, float | None]:
+        """What serves a request, and the recompute ratio. preprocessed: whether all its chunks are."""
+        default = self.contract.setting_of(preprocessed)
+        strategy = self.strategies.get(default.strategy if rag.strategy is None else rag.strategy)
+        if strategy is None:
+            if rag.strategy == PACKET:
+                reason = "the model has no packets: start the server with an adapter of python -m train.packet"
+                raise RequestError(reason, param="rag.strategy", code="invalid_value")
+            known = ", ".join(self.strategies)
+            raise RequestError(f"unknown strategy {rag.strategy!r}; choose one of {known}", param="rag.strategy")
+        self.check_ratio(rag, strategy)
+        if rag.recompute_ratio is None and strategy.name == default.strategy:
+            return strategy, default.ratio
+        return strategy, rag.recompute_ratio
+
+    def check_ratio(self, rag: Rag, strategy: Strategy) -> None:
+        if rag.recompute_ratio is None or strategy.selective:
+            return
+        selective = ", ".join(name for name, other in self.strategies.items() if other.selective) or "none"
+        raise RequestError(
+            f"the strategy {strategy.name} takes no recompute_ratio; these do: {selective}",
+            param="rag.recompute_ratio",
+            code="invalid_value",
+        )
+
+    # ---------------------------------------------------------------------------------------- lengths
+
+    def _check_paths(self, paths: Sequence[Sequence[str]]) -> None:
+        given, most = sum(len(step) for path in paths for step in path), PATH_CHARS * self.context_length
+        if given > most:
+            raise too_long(
+                f"the relation paths have {given} characters; the context takes up to {most}. Give fewer paths",
+                "rag.graph.relation_paths",
+            )
+
+    def _check_texts(self, request: Request) -> None:
+        """Refuse what is clearly too long before all of it is encoded."""
+        if isinstance(request.prompt, str) and self.grounding.chunker.exceeds(request.prompt, 2 * self.context_length):
+            raise overlong(self.context_length, "prompt has", "Shorten it", "prompt")
+        # a template may leave out the reasoning of earlier answers
+        texts = (text for m in request.messages for text in (m.content, *(call.arguments for call in m.tool_calls)))
+        listed = () if request.tools is None else request.tools.offered
+        said = "\n".join((*texts, *(f"{tool.description}{tool.parameters}" for tool in listed)))
+        if self.grounding.chunker.exceeds(said, 4 * self.context_length):
+            raise overlong(self.context_length, "messages have", "Shorten them", "messages")

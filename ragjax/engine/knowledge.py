@@ -1,0 +1,308 @@
+"""The knowledge of an engine: knowledge bases, knowledge graphs, and the files that clients uploaded."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Generic, NoReturn, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from ragjax.core import ConfigError, Embedded, EngineOptions, RequestError
+from ragjax.models.encoder import Encoder
+from ragjax.models.hub import resolve
+from ragjax.models.tokenizer import Tokenizer
+from ragjax.retrieval.chunking import Chunker
+from ragjax.retrieval.document import load as load_documents
+from ragjax.retrieval.graph import KnowledgeGraph
+from ragjax.retrieval.knowledge import KnowledgeBase, TextEncoder
+from ragjax.retrieval.library import Library
+from ragjax.retrieval.path import Triple
+from ragjax.retrieval.reader import read as read_triples
+from ragjax.retrieval.triples import Alias, forward
+
+_log = logging.getLogger(__name__)
+
+ENCODER = "all-minilm-l6-v2"
+
+BATCH = 32
+"""Texts that are embedded between two calls of `check`."""
+
+Source = str | Path | Mapping[str, str | Path] | None
+"""One source, several by name, or none."""
+
+
+class Embedder(TextEncoder, Protocol):
+    """A sentence encoder that counts tokens."""
+
+    def count(self, texts: Sequence[str]) -> int:
+        """Tokens of all texts; an error for one that is too long."""
+
+
+T = TypeVar("T", bound=KnowledgeBase | KnowledgeGraph)
+
+
+class Registry(Generic[T]):
+    """Knowledge bases, or graphs, by name. Each is opened when it is first filled; the first one without an owner is
+    the default.
+
+    Args:
+        kind: what they are called in errors.
+        param: the request's field that names one, for errors.
+        open_one: opens one by name (None: none can be made).
+    """
+
+    def __init__(self, kind: str, param: str, open_one: Callable[[str], T] | None):
+        self._kind = kind
+        self._param = param
+        self._open = open_one
+        self._held: dict[str, T] = {}
+        self._owners: dict[str, str] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of those that nobody owns, in the order in which they were opened."""
+        held = tuple(self._held)  # at once: other threads add and drop some
+        return tuple(name for name in held if name not in self._owners)
+
+    def get(self, name: str | None = None) -> T:
+        """The one of this name (None: the default one).
+
+        Raises:
+            RequestError: if there is none of that name.
+        """
+        name = self._name(name)
+        if name not in self._held:
+            raise self._unknown(name)
+        return self._held[name]
+
+    def seen(self, name: str | None, tenant: str) -> T:
+        """As `get`, by a tenant ("": by nobody): what another one owns is not there.
+
+        Raises:
+            RequestError: if there is none of that name.
+        """
+        name = self._name(name)
+        if self._owners.get(name, tenant) != tenant:
+            raise self._unknown(name)
+        return self.get(name)
+
+    def owned(self, name: str | None) -> bool:
+        """Whether one of this name belongs to a tenant, or to those who are none."""
+        return name in self._owners
+
+    def make(self, name: str | None = None, owner: str | None = None) -> T:
+        """As `get`, and opened if need be. owner: who alone may use it (None: everybody)."""
+        name = self._name(name)
+        if name not in self._held and self._open is not None:
+            opened = self._open(name)
+            if owner is not None:
+                self._owners[name] = owner  # before it can be found
+            self._held[name] = opened
+        return self.get(name)
+
+    def drop(self, name: str) -> None:
+        """Close one, and forget it. Whoever uses it just now is told so."""
+        self.get(name).close()
+        del self._held[name]
+        self._owners.pop(name, None)
+
+    def close(self) -> None:
+        """Close all."""
+        for one in list(self._held.values()):
+            one.close()
+
+    def _unknown(self, name: str) -> RequestError:
+        known = ", ".join(self.names) or "none"
+        return RequestError(f"unknown {self._kind} {name!r}; there is: {known}", param=self._param, code="not_found")
+
+    def _name(self, name: str | None) -> str:
+        return next(iter(self.names), "default") if name is None else name
+
+
+class Knowledge:
+    """What requests are answered from. Nothing of it needs a device.
+
+    An engine owns one. A process that grounds requests for engines elsewhere has one of its own (`ragjax/cluster/`).
+
+    Args:
+        bases: knowledge bases.
+        graphs: knowledge graphs.
+        chunker: cuts documents.
+        encoder: gives the sentence encoder, which is loaded when it is first asked for.
+        directory: where uploaded files and their stores are kept (None: in memory).
+        file_quota_gb: 2^30 bytes of files that a tenant may keep.
+    """
+
+    def __init__(
+        self,
+        bases: Registry[KnowledgeBase],
+        graphs: Registry[KnowledgeGraph],
+        chunker: Chunker,
+        encoder: Callable[[], Embedder],
+        directory: str | Path | None = None,
+        file_quota_gb: float = 1.0,
+    ):
+        self.bases = bases
+        self.graphs = graphs
+        self.chunker = chunker
+        self.encoder = encoder
+        folder = None if directory is None else Path(directory)
+        self.library = Library(bases, folder, quota=int(file_quota_gb * 2**30))
+
+    @classmethod
+    def open(cls, options: EngineOptions, tokenizer: Tokenizer) -> Knowledge:
+        """The knowledge that an engine with these options has, still empty."""
+        encoder = _encoder(options.progress)
+        open_base = knowledge_opener(tokenizer, options.index, options.index_dir, encoder)
+        open_graph = graph_opener(options.graph_dir, encoder, options.progress)
+        return cls(
+            Registry("knowledge base", "rag.knowledge", open_base),
+            Registry("knowledge graph", "rag.graph.name", open_graph),
+            Chunker(partial(tokenizer.encode, special=False, continued=True)),
+            encoder,
+            options.index_dir,
+            options.file_quota_gb,
+        )
+
+    def fill(self, options: EngineOptions) -> None:
+        """Read the documents and triples that the options name, and go on with uploads that were interrupted.
+
+        Raises:
+            ConfigError: if they cannot be read.
+        """
+        for name, source in sources(options.knowledge).items():
+            fill(self.bases.make(name), name, source, options.progress)
+        self.library.open()
+        for name, source in sources(options.graph).items():
+            fill_graph(self.graphs.make(name), name, source, options.progress)
+
+    @property
+    def preprocessed(self) -> bool:
+        """Whether the KV of all chunks was computed ahead."""
+        return all(self.bases.get(name).preprocessed for name in self.bases.names)
+
+    def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
+        """Vectors of texts. check: called before each batch of them; an error of it ends the work.
+
+        Raises:
+            RequestError: for a text that is no valid Unicode, or longer than the encoder reads.
+        """
+        encoder, vectors = self.encoder(), list[NDArray[np.float32]]()
+        tokens = encoder.count(texts)  # all of them are checked before any is embedded
+        for begin in range(0, max(len(texts), 1), BATCH):
+            check()
+            vectors.append(encoder.encode(texts[begin : begin + BATCH]))
+        return Embedded(np.concatenate(vectors), tokens)
+
+    def close(self) -> None:
+        self.library.close()
+        self.bases.close()
+        self.graphs.close()
+
+
+def _encoder(progress: bool) -> Callable[[], Encoder]:
+    """Gives the sentence encoder, which is loaded when it is first asked for."""
+
+    @cache
+    def encoder() -> Encoder:
+        loaded = Encoder.load(resolve(ENCODER).path)
+        with tqdm(desc="compiling encoder", unit="program", disable=not progress) as bar:
+            loaded.warmup(lambda done, total: show(bar, done, total))
+        return loaded
+
+    return encoder
+
+
+def _folder(directory: str | Path | None, name: str, kind: str) -> Path | None:
+    """Where the knowledge of this name is kept, if anywhere.
+
+    Raises:
+        ConfigError: if the name cannot be a folder's.
+    """
+    if not re.fullmatch(r"\w[\w. -]*", name):
+        raise ConfigError(f"{name!r} cannot name a {kind}: use letters, digits, '_', '-', '.' and spaces")
+    return None if directory is None else Path(directory) / name
+
+
+def graph_opener(
+    directory: str | Path | None, encoder: Callable[[], Encoder], progress: bool
+) -> Callable[[str], KnowledgeGraph]:
+    """Opens knowledge graphs by name."""
+
+    def open_graph(name: str) -> KnowledgeGraph:
+        with tqdm(desc=f"reading {name}", unit="name", disable=not progress) as bar:
+            folder = _folder(directory, name, "knowledge graph")
+            return KnowledgeGraph.open(folder, encoder(), lambda done: bar.update(done - bar.n))
+
+    return open_graph
+
+
+def fill_graph(graph: KnowledgeGraph, name: str, source: str | Path, progress: bool) -> None:
+    """Make the graph hold exactly the triples that the source holds; what is there already costs little."""
+    held: set[Triple] = set()
+
+    def noted() -> Iterator[Triple | Alias]:
+        for item in read_triples(source):
+            if isinstance(item, Triple):
+                held.add(forward(item))
+            yield item
+
+    with tqdm(desc=f"importing {name}", unit="item", disable=not progress) as bar:
+
+        def shown(what: str, done: int) -> None:
+            bar.set_postfix_str(what, refresh=False)
+            bar.update(done - bar.n)
+
+        graph.add(noted(), shown)
+    gone = graph.retain(held)
+    if gone:
+        _log.info("%s: %d triples are no longer in %s and were removed", name, gone, source)
+
+
+def knowledge_opener(
+    tokenizer: Tokenizer, index: str, index_dir: str | Path | None, encoder: Callable[[], TextEncoder]
+) -> Callable[[str], KnowledgeBase]:
+    """Opens knowledge bases by name."""
+
+    def open_base(name: str) -> KnowledgeBase:
+        return KnowledgeBase.open(
+            _folder(index_dir, name, "knowledge base"),
+            encode_tokens=partial(tokenizer.encode, special=False, continued=True),
+            encoder=encoder(),
+            model_key=tokenizer.digest.hex(),
+            index_kind=index,
+            name=name,
+        )
+
+    return open_base
+
+
+def sources(given: Source) -> Mapping[str, str | Path]:
+    """Sources by name; one alone is named after its folder or file."""
+    if given is None:
+        return {}
+    if isinstance(given, str | Path):
+        return {Path(given).resolve().stem: given}
+    return given
+
+
+def fill(base: KnowledgeBase, name: str, source: str | Path, progress: bool) -> None:
+    """Make the knowledge base hold exactly what the source holds."""
+    loaded = load_documents(source)
+    with tqdm(desc=f"indexing {name}", unit="document", disable=not progress) as bar:
+        base.add(loaded.documents, lambda done, total: show(bar, done, total))
+    gone = base.document_ids - {document.id for document in loaded.documents}
+    if gone:
+        base.delete(sorted(gone))
+
+
+def show(bar: tqdm[NoReturn], done: int, total: int) -> None:
+    """Bring a progress bar to `done` of `total`."""
+    bar.total = total
+    bar.update(done - bar.n)

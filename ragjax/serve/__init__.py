@@ -4,7 +4,7 @@
 
 Requests and answers have the shapes of OpenAI's API reference, so its clients work unchanged; the field `rag`
 extends both (docs/http.md). What would change the answer and cannot be had is refused by name; what changes nothing is
-named in a notice, or refused with --strict (`neutral.py`).
+named in a notice, or refused with --strict (`ignored_fields.py`).
 """
 
 from __future__ import annotations

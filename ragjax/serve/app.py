@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, closing, suppress
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, closing
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -22,15 +22,15 @@ from ragjax.serve import page
 from ragjax.serve.description import describe
 from ragjax.serve.embedding import Embedder, EmbeddingBody, embeddings
 from ragjax.serve.error import ApiError, api_error
+from ragjax.serve.ignored_fields import take_ignored
 from ragjax.serve.inventory import Looks
 from ragjax.serve.library import LibraryEndpoints
-from ragjax.serve.limits import check_sizes
 from ragjax.serve.metric import Metrics
 from ragjax.serve.middleware import Callers, Door
-from ragjax.serve.neutral import settle
 from ragjax.serve.response import ChatForm, Form, Json, TextForm, ToolForm, chunks, whole
 from ragjax.serve.responses_api import Reply
-from ragjax.serve.schema import Body, ChatBody, CompletionBody, ResponseBody
+from ragjax.serve.schema.chat import ChatBody, CompletionBody
+from ragjax.serve.schema.response import ResponseBody
 from ragjax.serve.server import Drain, Limits
 from ragjax.serve.stream import EventStream, TypedStream, merged, while_connected
 
@@ -129,15 +129,13 @@ def create_app(
     app.add_api_route("/v1/cache", endpoints.cache)
     app.add_api_route("/v1/models", endpoints.models)
     app.add_api_route("/v1/models/{model:path}", endpoints.model)
-    # what runs before the body is validated
-    for path, endpoint, form in (
-        ("/v1/chat/completions", endpoints.chat, ChatBody),
-        ("/v1/completions", endpoints.completion, CompletionBody),
-        ("/v1/embeddings", endpoints.embedding, EmbeddingBody),
-        ("/v1/responses", endpoints.response, ResponseBody),
+    for path, endpoint in (
+        ("/v1/chat/completions", endpoints.chat),
+        ("/v1/completions", endpoints.completion),
+        ("/v1/embeddings", endpoints.embedding),
+        ("/v1/responses", endpoints.response),
     ):
-        first = [Depends(endpoints.before(form))]
-        app.add_api_route(path, endpoint, methods=["POST"], response_model=None, dependencies=first)
+        app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
     app.include_router(LibraryEndpoints(engine).router())
     site = page.read()
     for path, file in site.items():
@@ -226,19 +224,6 @@ class _Endpoints:
         self._check_model(model)
         return self._model()
 
-    def before(self, form: type[Body]) -> Callable[[Request], Awaitable[None]]:
-        """Checks sizes, and takes out what changes nothing: the request keeps the body as parsed, to be validated."""
-
-        async def settled(request: Request) -> None:
-            request.state.notices = ()
-            with suppress(ValueError, RecursionError):  # what is no JSON is refused with its reason
-                body = await request.json()
-                check_sizes(body, self._engine.context_length)
-                if not self._strict:
-                    request.state.notices = settle(body, form)
-
-        return settled
-
     async def chat(self, body: ChatBody, request: Request) -> Response:
         return await self._respond(ChatForm, body, request)
 
@@ -246,12 +231,12 @@ class _Endpoints:
         return await self._respond(TextForm, body, request)
 
     async def response(self, body: ResponseBody, request: Request) -> Response:
-        tenant = request.state.tenant
+        tenant, notices = request.state.tenant, take_ignored(body, strict=self._strict)
         sources = await asyncio.to_thread(self._sources, body, tenant)
         (made,) = self._named_by(body.model, lambda: [body.to_core(sources)])
         asked = replace(made, tenant=tenant)
         await self._use_stores(asked)
-        reply = Reply(self._engine, body, asked, request.state.notices)
+        reply = Reply(self._engine, body, asked, notices)
         events = self._events(asked, request.state.arrived)
         if body.stream:
             return TypedStream(reply.told(events), reply.failed)
@@ -271,19 +256,18 @@ class _Endpoints:
             await asyncio.to_thread(self._engine.library.use, request.tenant, name)
 
     async def embedding(self, body: EmbeddingBody, request: Request) -> Response:
-        name = self._engine.embedding_model
+        name, notices = self._engine.embedding_model, take_ignored(body, strict=self._strict)
         if body.model != name:
             raise _no_model(body.model, name)
         embedded = await while_connected(self._embedder.embed(request.state.tenant, body), request.receive)
-        return JSONResponse(embeddings(body, embedded, request.state.notices))
+        return JSONResponse(embeddings(body, embedded, notices))
 
     async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:
+        notices = take_ignored(body, strict=self._strict)
         asked = [replace(one, tenant=request.state.tenant) for one in self._asked(body)]
         await self._use_stores(asked[0])
         form_of = ToolForm if asked[0].tools is not None else form_of
-        form = form_of(
-            self._engine, asked[0].sampling.logprobs is not None, len(asked), body.n or 1, request.state.notices
-        )
+        form = form_of(self._engine, asked[0].sampling.logprobs is not None, len(asked), body.n or 1, notices)
         events = merged([self._events(one, request.state.arrived) for one in asked])
         if body.stream:
             return EventStream(chunks(form, events, body.include_usage))

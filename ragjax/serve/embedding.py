@@ -17,7 +17,8 @@ from pydantic import BeforeValidator, Field
 from ragjax import core
 from ragjax.core.cancellation import Cancellation
 from ragjax.serve.response import Json
-from ragjax.serve.schema.body import Body, Count, Filled, Name, Text
+from ragjax.serve.schema.body import Count, Filled, Name, RefusingBody, Text
+from ragjax.serve.schema.chat import NO_EFFECT, REFUSED
 
 if TYPE_CHECKING:
     from ragjax.cluster.fleet import Service
@@ -101,8 +102,11 @@ def _texts(given: object) -> object:
     return [given] if isinstance(given, str) else given
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(RefusingBody):
     """Body of POST /v1/embeddings."""
+
+    no_effect = NO_EFFECT
+    refused = REFUSED
 
     model: Name
     input: Annotated[

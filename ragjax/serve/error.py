@@ -135,7 +135,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {reason} at character {location[0]}", code="invalid_json")
     if not location:
         return ApiError(400, f"the body must be a JSON object, sent with content-type: application/json ({problem})")
-    path = _path(location)
+    path = path_of(location)
     if kind == "union_tag_invalid":
         given, known = (first["ctx"][name].replace("<", "").replace(">", "") for name in ("tag", "expected_tags"))
         return ApiError(
@@ -147,7 +147,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     return ApiError(400, f"{path}: {problem}", param=path, code=code)
 
 
-def _path(location: tuple[str | int, ...]) -> str:
+def path_of(location: tuple[str | int, ...]) -> str:
     """`("messages", 0, "role")` as `messages[0].role`; the tags of a union, written in <>, are no part of the body."""
     steps = [step for step in location if not (isinstance(step, str) and step[:1] == "<" and step[-1:] == ">")]
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")

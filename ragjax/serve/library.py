@@ -19,6 +19,7 @@ from multipart import MultipartError, MultipartSegment, PushMultipartParser, par
 from ragjax import core
 from ragjax.core import RequestError
 from ragjax.serve.error import ApiError
+from ragjax.serve.ignored_fields import take_ignored
 from ragjax.serve.response import Json
 from ragjax.serve.schema.store import AttachmentBody, BatchBody, NoteBody, SearchBody, StoreBody, StoreChange
 
@@ -272,6 +273,7 @@ class LibraryEndpoints:
 
     def search(self, request: Request, vector_store_id: str, body: SearchBody) -> Json:
         """The passages nearest to a query."""
+        take_ignored(body, strict=True)
         found = self._engine.library.search(
             _tenant(request),
             vector_store_id,

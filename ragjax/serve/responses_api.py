@@ -13,7 +13,7 @@ from ragjax import core
 from ragjax.serve.error import ApiError
 from ragjax.serve.library import cited
 from ragjax.serve.response import Json, account, logprobs_of
-from ragjax.serve.schema import RESULTS, ResponseBody
+from ragjax.serve.schema.response import RESULTS, ResponseBody
 from ragjax.serve.tool_calls import CallReader, Piece
 
 if TYPE_CHECKING:

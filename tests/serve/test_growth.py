@@ -15,7 +15,7 @@ from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.lexicon import Lexicon
 from ragjax.retrieval.path import RelationPath, serialize, subgraphs_of
 from ragjax.schedule.generation import Generation
-from ragjax.serve.schema import ChatBody
+from ragjax.serve.schema.chat import ChatBody
 from tests.support import tiny
 from tests.support.growth import assert_linear, calls
 from tests.support.serving import CHAT

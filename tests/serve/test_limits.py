@@ -1,4 +1,4 @@
-"""Bounds of what a client sends: each is one clear error, found before the body is validated, and the page lists it."""
+"""Bounds of what a client sends: each is one clear error, found before the entries are validated; the page lists it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ragjax.core import RequestError
 from ragjax.schedule import grammar
-from ragjax.serve.limits import ENTITIES, LIMITS, STEPS, STOPS, TOKENS, check_sizes
-from ragjax.serve.schema import NAME_CHARS, ChatBody
+from ragjax.serve.ignored_fields import take_ignored
+from ragjax.serve.schema.body import MOST_ENTRIES, NAME_CHARS
+from ragjax.serve.schema.chat import MOST_BIASES, MOST_CALLS, MOST_CHOICES, ChatBody
+from ragjax.serve.schema.rag import MOST_ENTITIES, MOST_STEPS
+from ragjax.serve.schema.response import MOST_INCLUDED
 from tests.support.growth import assert_linear, calls
 from tests.support.serving import CHAT, MESSAGES, Served, error_of
 
@@ -23,17 +25,29 @@ CONTEXT = 64
 """The fake engine's."""
 
 
-PATHS = {"prompt": "/v1/completions", "include": "/v1/responses", "tools[].filters": "/v1/responses"}
-
-
-def searching(count: int) -> dict[str, Any]:
-    """A search with so many filters, on two levels, one of them with several values."""
-    filters: list[Any] = [{}] * (count - 4) + [{"type": "in", "key": "a", "value": [1, 2, 3]}]
-    return {"type": "file_search", "vector_store_ids": ["demo"], "filters": {"type": "and", "filters": filters}}
+LIMITS: dict[str, tuple[int, str]] = {
+    "messages": (MOST_ENTRIES, "messages"),
+    "messages[].content": (MOST_ENTRIES, "text parts in all messages"),
+    "messages[].tool_calls": (MOST_CALLS, "calls in all messages"),
+    "prompt": (MOST_CHOICES, "prompts"),
+    "input": (MOST_ENTRIES, "items"),
+    "input[].content": (MOST_ENTRIES, "text parts in all items"),
+    "stop": (4, "strings"),
+    "logit_bias": (MOST_BIASES, "entries"),
+    "tools": (128, "tools"),
+    "include": (MOST_INCLUDED, "values"),
+    "rag.documents": (MOST_ENTRIES, "documents"),
+    "rag.graph.entities": (MOST_ENTITIES, "entities"),
+    "rag.graph.relation_paths": (MOST_ENTRIES, "paths"),
+    "rag.graph.relation_paths[]": (MOST_STEPS * MOST_ENTRIES, "steps in all paths"),
+}
+"""Of each field, how many of what it may have."""
+LONG = {field for field, (most, _) in LIMITS.items() if most >= MOST_ENTRIES}
+PATHS = {"prompt": "/v1/completions", "include": "/v1/responses"}
 
 
 def body(field: str, count: int) -> dict[str, Any]:
-    """A chat with so many entries in a field, none of them valid: the check comes before validation."""
+    """A body with so many entries in a field, none of them valid: they are counted before they are validated."""
     wrong = [0] * count
     return {
         "messages": {**CHAT, "messages": wrong},
@@ -45,7 +59,6 @@ def body(field: str, count: int) -> dict[str, Any]:
         "stop": {**CHAT, "stop": wrong},
         "logit_bias": {**CHAT, "logit_bias": {f"token {i}": 0 for i in range(count)}},
         "tools": {**CHAT, "tools": wrong},
-        "tools[].filters": {"model": "fake", "input": "x", "tools": [searching(count)]},
         "include": {"model": "fake", "input": "x", "include": wrong},
         "rag.documents": {**CHAT, "rag": {"documents": wrong}},
         "rag.graph.entities": {**CHAT, "rag": {"graph": {"entities": wrong}}},
@@ -54,19 +67,18 @@ def body(field: str, count: int) -> dict[str, Any]:
     }[field]
 
 
-@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.field)
-def test_a_list_over_its_limit_is_one_error_that_says_what_to_do(shared: Served, limit: Any) -> None:
-    most = limit.most * (CONTEXT if limit.per_token else 1)
-    usual = "/v1/responses" if limit.field.startswith("input") else "/v1/chat/completions"
-    path = PATHS.get(limit.field, usual)
-    response = shared.post(path, json=body(limit.field, most + 1))
+@pytest.mark.parametrize("field", LIMITS)
+def test_a_list_over_its_limit_is_one_error_that_says_what_to_do(shared: Served, field: str) -> None:
+    most, entries = LIMITS[field]
+    usual = "/v1/responses" if field.startswith("input") else "/v1/chat/completions"
+    path = PATHS.get(field, usual)
+    response = shared.post(path, json=body(field, most + 1))
     error = error_of(response)
     assert response.status_code == 400 and error["type"] == "invalid_request_error"
-    assert error["param"] == limit.field.replace("[]", "")
-    assert error["code"] == ("context_length_exceeded" if limit.per_token else "invalid_value")
-    assert f"has {most + 1} {limit.entries}; at most {most} are taken" in error["message"]
-    assert error["message"].endswith(limit.advice)
-    within = error_of(shared.post(path, json=body(limit.field, most)))
+    assert error["param"] == field.replace("[]", "")
+    assert error["code"] == ("context_length_exceeded" if field in LONG else "invalid_value")
+    assert f"{field} has {most + 1} {entries}; at most {most} are taken. " in error["message"]
+    within = error_of(shared.post(path, json=body(field, most)))
     assert "at most" not in within["message"], "the entries are wrong, but not too many"
 
 
@@ -75,8 +87,7 @@ def test_a_list_within_its_limit_is_taken(shared: Served) -> None:
 
 
 def test_token_ids_are_one_prompt(shared: Served) -> None:
-    assert shared.post("/v1/completions", json={"model": "fake", "prompt": [1] * 60}).status_code == 200
-    check_sizes({"prompt": [1] * 1000}, CONTEXT)
+    assert shared.post("/v1/completions", json={"model": "fake", "prompt": [1] * 1000}).status_code == 200
 
 
 def test_the_filters_of_a_search_are_counted_in_all(shared: Served) -> None:
@@ -95,26 +106,13 @@ def test_a_stores_description_is_as_short_as_a_name(shared: Served) -> None:
     assert error["param"] == "description" and f"at most {NAME_CHARS} characters" in error["message"]
 
 
-def test_a_huge_context_does_not_make_huge_lists() -> None:
-    check_sizes({"messages": [0] * TOKENS}, 10**9)
-    with pytest.raises(RequestError, match=f"at most {TOKENS}"):
-        check_sizes({"messages": [0] * (TOKENS + 1)}, 10**9)
-
-
-@pytest.mark.parametrize("wrong", [None, 5, [], "text", {"messages": 5}, {"rag": []}, {"rag": {"graph": "facts"}}])
-def test_values_of_another_type_are_left_to_validation(wrong: object) -> None:
-    check_sizes(wrong, 1)
-
-
 def test_the_page_lists_every_limit() -> None:
     page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
     rows = {name: row for row in page.splitlines() for name in re.findall(r"^\| `([^`]+)` \| .*at most", row)}
-    for limit in LIMITS:
-        expected = f"{limit.most:,}" if not limit.per_token or limit.most > 1 else "one"
-        assert expected in rows[limit.field], limit
-    assert f"{TOKENS:,}" in page and f"{NAME_CHARS:,}" in page
+    for field, (most, _) in LIMITS.items():
+        assert f"{most:,}" in rows[field], field
+    assert f"{NAME_CHARS:,}" in page
     assert f"at most {grammar.SECONDS} s of processor time and {grammar.MEMORY} MiB" in page
-    assert (STOPS, ENTITIES, STEPS) == (4, 32, 8)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +146,9 @@ def test_a_name_that_is_too_long_is_refused(shared: Served, path: str, param: st
     [
         lambda n: {**CHAT, "messages": [{}] * n},
         lambda n: {**CHAT, "messages": [{"role": "user", "content": [0] * n}]},
-        lambda n: {**CHAT, **{f"field {i}": 1 for i in range(n)}},
+        lambda n: {**CHAT, "rag": {f"field {i}": 1 for i in range(n)}},
         lambda n: {**CHAT, "rag": {"documents": [0] * n}},
-        lambda n: {**CHAT, "rag": {"graph": {"entities": [0] * n}}},
+        lambda n: {**CHAT, "rag": {"graph": {"entities": [0] * (n // 8)}}},
         lambda n: {**CHAT, "rag": {"graph": {"relation_paths": [[0] * n] * n}}},
     ],
 )
@@ -164,10 +162,13 @@ def test_errors_do_not_grow_with_the_body(wrong: Any) -> None:
     assert found[0] == found[1] <= 3
 
 
-def test_the_check_is_linear() -> None:
+def test_unknown_fields_are_taken_out_in_one_sweep() -> None:
     def cost(size: int) -> int:
-        given = {"messages": [{"content": [0]}] * size, "rag": {"graph": {"relation_paths": [["a"] * 3] * size}}}
-        return calls(lambda: check_sizes(given, 10**6))
+        messages = [
+            {"role": "user", "content": [{"type": "text", "text": "", "x": 1}], f"field {i}": 1} for i in range(size)
+        ]
+        body = ChatBody.model_validate({**CHAT, "messages": messages, **{f"field {i}": 1 for i in range(size)}})
+        return calls(lambda: take_ignored(body))
 
     assert_linear(cost, 100)
 

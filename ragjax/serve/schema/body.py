@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from ragjax import core
 
@@ -20,29 +20,102 @@ Name = Annotated[str, Field(min_length=0, max_length=NAME_CHARS)]
 FilledName = Annotated[str, Field(min_length=1, max_length=NAME_CHARS)]
 Count = Annotated[int, Field(ge=1)]
 # Literal[1] would take true and 1.0, which are values of another type.
+MOST_ENTRIES = 2**14
+"""Entries of a list that stands in the prompt, at most: each costs a token or more, and 25 microseconds to validate."""
+TOO_LONG = "context_length_exceeded"
+"""Code of an error about more than any context holds."""
 One = Annotated[int, Field(ge=1, le=1)]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class Body(BaseModel):
-    """An object of a body."""
+    """An object of a body. Fields that it does not have are kept for `ignored_fields.take_ignored`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="allow",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": False},  # for clients: none of them has an effect
+    )
 
-    @classmethod
-    def names(cls) -> set[str]:
-        """What its fields are called in JSON."""
-        return {field.alias or name for name, field in cls.model_fields.items()}
+    no_effect: ClassVar[Collection[str]] = ()  # fields of OpenAI's API that change nothing here
+
+    def in_vain(self) -> Iterator[str]:
+        """Names the fields of the schema that were given and have no effect."""
+        return (name for name in type(self).model_fields if name in self.no_effect and getattr(self, name) is not None)
+
+
+class ClosedBody(Body):
+    """An object in which an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _one_unknown(cls, given: object) -> object:
-        """Of unknown fields the first alone: pydantic would make an error of each."""
-        names = cls.names()
+        """Keeps the first unknown field only: pydantic would make an error of each."""
+        names = cls.model_fields.keys()
         if not isinstance(given, dict) or len(given) <= len(names):
             return given
         unknown = next(name for name in given if name not in names)
         return {name: given[name] for name in (*names, unknown) if name in given}
+
+
+class Refusal(NamedTuple):
+    """Why a field cannot be had."""
+
+    advice: str  # what to change
+    unless: tuple[object, ...] = ()  # values that ask for nothing
+
+
+class RefusingBody(Body):
+    """An object in which some fields would change the answer and cannot be had."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {}
+    path: ClassVar[str] = ""  # where the object stands in a body
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, given: object) -> object:
+        for name, value in given.items() if isinstance(given, dict) else ():
+            refusal = cls.refused.get(name)
+            if refusal is None or value is None or any(type(value) is type(x) and value == x for x in refusal.unless):
+                continue
+            param = cls.path + name
+            raise core.RequestError(
+                f"{param} cannot be had: {refusal.advice}", param=param, code="unsupported_parameter"
+            )
+        return given
+
+
+def at_most(
+    most: int, entries: str, advice: str, *, field: str, within: Sequence[str] = (), code: str = "invalid_value"
+) -> BeforeValidator:
+    """Refuses a list or object with too many entries before they are validated.
+
+    Args:
+        most: how many it may hold.
+        entries: what they are called.
+        advice: what to change.
+        field: path of the list in a body.
+        within: count the entries of these lists of each entry instead, all together.
+        code: of the error.
+    """
+
+    def check(given: object) -> object:
+        count = len(given) if isinstance(given, list | dict) else 0
+        if within and isinstance(given, list):
+            objects = [entry for entry in given if isinstance(entry, dict)]
+            count = sum(len(x) for entry in objects for name in within if isinstance(x := entry.get(name), list))
+        if count > most:
+            param = field.replace("[]", "")
+            raise core.RequestError(
+                f"{field} has {count} {entries}; at most {most} are taken. {advice}", param=param, code=code
+            )
+        return given
+
+    return BeforeValidator(check)
 
 
 def tag_of(default: str) -> Callable[[object], str]:

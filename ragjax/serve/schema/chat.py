@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from ragjax import core
 from ragjax.serve.schema.body import (
+    MOST_ENTRIES,
+    TOO_LONG,
     Body,
     Count,
     Filled,
@@ -17,11 +20,47 @@ from ragjax.serve.schema.body import (
     FunctionName,
     Name,
     One,
+    Refusal,
+    RefusingBody,
     Text,
     as_json,
+    at_most,
     refuse_beside,
 )
 from ragjax.serve.schema.rag import ChatRag, TextRag
+
+if TYPE_CHECKING:
+    from ragjax.serve.schema.response import ResponseChoice
+
+NO_EFFECT = frozenset(
+    {
+        *("metadata", "store", "parallel_tool_calls", "service_tier", "user", "reasoning_effort", "verbosity"),
+        *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "prediction"),
+    }
+)
+"""Fields of OpenAI's API that have no effect here, whatever they say."""
+TEXT_ONLY = "this server reads and answers text: leave it out"
+_GRAMMAR = Refusal("use response_format with a json_schema instead")
+_CHAT = Refusal("use /v1/chat/completions", ([],))
+REFUSED: Mapping[str, Refusal] = {
+    "functions": Refusal("use tools instead", ([],)),
+    "function_call": Refusal("use tool_choice instead", ("none", "auto")),
+    "web_search_options": Refusal("this server searches its own knowledge bases: use rag.knowledge instead"),
+    "audio": Refusal(TEXT_ONLY),
+    "modalities": Refusal('only ["text"] is answered', ([], ["text"])),
+    "suffix": Refusal("text is continued at its end only: leave it out", ("",)),
+    "min_p": Refusal("use top_p or top_k instead", (0, 0.0)),
+    "min_tokens": Refusal("use logit_bias on the end of text instead", (0,)),
+    "ignore_eos": Refusal("use logit_bias on the end of text instead", (False,)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _GRAMMAR),
+}
+"""Fields that would change the answer and cannot be had."""
+MOST_BIASES = 2**10
+"""Entries of logit_bias, at most; OpenAI's clients send at most 300."""
+MOST_CALLS = 2**12
+"""Calls of tools in all messages, at most: each takes about 50 microseconds to validate. With their answers, so many
+fill a context of 120,000 tokens."""
+FEW_TOOLS = at_most(128, "tools", "Send fewer tools", field="tools")
 
 
 def _parts(content: object) -> object:
@@ -56,8 +95,15 @@ class CalledTool(Body):
     function: CalledFunction
 
 
-class ChatMessage(Body):
+class ChatMessage(RefusingBody):
     """One message. `developer` is OpenAI's newer name of `system`; `refusal` comes back null with our own answers."""
+
+    no_effect = frozenset({"name", "annotations"})
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "audio": Refusal(TEXT_ONLY),
+        "function_call": Refusal("use tool_calls instead"),
+    }
+    path = "messages."
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
@@ -67,6 +113,10 @@ class ChatMessage(Body):
     refusal: Annotated[None, BeforeValidator(_no_refusal)] = None
     tool_calls: Annotated[list[CalledTool], Field(fail_fast=True)] | None = None
     tool_call_id: Name | None = None
+
+    def in_vain(self) -> Iterator[str]:
+        """Names the fields of the schema that were given and have no effect."""
+        return iter(["tool_calls"] if self.tool_calls == [] else [])
 
     @field_validator("content")
     @classmethod
@@ -132,6 +182,14 @@ class ToolChoice(Body):
 def typed(choice: object) -> object:
     """A choice as an object: OpenAI's short form is its type alone."""
     return {"type": choice} if isinstance(choice, str) else choice
+
+
+def idle_tools(tools: Sequence[Body] | None, choice: ToolChoice | ResponseChoice | None) -> Iterator[str]:
+    """Names the fields that ask for no tools."""
+    if tools is not None and not tools:
+        yield "tools"
+    if choice is not None and not tools and choice.type in ("none", "auto"):
+        yield "tool_choice"
 
 
 def tools_of(tools: Sequence[core.Tool], choice: ToolChoice | None) -> core.Tools | None:
@@ -203,11 +261,16 @@ TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 class StreamOptions(Body):
     """Options of a stream."""
 
+    no_effect = frozenset({"include_obfuscation"})
+
     include_usage: bool | None = None
 
 
-class Generation(Body):
+class Generation(RefusingBody):
     """The fields that both completion endpoints share."""
+
+    no_effect = NO_EFFECT
+    refused = REFUSED
 
     model: Name
     max_tokens: Count | None = None
@@ -217,9 +280,23 @@ class Generation(Body):
     n: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Annotated[tuple[Name, ...], BeforeValidator(_strings, json_schema_input_type=str | list[str])] | None = None
+    stop: (
+        Annotated[
+            tuple[Name, ...],
+            BeforeValidator(_strings, json_schema_input_type=str | list[str]),
+            at_most(4, "strings", "Send fewer stop strings", field="stop"),
+        ]
+        | None
+    ) = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    logit_bias: Annotated[dict[TokenId, float], Field(fail_fast=True)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[TokenId, float],
+            Field(fail_fast=True),
+            at_most(MOST_BIASES, "entries", "Name fewer tokens", field="logit_bias"),
+        ]
+        | None
+    ) = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -270,14 +347,39 @@ def _seeded(request: core.Request, number: int) -> core.Request:
 class ChatBody(Generation):
     """Body of POST /v1/chat/completions. `rag: null` turns retrieval off."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    refused: ClassVar[Mapping[str, Refusal]] = {**REFUSED, "prompt": Refusal("use messages, or /v1/completions")}
+
+    messages: Annotated[
+        list[ChatMessage],
+        Field(min_length=1, fail_fast=True),
+        at_most(
+            MOST_CALLS,
+            "calls in all messages",
+            "Leave out earlier calls and their answers",
+            field="messages[].tool_calls",
+            within=["tool_calls"],
+        ),
+        at_most(
+            MOST_ENTRIES,
+            "text parts in all messages",
+            "Join parts",
+            field="messages[].content",
+            within=["content"],
+            code=TOO_LONG,
+        ),
+        at_most(MOST_ENTRIES, "messages", "Send fewer messages", field="messages", code=TOO_LONG),
+    ]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[ChatTool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[ChatTool], Field(fail_fast=True), FEW_TOOLS] | None = None
     tool_choice: Annotated[ToolChoice, BeforeValidator(typed, json_schema_input_type=str | ToolChoice)] | None = None
     rag: ChatRag | None = Field(default_factory=ChatRag)
+
+    def in_vain(self) -> Iterator[str]:
+        """Names the fields of the schema that were given and have no effect."""
+        return chain(super().in_vain(), idle_tools(self.tools, self.tool_choice))
 
     def to_core(self) -> tuple[core.Request, ...]:
         """What the body asks of the engine, a request for each choice.
@@ -325,9 +427,15 @@ Prompt = Annotated[Annotated[Filled, Tag("<text>")] | Annotated[TokenIds, Tag("<
 class CompletionBody(Generation):
     """Body of POST /v1/completions: raw text, no chat template and no retrieval."""
 
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        **REFUSED,
+        **dict.fromkeys(("messages", "tools", "tool_choice", "response_format"), _CHAT),
+    }
+
     prompt: Annotated[
         list[Prompt],
         Field(min_length=1, fail_fast=True),
+        at_most(MOST_CHOICES, "prompts", "Send fewer prompts", field="prompt"),
         BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from ragjax import core
-from ragjax.serve.schema.body import NAME_CHARS, Body, Count, Filled, FilledName, Name
+from ragjax.serve.schema.body import (
+    MOST_ENTRIES,
+    NAME_CHARS,
+    TOO_LONG,
+    ClosedBody,
+    Count,
+    Filled,
+    FilledName,
+    Name,
+    at_most,
+)
+
+MOST_ENTITIES = 32
+"""Entities of a graph, at most: up to 512 paths of each are compared with the question."""
+MOST_STEPS = 8
+"""Steps of a relation path, on average: paths that do not fit are left out of the prompt."""
 
 
-class InlineDocument(Body):
+class InlineDocument(ClosedBody):
     """A passage given with the request; its id has no control characters, which could forge lines of a log."""
 
     id: Annotated[str, Field(max_length=NAME_CHARS, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
@@ -24,35 +39,27 @@ Passage = Annotated[
 ]
 
 
-class _Compression(BaseModel):
-    """A compression in either form; its values are checked by `core.Compression`."""
-
-    short: Name | None = None
-    given: dict[str, Any] | None = None
-
-    def to_core(self) -> core.Compression | Literal["none"]:
-        return core.Compression.of(self.given) if self.given is not None else core.Compression.asked(self.short or "")
-
-
-def _short(compression: object) -> object:
-    if isinstance(compression, str):
-        return {"short": compression}
-    return {"given": compression} if isinstance(compression, dict) else compression
+def _few_steps(paths: object) -> object:
+    count = sum(len(path) for path in paths if isinstance(path, list)) if isinstance(paths, list) else 0
+    if count > (most := MOST_STEPS * MOST_ENTRIES):
+        reason = f"rag.graph.relation_paths[] has {count} steps in all paths; at most {most} are taken"
+        raise core.RequestError(
+            f"{reason}. Send fewer or shorter paths", param="rag.graph.relation_paths", code=TOO_LONG
+        )
+    return paths
 
 
-class TextRag(Body):
+class TextRag(ClosedBody):
     """How to reuse KV where nothing is retrieved.
 
-    compression: which of the prompt's tokens the answer sees: "snapkv+graph:512", the same as an object, or "none".
+    compression: which of the prompt's tokens the answer sees: "snapkv+graph:512", or "none".
     detail: whether the account of each segment names its tokens. recognise: whether passages in the messages, or the
     prompt, are recognised and reused at any place.
     """
 
     strategy: Name | None = None
     recompute_ratio: float | None = None
-    compression: (
-        Annotated[_Compression, BeforeValidator(_short, json_schema_input_type=str | dict[str, Any])] | None
-    ) = None
+    compression: Name | None = None
     detail: bool | None = None
     recognise: bool | None = None
 
@@ -62,24 +69,38 @@ class TextRag(Body):
         Raises:
             core.RequestError: for a compression that cannot be.
         """
-        return None if self.compression is None else self.compression.to_core()
+        return None if self.compression is None else core.Compression.asked(self.compression)
 
 
-class GraphRag(Body):
+class GraphRag(ClosedBody):
     """Which facts to use. relation_paths: entity, relation, entity, … of each, used instead of retrieval."""
 
     name: Name | None = None
-    entities: Annotated[list[FilledName], Field(fail_fast=True)] | None = None
-    relation_paths: Annotated[list[Annotated[list[Filled], Field(fail_fast=True)]], Field(fail_fast=True)] | None = None
+    entities: (
+        Annotated[
+            list[FilledName],
+            Field(fail_fast=True),
+            at_most(MOST_ENTITIES, "entities", "Name fewer entities", field="rag.graph.entities"),
+        ]
+        | None
+    ) = None
+    relation_paths: (
+        Annotated[
+            list[Annotated[list[Filled], Field(fail_fast=True)]],
+            Field(fail_fast=True),
+            at_most(MOST_ENTRIES, "paths", "Send fewer paths", field="rag.graph.relation_paths", code=TOO_LONG),
+            BeforeValidator(_few_steps),
+        ]
+        | None
+    ) = None
     hops: Count | None = None
     paths: Count | None = None
-    serialization: Literal["path", "triplet"] | None = None
 
     def to_core(self) -> core.Graph:
         """The same for the engine."""
         given = None if self.relation_paths is None else tuple(map(tuple, self.relation_paths))
         entities = None if self.entities is None else tuple(self.entities)
-        return core.Graph(self.name, entities, given, self.hops, self.paths, self.serialization or "path")
+        return core.Graph(self.name, entities, given, self.hops, self.paths)
 
 
 def _named(graph: object) -> object:
@@ -95,7 +116,14 @@ class ChatRag(TextRag):
 
     knowledge: Name | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
-    documents: Annotated[list[Passage], Field(fail_fast=True)] | None = None
+    documents: (
+        Annotated[
+            list[Passage],
+            Field(fail_fast=True),
+            at_most(MOST_ENTRIES, "documents", "Send fewer documents", field="rag.documents", code=TOO_LONG),
+        ]
+        | None
+    ) = None
     graph: Annotated[GraphRag, BeforeValidator(_named, json_schema_input_type=str | GraphRag)] | None = None
 
     def to_core(self) -> core.Rag:

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from ragjax import core
 from ragjax.serve.schema.body import (
+    MOST_ENTRIES,
+    TOO_LONG,
     Body,
     Count,
     FilledName,
     FunctionName,
     Metadata,
     Name,
+    Refusal,
+    RefusingBody,
     Text,
     as_json,
+    at_most,
     refuse_beside,
     tag_of,
 )
-from ragjax.serve.schema.chat import SCHEMA_OF_OBJECTS, FunctionTool, NamedFunction, ToolChoice, tools_of, typed
+from ragjax.serve.schema.chat import (
+    FEW_TOOLS,
+    NO_EFFECT,
+    REFUSED,
+    SCHEMA_OF_OBJECTS,
+    FunctionTool,
+    NamedFunction,
+    ToolChoice,
+    idle_tools,
+    tools_of,
+    typed,
+)
 from ragjax.serve.schema.rag import ChatRag
 from ragjax.serve.schema.store import MOST_RESULTS, Filters, Ranking
 
@@ -99,16 +116,6 @@ class Reasoning(_Returned):
     encrypted_content: Text | None = None
 
 
-ITEMS: Mapping[str, type[Body]] = {
-    "message": InputMessage,
-    "function_call": FunctionCall,
-    "function_call_output": FunctionCallOutput,
-    "file_search_call": SearchCall,
-    "reasoning": Reasoning,
-}
-"""What an item of each type is."""
-
-
 Item = Annotated[
     Annotated[InputMessage, Tag("<message>")]
     | Annotated[FunctionCall, Tag("<function_call>")]
@@ -145,6 +152,19 @@ def _text(parts: Sequence[InputPart]) -> str:
     return "\n".join(part.text for part in parts)
 
 
+_SEND = Refusal("responses are not kept: send the earlier items in input instead")
+RESPONSE_REFUSED: Mapping[str, Refusal] = {
+    "previous_response_id": _SEND,
+    "conversation": _SEND,
+    "background": Refusal("a response is made while the client waits: leave it out", (False,)),
+    "truncation": Refusal('only "disabled" is served: shorten the input', ("disabled",)),
+    "prompt": Refusal("prompts are not kept: use instructions and input"),
+    "messages": Refusal("use input"),
+    "response_format": Refusal("use text.format"),
+    "max_tokens": Refusal("use max_output_tokens"),
+    **{name: REFUSED[name] for name in ("audio", "modalities", "functions", "function_call")},
+}
+"""Fields that would change the answer and cannot be had."""
 RESULTS = "file_search_call.results"
 LOGPROBS = "message.output_text.logprobs"
 MOST_STORES = 16
@@ -178,6 +198,8 @@ class TextFormat(Body):
 
 class TextConfig(Body):
     """Options of the text."""
+
+    no_effect = frozenset({"verbosity"})
 
     format: TextFormat | None = None
 
@@ -215,16 +237,28 @@ def _items(given: object) -> object:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
-class ResponseBody(Body):
+class ResponseBody(RefusingBody):
     """Body of POST /v1/responses. `rag: null` turns retrieval off.
 
     include: what else the response shall hold; what is neither RESULTS nor LOGPROBS has no effect.
     """
 
+    no_effect = (NO_EFFECT - {"metadata"}) | {"reasoning", "max_tool_calls", "stream_options"}
+    refused = RESPONSE_REFUSED
+
     model: Name
     input: Annotated[
         list[Item],
         Field(min_length=1, fail_fast=True),
+        at_most(
+            MOST_ENTRIES,
+            "text parts in all items",
+            "Join parts",
+            field="input[].content",
+            within=["content", "output"],
+            code=TOO_LONG,
+        ),
+        at_most(MOST_ENTRIES, "items", "Send fewer items", field="input", code=TOO_LONG),
         BeforeValidator(_items, json_schema_input_type=str | list[Item]),
     ]
     instructions: Text | None = None
@@ -234,13 +268,24 @@ class ResponseBody(Body):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream: bool | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True), FEW_TOOLS] | None = None
     tool_choice: (
         Annotated[ResponseChoice, BeforeValidator(typed, json_schema_input_type=str | ResponseChoice)] | None
     ) = None
-    include: Annotated[list[Name], Field(max_length=MOST_INCLUDED)] | None = None
+    include: (
+        Annotated[
+            list[Name], Field(max_length=MOST_INCLUDED), at_most(MOST_INCLUDED, "values", "Name fewer", field="include")
+        ]
+        | None
+    ) = None
     metadata: Metadata | None = None
     rag: ChatRag | None = Field(default_factory=ChatRag)
+
+    def in_vain(self) -> Iterator[str]:
+        """Names the fields of the schema, and values of `include`, that were given and have no effect."""
+        included = (name for name in self.include or () if name not in (RESULTS, LOGPROBS))
+        idle = idle_tools(self.tools, self.tool_choice)
+        return chain(super().in_vain(), idle, (f"include {name}" for name in included))
 
     @property
     def search(self) -> SearchTool | None:

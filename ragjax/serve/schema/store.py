@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from ragjax import core
-from ragjax.serve.schema.body import Attributes, Body, FilledName, Key, Metadata, Name, Scalar, refuse_beside
+from ragjax.serve.schema.body import (
+    Attributes,
+    Body,
+    ClosedBody,
+    FilledName,
+    Key,
+    Metadata,
+    Name,
+    Scalar,
+    refuse_beside,
+)
 
 MOST = 64
 """Filters in an `and` or `or`, and values of `in` and `nin`, at most."""
@@ -92,21 +102,21 @@ MOST_RESULTS = 50
 """Passages of a search, at most, as in OpenAI's API."""
 
 
-class Expiry(Body):
+class Expiry(ClosedBody):
     """When a store expires: so many days after its last use."""
 
     anchor: Literal["last_active_at"]
     days: Annotated[int, Field(ge=1, le=365)]
 
 
-class StaticChunks(Body):
+class StaticChunks(ClosedBody):
     """Sizes of chunks in tokens of the serving model."""
 
     max_chunk_size_tokens: Annotated[int, Field(ge=100, le=4096)]
     chunk_overlap_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
-class Chunking(Body):
+class Chunking(ClosedBody):
     """How files are cut into chunks."""
 
     type: Literal["auto", "static"]
@@ -130,7 +140,7 @@ class Chunking(Body):
         return self.static.max_chunk_size_tokens
 
 
-class AttachmentBody(Body):
+class AttachmentBody(ClosedBody):
     """Body of POST /v1/vector_stores/{store}/files: a file, and what is noted of it."""
 
     file_id: FilledName
@@ -143,7 +153,7 @@ class AttachmentBody(Body):
         return core.Attachment(store, self.file_id, 0, attributes=self.attributes or {}, chunk_tokens=size)
 
 
-class BatchBody(Body):
+class BatchBody(ClosedBody):
     """Body of POST /v1/vector_stores/{store}/file_batches: ids of files with one note, or files with a note each."""
 
     file_ids: FileIds | None = None
@@ -174,13 +184,13 @@ def _to_core(given: Sequence[AttachmentBody], store: str) -> list[core.Attachmen
     return [one.to_core(store) for one in given]
 
 
-class NoteBody(Body):
+class NoteBody(ClosedBody):
     """Body of POST /v1/vector_stores/{store}/files/{file}: other attributes."""
 
     attributes: Attributes | None
 
 
-class StoreBody(Body):
+class StoreBody(ClosedBody):
     """Body of POST /v1/vector_stores."""
 
     name: Name | None = None
@@ -202,7 +212,7 @@ class StoreBody(Body):
         return _to_core([AttachmentBody(file_id=file, chunking_strategy=sizes) for file in self.file_ids or ()], store)
 
 
-class StoreChange(Body):
+class StoreChange(ClosedBody):
     """Body of POST /v1/vector_stores/{store}; what is left out stays as it is, and null takes it away."""
 
     name: Name | None = None
@@ -221,7 +231,7 @@ class Ranking(Body):
     score_threshold: float | None = None
 
 
-class SearchBody(Body):
+class SearchBody(ClosedBody):
     """Body of POST /v1/vector_stores/{store}/search.
 
     rewrite_query: false only: a query is searched for as it is.

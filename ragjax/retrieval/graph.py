@@ -27,7 +27,7 @@ from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.retrieval.lexicon import Lexicon
 from ragjax.retrieval.path import INVERSE, RelationPath, Serialization, Subgraph, Triple, path_text, serialize
 from ragjax.retrieval.register import Register
-from ragjax.retrieval.triples import BATCH, Alias, OxigraphStore, TripleStore, batches
+from ragjax.retrieval.triples import BATCH, Alias, OxigraphStore, batches
 
 COMPARED = 512
 """Paths from one entity that are compared with the question, about; it bounds the time that a hub can take."""
@@ -68,7 +68,7 @@ class KnowledgeGraph:
 
     def __init__(
         self,
-        store: TripleStore,
+        store: OxigraphStore,
         encoder: TextEncoder,
         *,
         names: Path | None = None,

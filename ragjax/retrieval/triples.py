@@ -1,4 +1,4 @@
-"""Where the triples of a knowledge graph are kept: the interface, and a store on pyoxigraph, on disk or in memory.
+"""The triples of a knowledge graph, kept by pyoxigraph on disk or in memory.
 
 pyoxigraph keeps RDF. An entity or relation is any text, so its IRI is that text percent-encoded (RFC 3986), which can
 be undone. Aliases are literals in a named graph of their own, so that they count as no triples.
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
 import pyoxigraph as ox
@@ -41,48 +41,10 @@ class Alias(NamedTuple):
     name: str
 
 
-class TripleStore(Protocol):
-    """A set of triples, and other names of entities. One thread at a time writes; any number may read meanwhile."""
-
-    def add(self, triples: Iterable[Triple]) -> int:
-        """Store triples, and say how many were new. Those that the iterable repeats, or that are there, count once.
-
-        A relation that ends in " (inverse)" is stored in its own direction.
-
-        Raises:
-            RequestError: a name is blank or not valid Unicode. Up to BATCH triples before it may be stored or not.
-        """
-
-    def delete(self, triples: Iterable[Triple]) -> int:
-        """Remove triples, and say how many were there."""
-
-    def __len__(self) -> int:
-        """Number of triples."""
-
-    def entities(self) -> Iterator[str]:
-        """Every head and tail, once, in no particular order."""
-
-    def edges(self, entity: str, limit: int) -> tuple[Triple, ...]:
-        """At most `limit` triples with the entity as their head, then at most `limit` others with it as their tail.
-
-        Each part is sorted. Which triples are left out is the store's choice, and the same until something is written.
-        """
-
-    def has(self, entity: str) -> bool:
-        """Whether a triple has this head or tail."""
-
-    def add_aliases(self, aliases: Iterable[Alias]) -> int:
-        """Store other names of entities, and say how many were new. They stay when the entity's triples go."""
-
-    def aliases(self, entity: str | None = None) -> Iterator[Alias]:
-        """The other names of one entity, or of all."""
-
-    def close(self) -> None:
-        """Release what the store holds. Using it afterwards is an error."""
-
-
 class OxigraphStore:
-    """A `TripleStore` on pyoxigraph, in a directory that is made if need be; None keeps it in memory.
+    """A set of triples, and other names of entities, in a directory that is made if need be; None keeps it in memory.
+
+    One thread at a time writes; any number may read meanwhile.
 
     Raises:
         ConfigError: the directory cannot be used, or another process has it open.
@@ -133,7 +95,13 @@ class OxigraphStore:
         return self._store
 
     def add(self, triples: Iterable[Triple]) -> int:
-        """As `TripleStore.add`."""
+        """Store triples, and say how many were new. Those that the iterable repeats, or that are there, count once.
+
+        A relation that ends in " (inverse)" is stored in its own direction.
+
+        Raises:
+            RequestError: a name is blank or not valid Unicode. Up to BATCH triples before it may be stored or not.
+        """
         return sum(map(self._add, batches(triples, BATCH)))
 
     def _add(self, batch: list[Triple]) -> int:
@@ -146,7 +114,7 @@ class OxigraphStore:
         return len(fresh)
 
     def delete(self, triples: Iterable[Triple]) -> int:
-        """As `TripleStore.delete`."""
+        """Remove triples, and say how many were there."""
         gone = 0
         with self._writing, self._reading():
             for quad in dict.fromkeys(self._quad(triple) for triple in triples):
@@ -161,14 +129,17 @@ class OxigraphStore:
         return self._count
 
     def entities(self) -> Iterator[str]:
-        """As `TripleStore.entities`."""
+        """Every head and tail, once, in no particular order."""
         with self._reading():
             rows = self._live.query("SELECT DISTINCT ?e {{?e ?r ?t} UNION {?h ?r ?e}}")
             assert isinstance(rows, ox.QuerySolutions)
             yield from (_decoded(_iri(row["e"])) for row in rows)
 
     def edges(self, entity: str, limit: int) -> tuple[Triple, ...]:
-        """As `TripleStore.edges`."""
+        """At most `limit` triples with the entity as their head, then at most `limit` others with it as their tail.
+
+        Each part is sorted. Which triples are left out is the same until something is written.
+        """
         node = self._node(_ENTITY, entity)
         out, into = self._around(node)
         others = (quad for quad in into if quad.subject != node)
@@ -176,7 +147,6 @@ class OxigraphStore:
             return (*self._sorted(islice(out, limit)), *self._sorted(islice(others, limit)))
 
     def has(self, entity: str) -> bool:
-        """As `TripleStore.has`."""
         if not entity.strip() or not is_unicode(entity):
             return False
         node = self._node(_ENTITY, entity)
@@ -184,7 +154,7 @@ class OxigraphStore:
             return any(next(quads, None) is not None for quads in self._around(node))
 
     def add_aliases(self, aliases: Iterable[Alias]) -> int:
-        """As `TripleStore.add_aliases`."""
+        """Store other names of entities, and say how many were new. They stay when the entity's triples go."""
         quads = dict.fromkeys(
             ox.Quad(self._node(_ENTITY, entity), _ALIAS, ox.Literal(_checked(name)), _ALIASES)
             for entity, name in aliases
@@ -196,7 +166,7 @@ class OxigraphStore:
         return len(fresh)
 
     def aliases(self, entity: str | None = None) -> Iterator[Alias]:
-        """As `TripleStore.aliases`."""
+        """The other names of one entity, or of all."""
         node = None if entity is None else self._node(_ENTITY, entity)
         with self._reading():
             for quad in self._live.quads_for_pattern(node, _ALIAS, None, _ALIASES):
@@ -204,7 +174,6 @@ class OxigraphStore:
                 yield Alias(_decoded(_iri(quad.subject)), quad.object.value)
 
     def close(self) -> None:
-        """As `TripleStore.close`."""
         with self._writing:
             if self._store is None:
                 return

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragjax.core import ConfigError, RequestError
-from ragjax.retrieval import cypher
 from ragjax.retrieval import triples as module
-from ragjax.retrieval.cypher import CypherStore
 from ragjax.retrieval.path import INVERSE, RelationPath, Subgraph, Triple, serialize
 from ragjax.retrieval.reader import read
-from ragjax.retrieval.triples import Alias, OxigraphStore, TripleStore, forward
+from ragjax.retrieval.triples import Alias, OxigraphStore, forward
 
 FACTS = [
     Triple("Alice", "likes", "Titanic"),
@@ -31,58 +27,9 @@ FACTS = [
 ]
 
 
-class FakeDatabase:
-    """Answers the queries of a `CypherStore`, told apart by what they ask for; refuses any that is built from data."""
-
-    def __init__(self) -> None:
-        self.triples: dict[tuple[str, ...], None] = {}
-        self.aliases: dict[tuple[str, ...], None] = {}
-        self.queries: set[str] = set()
-
-    def __call__(self, query: str, parameters: Mapping[str, object]) -> list[list[object]]:
-        assert query in vars(cypher).values(), "a query is a constant"
-        assert set(re.findall(r"\$(\w+)", query)) == parameters.keys()
-        self.queries.add(query)
-        return self._answer(" ".join(query.split()), dict(parameters))
-
-    def _answer(self, query: str, given: dict) -> list[list[object]]:
-        rows = [tuple(row) for row in given.get("rows", ())]
-        table = self.aliases if "Alias" in query else self.triples
-        if query.startswith("UNWIND"):
-            if "MERGE" in query:
-                table.update(dict.fromkeys(rows))
-                return []
-            known = [row for row in rows if row in table]
-            if "DELETE" in query:
-                for row in known:
-                    del table[row]
-                return []
-            return [[len(set(known))]]
-        if "Alias" in query:
-            return [list(row) for row in self.aliases if given["entity"] in (None, row[0])]
-        if "DISTINCT e.name" in query:
-            return [[name] for name in {name for row in self.triples for name in (row[0], row[2])}]
-        if "count(r)" in query:
-            return [[len(self.triples)]]
-        if "LIMIT 1" in query:
-            return [[given["entity"]] for row in self.triples if given["entity"] in (row[0], row[2])][:1]
-        out = "-[r:RELATION]->(t:Entity)" in query
-        found = [
-            list(row)
-            for row in self.triples
-            if given["entity"] == row[0 if out else 2]
-            and not ("h.name <> $entity" in query and row[0] == given["entity"])
-        ]
-        return sorted(found)[: given["limit"]]
-
-
-@pytest.fixture(params=["memory", "disk", "cypher"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TripleStore]:
-    made: TripleStore
-    if request.param == "cypher":
-        made = CypherStore(FakeDatabase())
-    else:
-        made = OxigraphStore(tmp_path / "triples" if request.param == "disk" else None)
+@pytest.fixture(params=["memory", "disk"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OxigraphStore]:
+    made = OxigraphStore(tmp_path / "triples" if request.param == "disk" else None)
     yield made
     made.close()
 
@@ -90,7 +37,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TripleStor
 # ------------------------------------------------------------------------------------------ the stores
 
 
-def test_what_is_added_is_there_once(store: TripleStore) -> None:
+def test_what_is_added_is_there_once(store: OxigraphStore) -> None:
     assert store.add([*FACTS, *FACTS]) == 5
     assert store.add(FACTS[:2]) == 0
     assert len(store) == 5
@@ -104,7 +51,7 @@ def test_what_is_added_is_there_once(store: TripleStore) -> None:
     assert store.delete([]) == 0
 
 
-def test_a_limit_holds_for_each_direction(store: TripleStore) -> None:
+def test_a_limit_holds_for_each_direction(store: OxigraphStore) -> None:
     store.add(Triple("hub", "r", f"t{n}") for n in range(20))
     store.add(Triple(f"h{n}", "r", "hub") for n in range(20))
     edges = store.edges("hub", 7)
@@ -113,12 +60,12 @@ def test_a_limit_holds_for_each_direction(store: TripleStore) -> None:
     assert len(set(edges)) == 14
 
 
-def test_an_inverse_relation_is_stored_forwards(store: TripleStore) -> None:
+def test_an_inverse_relation_is_stored_forwards(store: OxigraphStore) -> None:
     assert store.add([Triple("Titanic", "likes" + INVERSE, "Alice"), Triple("x", "r" + 2 * INVERSE, "y")]) == 2
     assert store.add([FACTS[0], Triple("x", "r", "y")]) == 0
 
 
-def test_aliases_are_no_triples(store: TripleStore) -> None:
+def test_aliases_are_no_triples(store: OxigraphStore) -> None:
     assert store.add_aliases([Alias("Bob", "Bobby"), Alias("Bob", "Rob"), Alias("Bob", "Rob")]) == 2
     assert store.add_aliases([Alias("Bob", "Rob"), Alias("Alice", "Al")]) == 1
     assert (len(store), list(store.entities()), store.has("Bob")) == (0, [], False)
@@ -127,7 +74,7 @@ def test_aliases_are_no_triples(store: TripleStore) -> None:
 
 
 @pytest.mark.parametrize("bad", [Triple("", "r", "t"), Triple("h", " ", "t"), Triple("h", "r", "\ud800")])
-def test_a_name_that_is_none_is_refused(store: TripleStore, bad: Triple) -> None:
+def test_a_name_that_is_none_is_refused(store: OxigraphStore, bad: Triple) -> None:
     with pytest.raises(RequestError, match=r"blank name|not valid Unicode"):
         store.add([bad])
     with pytest.raises(RequestError):
@@ -199,49 +146,6 @@ def test_reading_while_another_writes() -> None:
     for reader in readers:
         reader.join()
     assert not failed
-
-
-# ---------------------------------------------------------------------------------------------- Cypher
-
-
-def test_cypher_is_never_built_from_data() -> None:
-    database = FakeDatabase()
-    store = CypherStore(database)
-    evil = Triple("x'}) DETACH DELETE n //", 'r"', "`t`")
-    store.add([evil])
-    store.add_aliases([Alias(evil.head, evil.tail)])
-    assert store.edges(evil.head, 3) == (evil,)
-    assert store.has(evil.head) and set(store.entities()) == {evil.head, evil.tail}
-    assert store.delete([evil]) == 1
-    assert not any(part in query for query in database.queries for part in (*evil, "DETACH"))
-    assert len(database.queries) >= 8
-
-
-def test_cypher_goes_in_batches_and_closes() -> None:
-    sizes: list[int] = []
-    database = FakeDatabase()
-
-    def run(query: str, parameters: Mapping[str, object]) -> list[list[object]]:
-        if "MERGE" in query:
-            sizes.append(len(parameters["rows"]))  # type: ignore[arg-type]
-        return database(query, parameters)
-
-    closed: list[bool] = []
-    store = CypherStore(run, lambda: closed.append(True))
-    assert store.add(Triple("h", "r", str(n)) for n in range(2_300)) == 2_300
-    assert sizes == [1000, 1000, 300]
-    store.close()
-    assert closed == [True]
-
-
-@pytest.mark.parametrize(("package", "open_it"), [
-    ("neo4j", lambda: CypherStore.neo4j("neo4j://nowhere.invalid", "user", "secret")),
-    ("falkordb", lambda: CypherStore.falkordb("nowhere.invalid")),
-])  # fmt: skip
-def test_a_driver_that_is_missing_is_named(package: str, open_it, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"pip install '\.\[{package}\]'"):
-        open_it()
 
 
 # ----------------------------------------------------------------------------------------------- files

@@ -31,9 +31,8 @@ from ragjax.commands.flags import integer
 from ragjax.core import ConfigError, Document
 from ragjax.engine import Engine
 from ragjax.retrieval.chunk_store import open_index
-from ragjax.retrieval.index import IndexKind, VectorIndex, Vectors
+from ragjax.retrieval.index import Ids, IndexKind, IndexStage, VectorIndex, Vectors
 from ragjax.retrieval.knowledge import KnowledgeBase
-from ragjax.retrieval.staged import Ids, Stage
 from ragjax.schedule.speculation import LEARNED, Odds
 
 CORPORA = ("nq_open", "hotpotqa")
@@ -63,7 +62,7 @@ class Distant:
         time.sleep(self._stages * self._pause)
         return self._index.search(queries, k)
 
-    def stages(self, query: Vectors, k: int, n: int) -> Iterator[Stage]:
+    def stages(self, query: Vectors, k: int, n: int) -> Iterator[IndexStage]:
         found = self._index.stages(query, k, n)
         while True:
             time.sleep(self._pause)

@@ -21,7 +21,7 @@ from ragjax.commands.flags import command_line, integer
 from ragjax.commands.wording import error_line
 from ragjax.core import ConfigError, EngineOptions, RagjaxError
 from ragjax.engine import Engine
-from ragjax.retrieval.path import Triple
+from ragjax.retrieval.triples import Triple
 from train.answer import answered
 from train.maker import from_graph, from_question, from_trivia, triple_of
 from train.reading import Question, Shape, from_questions, without

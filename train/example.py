@@ -23,7 +23,7 @@ from ragjax.core.depprompt import Positions, layout
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting.chat import chat_prompt, graph_prompt
 from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.path import RelationPath, subgraphs_of
+from ragjax.retrieval.triples import RelationPath, subgraphs_of
 from ragjax.reuse.head import system_length
 from ragjax.reuse.stitch import alone
 from train.sample import Passage, Sample

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ragjax.retrieval.path import INVERSE, RelationPath, Triple
+from ragjax.retrieval.triples import INVERSE, RelationPath, Triple
 from train.sample import MOST_ANSWERS, Sample, Steps, answer_of, checked, list_of, steps_of, text_of
 from train.walk import Graph, Limits, around
 

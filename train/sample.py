@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from ragjax.core import ConfigError, Message, RequestError
 from ragjax.core.file import atomic_path
-from ragjax.retrieval.path import RelationPath
+from ragjax.retrieval.triples import RelationPath
 
 log = logging.getLogger(__name__)
 
 Steps = tuple[str, ...]
-"""Entity, relation, entity, …, as `retrieval.path.RelationPath` has them."""
+"""Entity, relation, entity, …, as `retrieval.triples.RelationPath` has them."""
 
 MOST_ANSWERS = 5
 """Of several answers, so many are written out."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ragjax.retrieval.path import RelationPath, Triple
+from ragjax.retrieval.triples import RelationPath, Triple
 from train.sample import Sample, normal
 
 

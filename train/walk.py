@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from ragjax.retrieval.path import INVERSE, Triple
+from ragjax.retrieval.triples import INVERSE, Triple
 from train.sample import Steps
 
 MOST_ENUMERATED = 20_000

@@ -16,7 +16,7 @@ from ragjax.core import Answer, Kind, Prompt, RequestError
 from ragjax.core.depprompt import layout
 from ragjax.engine import Engine
 from ragjax.engine.build import PAGE_SIZE
-from ragjax.retrieval.path import Subgraph
+from ragjax.retrieval.triples import Subgraph
 from ragjax.reuse.dependency import Dependency
 
 

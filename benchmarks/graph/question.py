@@ -16,8 +16,8 @@ from ragjax.engine import Engine
 from ragjax.prompting.chat import graph_prompt
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import TextEncoder
-from ragjax.retrieval.path import RelationPath, Subgraph, subgraphs_of
-from ragjax.retrieval.reader import read
+from ragjax.retrieval.triple_files import read_triples
+from ragjax.retrieval.triples import RelationPath, Subgraph, subgraphs_of
 from ragjax.reuse.base import Strategy
 from train.maker import from_question
 from train.sample import MOST_ANSWERS
@@ -76,7 +76,7 @@ def extracted(folder: Path, name: str, limit: int, triples: Path, encoder: TextE
     """
     found: list[Question] = []
     with KnowledgeGraph.open(None, encoder) as graph:
-        graph.add(read(triples))
+        graph.add(read_triples(triples))
         for question in dataset.load(folder, name).questions:
             subgraphs = graph.subgraphs(question.text)
             if subgraphs and len(found) < limit:

@@ -36,7 +36,7 @@ from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting.chat import chat_prompt, graph_prompt
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import KnowledgeBase
-from ragjax.retrieval.path import RelationPath, subgraphs_of
+from ragjax.retrieval.triples import RelationPath, subgraphs_of
 from ragjax.runner.device import BFLOAT16_FEATURES, cpu_features
 
 Body = Mapping[str, Any]

@@ -18,7 +18,7 @@ import httpx
 
 from benchmarks.quality.dataset import Question
 from ragjax.core import ConfigError
-from ragjax.retrieval.endpoint import Endpoint
+from ragjax.retrieval.extraction import Endpoint
 
 STATEMENTS = """\
 Break the answer to a question into statements that can be checked one by one. Each is a whole sentence and names what \

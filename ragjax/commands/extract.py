@@ -20,8 +20,7 @@ from ragjax.commands.wording import error_line
 from ragjax.core import ConfigError, RagjaxError, Tokens
 from ragjax.retrieval.chunking import MIN_TOKENS, Chunker
 from ragjax.retrieval.document import load
-from ragjax.retrieval.endpoint import Endpoint
-from ragjax.retrieval.extraction import Report, extract
+from ragjax.retrieval.extraction import Endpoint, ExtractionReport, extract
 
 CHUNK_TOKENS = 512
 """Of a chunk (DepCache, section 6.1)."""
@@ -62,7 +61,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _run(options: argparse.Namespace) -> Report:
+def _run(options: argparse.Namespace) -> ExtractionReport:
     chunker = Chunker(_count_tokens, options.chunk_tokens)
     chunks = [chunk for document in load(options.documents).documents for chunk in chunker.chunks(document)]
     key = options.api_key or os.environ.get("OPENAI_API_KEY")

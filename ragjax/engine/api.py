@@ -60,8 +60,7 @@ from ragjax.engine.stats import Stats, stats_of
 from ragjax.quality.report import Setting
 from ragjax.retrieval.graph import Imported, KnowledgeGraph
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
-from ragjax.retrieval.path import Triple
-from ragjax.retrieval.triples import Alias
+from ragjax.retrieval.triples import Alias, Triple
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.schedule.grammar import Grammars

@@ -9,8 +9,7 @@ from ragjax.core import Chunk, Document, Hit, Rag, Request, RequestError
 from ragjax.engine.knowledge import Registry
 from ragjax.prompting.passage import Cutter, brings_passages
 from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
-from ragjax.retrieval.union import Part, nearest
+from ragjax.retrieval.knowledge import BasePart, KnowledgeBase, SearchStage, search_parts
 
 BROUGHT = "the messages bring passages, so none were retrieved (--retrieve auto); rag.top_k asks for some"
 
@@ -54,8 +53,8 @@ class Grounding:
             return None
         names = [source.knowledge for source in rag.searched]
         bases = [self.knowledge.seen(name, request.tenant) for name in names]
-        parts = [Part(base, source.within) for base, source in zip(bases, rag.searched, strict=True)]
-        found = nearest(parts, request.question, self._top_k(rag), rag.min_score)
+        parts = [BasePart(base, source.within) for base, source in zip(bases, rag.searched, strict=True)]
+        found = search_parts(parts, request.question, self._top_k(rag), rag.min_score)
         public = {id(base): self._public(name) for base, name in zip(bases, names, strict=True)}
         return tuple(replace(hit, public=public[id(part.base)]) for part, hit in found)
 

@@ -22,9 +22,8 @@ from ragjax.retrieval.document import load as load_documents
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase, TextEncoder
 from ragjax.retrieval.library import Library
-from ragjax.retrieval.path import Triple
-from ragjax.retrieval.reader import read as read_triples
-from ragjax.retrieval.triples import Alias, forward
+from ragjax.retrieval.triple_files import read_triples
+from ragjax.retrieval.triples import Alias, Triple, forward
 
 _log = logging.getLogger(__name__)
 

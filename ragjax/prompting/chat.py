@@ -21,7 +21,7 @@ from ragjax.models.chat_template import CONTEXT, Pieces
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting.recognition import Recognition, questions, recognise
 from ragjax.prompting.tools import for_template, told
-from ragjax.retrieval.path import Subgraph
+from ragjax.retrieval.triples import Subgraph
 
 INSTRUCTION = "Answer the question in one short sentence, using the passages."
 """System message of requests with knowledge that bring none of their own."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ragjax.core import FactReport, Graph, Prompt
-from ragjax.retrieval.path import RelationPath, Subgraph, serialize, subgraphs_of
+from ragjax.retrieval.triples import RelationPath, Subgraph, serialize, subgraphs_of
 
 if TYPE_CHECKING:
     from ragjax.retrieval.graph import KnowledgeGraph

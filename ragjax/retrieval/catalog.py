@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ragjax.core import WHOLE, Attachment, Batch, Counts, DamageError, File, Slice, State, Store
-from ragjax.retrieval.checksum import checksum
-from ragjax.retrieval.database import compare, exclusive, grow
+from ragjax.retrieval.database import add_column, checksum, compare_schema, exclusive
 
 _SCHEMA = """
 create table if not exists files (
@@ -334,14 +333,14 @@ class Catalog:
 def _prepare(database: sqlite3.Connection) -> None:
     database.execute("pragma foreign_keys = on")
     database.executescript(_SCHEMA)
-    grow(database, "files", "expires", "integer")
+    add_column(database, "files", "expires", "integer")
     with database:
         database.execute("begin")
-        if grow(database, "files", "checksum", "blob"):  # files are taken as they are
+        if add_column(database, "files", "checksum", "blob"):  # files are taken as they are
             for (number,) in database.execute("select number from files").fetchall():
                 values = database.execute(f"select {_KEPT} from files where number = ?", (number,)).fetchone()
                 database.execute("update files set checksum = ? where number = ?", (checksum(values), number))
-    compare(database, _SCHEMA)
+    compare_schema(database, _SCHEMA)
     try:
         for row in database.execute(_STORE):
             _store(row)

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import Chunk, ConfigError
-from ragjax.retrieval.checksum import checksum
-from ragjax.retrieval.database import compare, exclusive
+from ragjax.retrieval.database import checksum, compare_schema, exclusive
 from ragjax.retrieval.index import IndexKind, VectorIndex
 
 FORMAT = "1"
@@ -71,7 +70,7 @@ def connect(directory: Path | None, settings: dict[str, str]) -> sqlite3.Connect
         database.execute("begin exclusive")
         _check_settings(database, place or ":memory:", settings)
         _run(database, _MARKS)
-        compare(database, _SCHEMA + _MARKS)
+        compare_schema(database, _SCHEMA + _MARKS)
         _verify(database)
         database.execute(_SIZES)  # what can be counted again is not kept on disk
         database.execute(f"insert into sizes {_MEASURED} group by document_id")

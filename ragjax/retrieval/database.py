@@ -1,14 +1,23 @@
-"""SQLite files that one process holds alone, and what is said when one cannot be had."""
+"""SQLite files that one process holds alone, checksums of what is stored, and a fair lock for writers.
+
+The directory of a closed triple store is sealed: digests of its files lie in a file beside them and are compared before
+the store is opened again. RocksDB, under pyoxigraph, checks the blocks that it reads, but it takes a log or manifest
+that was cut short for the end of what was written, and other damage makes it hang or fill the memory.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
-from ragjax.core import ConfigError
+from ragjax.core import ConfigError, DamageError
+from ragjax.core.file import durable_path
 
 
 def exclusive(
@@ -65,7 +74,7 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
         raise ConfigError(f"{place}: cannot be written: {error}") from error
 
 
-def compare(database: sqlite3.Connection, schema: str) -> None:
+def compare_schema(database: sqlite3.Connection, schema: str) -> None:
     """Compare the columns of tables with those of a schema.
 
     Raises:
@@ -78,7 +87,7 @@ def compare(database: sqlite3.Connection, schema: str) -> None:
             raise sqlite3.DatabaseError("its tables are others")
 
 
-def grow(database: sqlite3.Connection, table: str, column: str, kind: str) -> bool:
+def add_column(database: sqlite3.Connection, table: str, column: str, kind: str) -> bool:
     """Give a table that an older version made a column; whether it had none of this name."""
     if any(column == name for name, *_ in _columns(database, table)):
         return False
@@ -94,3 +103,88 @@ def _columns(database: sqlite3.Connection, table: str) -> set[tuple[str, str, in
 def _text(stored: bytes) -> str:
     """Damaged text can be read, and then is not what it should be; `sqlite3` would raise while rows are fetched."""
     return stored.decode("utf-8", "replace")
+
+
+def checksum(parts: Iterable[object]) -> bytes:
+    """16 bytes that tell values, in this order, from others: bytes as they are, all else as its text."""
+    digest = hashlib.blake2b(digest_size=16)
+    for value in parts:
+        part = value if isinstance(value, bytes) else str(value).encode("utf-8", "replace")
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+class FairLock:
+    """A lock that no thread takes again while another one waits for it; `threading.Lock` mostly goes to the former."""
+
+    def __init__(self) -> None:
+        self._door = threading.Lock()  # held by the one that is next
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._door:
+            self._lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+
+_SEAL = "seal"
+_LASTING = ".sst"  # never changed; gone when the database has put their rows into others
+_KEPT = (f"*{_LASTING}", "*.log", "MANIFEST-*", "CURRENT")
+_OPEN, _CLOSED = "open", "closed"
+
+
+def verify_sealed(folder: Path) -> dict[str, str]:
+    """Compare a store that nobody has open with what it was when it was closed, and return the digests for `unseal`.
+
+    After a kill, only files that never change are compared. A store without a seal is taken as it is.
+
+    Raises:
+        DamageError: a file is gone, or is not as it was.
+        OSError: a file cannot be read.
+    """
+    state, digests = _read_seal(folder / _SEAL) if (folder / _SEAL).exists() else (_OPEN, {})
+    found = _file_digests(folder)
+    for name, digest in digests.items():
+        if found.get(name, digest) != digest:
+            raise DamageError(f"{name} is not as it was written")
+        if name not in found and state == _CLOSED:
+            raise DamageError(f"{name} is gone")
+    return {name: digest for name, digest in found.items() if name.endswith(_LASTING)}
+
+
+def unseal(folder: Path, digests: Mapping[str, str]) -> None:
+    """Note that the store is open and its files change, but for those that `verify_sealed` found."""
+    _write_seal(folder, _OPEN, digests)
+
+
+def seal(folder: Path) -> None:
+    """Note what the files of a store are that was just closed."""
+    _write_seal(folder, _CLOSED, _file_digests(folder))
+
+
+def _file_digests(folder: Path) -> dict[str, str]:
+    return {path.name: _file_digest(path) for pattern in _KEPT for path in sorted(folder.glob(pattern))}
+
+
+def _read_seal(place: Path) -> tuple[str, dict[str, str]]:
+    text = place.read_bytes().decode("ascii", "replace")
+    body, _, own = text.rpartition("\n")
+    if own != hashlib.blake2b(body.encode(), digest_size=16).hexdigest():
+        raise DamageError(f"{place.name} is not as it was written")
+    state, *lines = body.split("\n")
+    return state, {name: digest for name, _, digest in (line.rpartition(" ") for line in lines)}
+
+
+def _write_seal(folder: Path, state: str, digests: Mapping[str, str]) -> None:
+    body = "\n".join([state, *(f"{name} {digest}" for name, digest in digests.items())])
+    with durable_path(folder / _SEAL) as part:
+        part.write_text(f"{body}\n{hashlib.blake2b(body.encode(), digest_size=16).hexdigest()}", encoding="ascii")
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ragjax.core import ConfigError, Document, has_controls, is_unicode
+from ragjax.retrieval.chunking import at_once, finish
 from ragjax.retrieval.html import read_html
 from ragjax.retrieval.markup import decode, read_markdown, read_text
 from ragjax.retrieval.pdf import reading_pdf
-from ragjax.retrieval.step import at_once, finish
 
 MAX_BYTES = 32 * 2**20
 """Default limit of one document's file (for JSONL: of one line)."""

@@ -1,7 +1,8 @@
 """Triples of documents, as a language model finds them (DepCache, GraphRAG, section 6.1).
 
-The output has one line per chunk, {"chunk", "digest", "triples"}, which `ragjax.retrieval.reader.read` takes; a run
-that was stopped goes on where it was.
+The model is behind any endpoint that speaks OpenAI's chat completions and is asked about one chunk at a time; triples
+are read from its answer, whatever form it gave to them. The output has one line per chunk, {"chunk", "digest",
+"triples"}, which `ragjax.retrieval.triple_files.read_triples` takes; a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -10,19 +11,41 @@ import hashlib
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import httpx
 from tqdm import tqdm
 
-from ragjax.core import Chunk, ConfigError
+from ragjax.core import Chunk, ConfigError, RagjaxError, is_unicode
 from ragjax.core.file import durable_path
-from ragjax.retrieval.endpoint import SHOWN
-from ragjax.retrieval.triple_parser import Parsed, parse
+from ragjax.retrieval.triples import Triple, forward
+
+INSTRUCTION = """\
+Extract the facts that a text states as triples of head, relation and tail. Head and tail are names of persons, \
+places, things, dates or numbers, each written in full and always alike, never a pronoun. The relation is one to four \
+words. Answer with a JSON array of arrays and nothing else, for example:
+[["Marie Curie", "born in", "Warsaw"], ["Marie Curie", "won", "Nobel Prize in Physics"]]"""
+"""What a model that extracts triples is told; the chunk follows as the user's message."""
+
+SHOWN = 200
+"""Characters of what an endpoint said, in messages."""
+
+_ATTEMPTS = 5
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds before an attempt is repeated; doubled each time
+_AGAIN = frozenset({429, 500, 502, 503, 504})
+
+_FENCE = re.compile(r"```[\w-]*\n?(.*?)```", re.DOTALL)
+_OPENING = re.compile(r"[\[{]")
+_RULE = re.compile(r"[\s|:-]*")  # under the heading of a table
+_BULLET = re.compile(r"^\s*(?:[-*•]|\d+[.)])\s+")
+_LISTS = (("head", "relation", "tail"), ("subject", "predicate", "object"), ("source", "relation", "target"))
 
 _LINE_BEGIN = b'{"chunk": '
 
@@ -30,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Report:
+class ExtractionReport:
     """What came of a run: chunks asked now, those done before, triples of the former, and what had to be left out.
 
     malformed: chunks whose answer held no triple and was no empty list; a next run asks for them again.
@@ -53,7 +76,7 @@ class Report:
 
 def extract(
     chunks: Sequence[Chunk], ask: Callable[[str], str], out: str | Path, *, concurrency: int = 4, progress: bool = True
-) -> Report:
+) -> ExtractionReport:
     """Ask for the triples of every chunk that the output does not have, and add them to it as they come.
 
     What an earlier text of a chunk said goes from the output at the end, once the new text was answered.
@@ -76,7 +99,7 @@ def extract(
             tqdm(total=len(todo), desc="extracting", unit="chunk", disable=not progress) as bar,
         ):
             for chunk, answer in _answers(todo, ask, concurrency):
-                line = tally.take(chunk, parse(answer), answer)
+                line = tally.line_of(chunk, parse_triples(answer), answer)
                 if line is not None:
                     file.write(line)
                     file.flush()
@@ -84,7 +107,7 @@ def extract(
         _drop_superseded(out, digests)
     except OSError as error:
         raise ConfigError(f"--out: {out} cannot be written: {error.strerror}") from error
-    return Report(
+    return ExtractionReport(
         len(todo), len(chunks) - len(todo), tally.triples, tally.malformed, tally.dropped, time.perf_counter() - began
     )
 
@@ -97,7 +120,7 @@ class _Tally:
     malformed: int = 0
     dropped: int = 0
 
-    def take(self, chunk: Chunk, parsed: Parsed, answer: str) -> str | None:
+    def line_of(self, chunk: Chunk, parsed: ParsedTriples, answer: str) -> str | None:
         """The line for an answer, if it is worth one."""
         if parsed.is_malformed:
             self.malformed += 1
@@ -166,3 +189,179 @@ def _drop_superseded(out: Path, digests: Mapping[str, str]) -> None:
 
 def _digest(chunk: Chunk) -> str:
     return hashlib.blake2b(f"{chunk.id}\0{chunk.text}".encode(), digest_size=16).hexdigest()
+
+
+# ----------------------------------------------------------------------------------------- endpoint
+
+
+class EndpointError(RagjaxError):
+    """The endpoint cannot be reached, or refuses; the message says what it said."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A model behind an OpenAI-compatible server.
+
+    client: its base URL ends in /v1, as a rule. sleep: waits for seconds, between attempts. instruction: the system
+    message. flag: of the command line that gives the base URL, for errors.
+    """
+
+    client: httpx.Client
+    model: str
+    max_tokens: int = 1024
+    sleep: Callable[[float], object] = time.sleep
+    instruction: str = INSTRUCTION
+    flag: str = "--base-url"
+
+    def ask(self, text: str) -> str:
+        """The model's answer on a text. Waits and asks again where the server is busy or broken.
+
+        Raises:
+            EndpointError: it cannot be reached, refuses, or does not answer as OpenAI's servers do.
+        """
+        body = {
+            "model": self.model,
+            "messages": [{"role": "system", "content": self.instruction}, {"role": "user", "content": text}],
+            "temperature": 0.0,
+            "max_tokens": self.max_tokens,
+        }
+        for attempt in range(_ATTEMPTS - 1):
+            reply = self._post(body)
+            if isinstance(reply, httpx.Response) and reply.status_code not in _AGAIN:
+                return self._content(reply)
+            pause = _asked_wait(reply) or min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT)
+            _log.warning("%s; asking again in %g s", _trouble(reply), pause)
+            self.sleep(pause)
+        reply = self._post(body)
+        if isinstance(reply, httpx.Response):
+            return self._content(reply)
+        raise EndpointError(
+            f"{self.client.base_url} cannot be reached ({reply}); start the server or correct {self.flag}"
+        ) from reply
+
+    def _post(self, body: object) -> httpx.Response | httpx.TransportError:
+        """What came back, or why nothing did."""
+        try:
+            return self.client.post("chat/completions", json=body)
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+            raise EndpointError(f"{self.client.base_url} cannot be asked: {error}; correct {self.flag}") from error
+        except httpx.TransportError as error:
+            return error
+
+    def _content(self, reply: httpx.Response) -> str:
+        if reply.status_code != 200:
+            raise EndpointError(f"{reply.request.url} answered {reply.status_code}: {_said(reply)}")
+        try:
+            content = reply.json()["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise EndpointError(
+                f"{reply.request.url} does not answer like chat completions: {_said(reply)}; correct {self.flag}"
+            ) from error
+        return content if isinstance(content, str) else ""
+
+
+def _trouble(reply: httpx.Response | httpx.TransportError) -> str:
+    if isinstance(reply, httpx.Response):
+        return f"the endpoint answered {reply.status_code}"
+    return f"the endpoint cannot be reached ({reply})"
+
+
+def _asked_wait(reply: httpx.Response | httpx.TransportError) -> float | None:
+    """Seconds that the server asks to wait, if it does."""
+    if not isinstance(reply, httpx.Response):
+        return None
+    with suppress(KeyError, ValueError):  # it may be a date, too
+        seconds = float(reply.headers["retry-after"])
+        return min(seconds, _LONGEST_WAIT) if seconds > 0 else None
+    return None
+
+
+def _said(reply: httpx.Response) -> str:
+    text = reply.text
+    with suppress(ValueError, LookupError, TypeError):
+        text = str(reply.json()["error"]["message"])
+    return " ".join(text.split())[:SHOWN] or "(nothing)"
+
+
+# ------------------------------------------------------------------------------------------ answers
+
+
+@dataclass(frozen=True)
+class ParsedTriples:
+    """Triples of an answer, each once, and the number of parts that were none. is_list: it was meant as a list."""
+
+    triples: tuple[Triple, ...]
+    dropped: int
+    is_list: bool
+
+    @property
+    def is_malformed(self) -> bool:
+        """Whether the model did not do as told."""
+        return not self.triples and (bool(self.dropped) or not self.is_list)
+
+
+def parse_triples(answer: str) -> ParsedTriples:
+    """Read a model's answer, whatever form it gave to its triples.
+
+    Taken are: a JSON array of arrays or of objects with head, relation, tail (or subject, predicate, object), alone, in
+    a fence, amid other text, as the one value of an object, or cut off at its end; else lines "head | relation | tail".
+    """
+    values = next((found for text in (*_FENCE.findall(answer), answer) if (found := list(_json_values(text)))), [])
+    listed = _parsed([entry for value in values for entry in _entries(value)], is_list=bool(values))
+    return listed if listed.triples or not (lined := _parsed(_rows(answer), is_list=False)).triples else lined
+
+
+def _json_values(text: str) -> Iterator[object]:
+    """Arrays and objects in the text. Of one that breaks off, as at a limit of tokens, what is whole within it."""
+    decoder = json.JSONDecoder()
+    at = 0
+    while start := _OPENING.search(text, at):
+        at = start.end()
+        with suppress(ValueError, RecursionError):
+            value, at = decoder.raw_decode(text, start.start())
+            yield value
+
+
+def _entries(value: object) -> Sequence[object]:
+    """What stands for triples in a JSON value."""
+    if _parts(value) is not None:
+        return [value]
+    if isinstance(value, dict):
+        return next((part for part in value.values() if isinstance(part, list)), [value])
+    return value if isinstance(value, list) else []
+
+
+def _rows(answer: str) -> list[list[str]]:
+    """Lines "head | relation | tail", also those of a table, without its heading."""
+    lines = [_BULLET.sub("", line).strip().strip("|") for line in answer.splitlines() if line.count("|") >= 2]
+    rows = [line.split("|") for line in lines if not _RULE.fullmatch(line)]
+    return [row for row in rows if tuple(slot.strip().lower() for slot in row) not in _LISTS]
+
+
+def _parsed(entries: Sequence[object], *, is_list: bool) -> ParsedTriples:
+    triples = [_triple(entry) for entry in entries]
+    good = dict.fromkeys(triple for triple in triples if triple is not None)
+    return ParsedTriples(tuple(good), sum(triple is None for triple in triples), is_list)
+
+
+def _triple(entry: object) -> Triple | None:
+    parts = _parts(entry)
+    if parts is None or not all(parts) or parts[0] == parts[2]:
+        return None
+    try:
+        return forward(Triple(*parts))
+    except RagjaxError:
+        return None
+
+
+def _parts(entry: object) -> tuple[str, str, str] | None:
+    """Three texts on one line each, if there are three."""
+    if isinstance(entry, dict):
+        lower = {str(name).lower(): value for name, value in entry.items()}
+        entry = next(([lower[name] for name in names] for names in _LISTS if lower.keys() >= set(names)), None)
+    if not isinstance(entry, list) or len(entry) != 3:
+        return None
+    if not isinstance(entry[1], str) or any(isinstance(part, bool | list | dict | None) for part in entry):
+        return None
+    head, relation, tail = (" ".join(str(part).strip().strip('"').split()) for part in entry)
+    return (head, relation, tail) if is_unicode(head + relation + tail) else None

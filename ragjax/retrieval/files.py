@@ -11,7 +11,7 @@ from pathlib import Path
 from ragjax.core import PURPOSES, WHOLE, File, MissingError, RequestError, Slice, has_controls, is_unicode
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.document import suffixes
-from ragjax.retrieval.intake import Intake
+from ragjax.retrieval.ingest import Intake
 
 NAME_CHARS = 1024
 """Characters of a file's name: every passage has it."""

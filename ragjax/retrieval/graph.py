@@ -22,12 +22,22 @@ from typing import Literal
 import numpy as np
 
 from ragjax.core import ConfigError, RequestError
+from ragjax.retrieval.entity_index import EntityIndex, Lexicon
 from ragjax.retrieval.index import Vectors
 from ragjax.retrieval.knowledge import TextEncoder
-from ragjax.retrieval.lexicon import Lexicon
-from ragjax.retrieval.path import INVERSE, RelationPath, Serialization, Subgraph, Triple, path_text, serialize
-from ragjax.retrieval.register import Register
-from ragjax.retrieval.triples import BATCH, Alias, OxigraphStore, batches
+from ragjax.retrieval.triples import (
+    BATCH,
+    INVERSE,
+    Alias,
+    OxigraphStore,
+    RelationPath,
+    Serialization,
+    Subgraph,
+    Triple,
+    batches,
+    path_text,
+    serialize,
+)
 
 COMPARED = 512
 """Paths from one entity that are compared with the question, about; it bounds the time that a hub can take."""
@@ -84,12 +94,12 @@ class KnowledgeGraph:
         """
         self._store = store
         self._encoder = _CachedEncoder(encoder, _CACHED)
-        self._register = Register(encoder, names)
+        self._index = EntityIndex(encoder, names)
         self._lexicon = Lexicon()
         self._writing = threading.Lock()
         entities = set(store.entities())
-        self._register.remove(self._register.names - entities)
-        self._register.add(sorted(entities - self._register.names), progress)
+        self._index.remove(self._index.names - entities)
+        self._index.add(sorted(entities - self._index.names), progress)
         for name in sorted(entities):
             self._lexicon.add(name)
         for alias in sorted(store.aliases()):
@@ -121,7 +131,7 @@ class KnowledgeGraph:
     def close(self) -> None:
         """Release the store. Using the graph afterwards is an error."""
         with self._writing:
-            self._register.close()
+            self._index.close()
             self._store.close()
 
     def __enter__(self) -> KnowledgeGraph:
@@ -139,7 +149,7 @@ class KnowledgeGraph:
     @property
     def entities(self) -> int:
         """Number of entities."""
-        return len(self._register)
+        return len(self._index)
 
     # ------------------------------------------------------------------------------------------ writing
 
@@ -150,7 +160,7 @@ class KnowledgeGraph:
 
         Raises:
             RequestError: a name is blank or not valid Unicode. What stands before it may be stored.
-            ConfigError: from `ragjax.retrieval.reader.read`, if the items are read by it.
+            ConfigError: from `ragjax.retrieval.triple_files.read_triples`, if the items are read by it.
         """
         triples = new = entities = aliases = 0
         with self._writing:
@@ -171,7 +181,7 @@ class KnowledgeGraph:
             left = {name for triple in triples for name in (triple.head, triple.tail) if not self._store.has(name)}
             for name in left:
                 self._lexicon.remove(name)
-            self._register.remove(left)
+            self._index.remove(left)
         return gone
 
     def retain(self, triples: Collection[Triple]) -> int:
@@ -189,8 +199,8 @@ class KnowledgeGraph:
 
     def _add_names(self, facts: Sequence[Triple], before: int, progress: Callable[[str, int], None] | None) -> int:
         names = dict.fromkeys(name for fact in facts for name in (fact.head, fact.tail))
-        fresh = [name for name in names if name not in self._register]
-        new = self._register.add(fresh, lambda done: _tell(progress, "names", before + done))
+        fresh = [name for name in names if name not in self._index]
+        new = self._index.add(fresh, lambda done: _tell(progress, "names", before + done))
         for name in fresh:
             self._lexicon.add(name)
         return new
@@ -204,10 +214,10 @@ class KnowledgeGraph:
         names that overlap the longest. A name of up to three letters counts where it is spelled as it is. Only if there
         are none: those whose names are most similar to the question, from SIMILAR on, best first.
         """
-        how = {mention.entity: mention.how for mention in self._lexicon.mentions(question, self._register)}
+        how = {mention.entity: mention.how for mention in self._lexicon.mentions(question, self._index)}
         if how:
             return tuple(Entity(name, 1.0, how[name]) for name in islice(how, limit))
-        nearest = self._register.nearest(question, limit)
+        nearest = self._index.nearest(question, limit)
         return tuple(Entity(name, score, "similar") for name, score in nearest if score >= SIMILAR)
 
     def subgraphs(
@@ -227,7 +237,7 @@ class KnowledgeGraph:
         drive out the rest. Entities without a path are left out, so the result may be empty.
 
         entities: names or aliases; None: those that the question is about (`link`).
-        serialization: as `ragjax.retrieval.path.serialize`.
+        serialization: as `ragjax.retrieval.triples.serialize`.
         check: called for each entity; an error of it ends the work.
 
         Raises:
@@ -252,11 +262,11 @@ class KnowledgeGraph:
         return list(found)
 
     def _meant(self, name: str) -> tuple[str, ...]:
-        if name in self._register:
+        if name in self._index:
             return (name,)
-        if named := [entity for entity in self._lexicon.named(name) if entity in self._register]:
+        if named := [entity for entity in self._lexicon.named(name) if entity in self._index]:
             return tuple(named)
-        near = ", ".join(repr(entity) for entity, _ in self._register.nearest(name, 3))
+        near = ", ".join(repr(entity) for entity, _ in self._index.nearest(name, 3))
         hint = f"the nearest are {near}" if near else "the graph is empty: import triples first"
         raise RequestError(f"entity {name!r} is not in the graph; {hint}", param="rag.graph.entities", code="not_found")
 

@@ -5,6 +5,10 @@ It is exact (flat), or inverted lists (ivf), or a proximity graph (hnsw; Malkov 
 One thread may write while others search: what takes long (training, rebuilding) happens beside the live index,
 which is then swapped.
 
+A search can be cut into stages, each of which knows more (RAGCache, section 6, "Pipelined vector search"). The paper
+cuts a search of inverted lists by lists, and one of a proximity graph by time. faiss cannot stop a walk through a graph
+half way, so that one is searched anew at each stage, with a longer list of candidates.
+
 Dimensions: N vectors, Q queries, E embedding, K results.
 """
 
@@ -12,20 +16,28 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import faiss
 import numpy as np
+from numpy.typing import NDArray
 
 from ragjax.core import ConfigError
 from ragjax.core.file import durable_path
-from ragjax.retrieval.staged import NONE, Found, Ids, Stage, Vectors, by_score, flat_stages, list_stages, settle
 
-__all__ = ["NONE", "TRAIN_AT", "Ids", "IndexKind", "VectorIndex", "Vectors"]
+Ids = NDArray[np.int64]
+Vectors = NDArray[np.float32]
+Found = tuple[Vectors, Ids]
+"""Scores float32 [K] and ids int64 [K], best first."""
+
+NONE = -1
+"""The id of a result that does not exist; its score is -inf."""
 
 TRAIN_AT = 1_000
 """An ivf index answers exactly until it holds this many vectors; k-means needs enough to place its lists."""
@@ -133,7 +145,7 @@ class VectorIndex:
             scores_K, ids_K = settle(search, k, len(ids_N))
         return ids_K, scores_K
 
-    def stages(self, query: Vectors, k: int, n: int) -> Iterator[Stage]:
+    def stages(self, query: Vectors, k: int, n: int) -> Iterator[IndexStage]:
         """The search of one query [dim] in at most n stages; the last one's results are those of `search`, bit for bit.
 
         flat: n slices of the vectors. ivf: the nearest lists in n groups, nearest first. hnsw: n searches, whose lists
@@ -185,25 +197,25 @@ class VectorIndex:
             raise ValueError(f"k must be at least 1, not {k}")
         return queries_QE
 
-    def _stages(self, query_1E: Vectors, k: int, n: int) -> Iterator[Stage]:
-        begun: tuple[int, Iterator[Stage]] | None = None
+    def _stages(self, query_1E: Vectors, k: int, n: int) -> Iterator[IndexStage]:
+        begun: tuple[int, Iterator[IndexStage]] | None = None
         final = False
         while not final:
             with self._lock, _one_thread():  # held by stages alone, so that a writer gets in between
                 begun = begun or (self._version, self._cut(query_1E, k, n))
                 same = begun[0] == self._version
-                stage = next(begun[1]) if same else Stage.of(self._search_one(query_1E, k), final=True)
+                stage = next(begun[1]) if same else IndexStage.of(self._search_one(query_1E, k), final=True)
             yield stage
             final = stage.final
 
-    def _cut(self, query_1E: Vectors, k: int, n: int) -> Iterator[Stage]:
+    def _cut(self, query_1E: Vectors, k: int, n: int) -> Iterator[IndexStage]:
         if self.kind is not IndexKind.HNSW:
             yield from (list_stages if self._trained_on else flat_stages)(self._faiss, query_1E, k, n)
             return
         for part in range(1, n):
             scores_1K, ids_1K = self._walk(query_1E, k, math.ceil(_candidates(k) * part / n))
-            yield Stage.of(by_score(scores_1K[0], ids_1K[0]))
-        yield Stage.of(self._search_one(query_1E, k), final=True)
+            yield IndexStage.of(by_score(scores_1K[0], ids_1K[0]))
+        yield IndexStage.of(self._search_one(query_1E, k), final=True)
 
     def _search_one(self, query_1E: Vectors, k: int) -> Found:
         """The k nearest of one query, equal scores by id."""
@@ -366,3 +378,89 @@ def _list_contents(index: Any) -> tuple[Ids, Vectors]:
         ids.append(faiss.rev_swig_ptr(index.invlists.get_ids(number), size).copy())
         vectors.append(codes.view(np.float32).reshape(size, index.d).copy())
     return np.concatenate(ids), np.concatenate(vectors)
+
+
+# ------------------------------------------------------------------------------------------- stages
+
+
+@dataclass(frozen=True)
+class IndexStage:
+    """What a search knows after a stage: ids int64 [K] and scores float32 [K], as `VectorIndex.search` gives them.
+
+    final: whether it is the last stage, whose results are those of a plain search.
+    """
+
+    ids: Ids
+    scores: Vectors
+    final: bool
+
+    @classmethod
+    def of(cls, found: Found, *, final: bool = False) -> IndexStage:
+        """A stage of these results."""
+        return cls(found[1], found[0], final)
+
+
+def settle(search: Callable[[int], Found], k: int, most: int) -> Found:
+    """The k best of one query, equal scores by id, at the edge too, where faiss takes any of them.
+
+    search: the k best in any order among equals. most: number of vectors.
+    """
+    wide = k + 1
+    while True:
+        scores_K, ids_K = by_score(*search(min(wide, max(most, k))))
+        if wide >= most or ids_K[-1] == NONE or scores_K[-1] < scores_K[k - 1]:
+            return scores_K[:k], ids_K[:k]
+        wide *= 4
+
+
+def by_score(scores_K: Vectors, ids_K: Ids) -> Found:
+    """Results best first, equal scores by id; the score of those that do not exist becomes -inf."""
+    scores_K = np.where(ids_K == NONE, np.float32(-np.inf), scores_K)
+    order = np.lexsort((ids_K, -scores_K))
+    return scores_K[order], ids_K[order]
+
+
+def flat_stages(index: Any, query_1E: Vectors, k: int, n: int) -> Iterator[IndexStage]:
+    """Equal slices of the vectors of a flat index in faiss' IndexIDMap2, at most n."""
+    inner: Any = faiss.downcast_index(index.index)
+    numbers_N = faiss.vector_to_array(index.id_map)
+    edges = np.linspace(0, inner.ntotal, min(n, max(inner.ntotal, 1)) + 1).astype(int).tolist()
+    best = _nothing(k)
+    for begin, end in pairwise(edges):
+        # a view, made anew at each stage: the vectors move when some are added
+        vectors_NE = faiss.rev_swig_ptr(inner.get_xb(), inner.ntotal * inner.d).reshape(-1, inner.d)[begin:end]
+
+        def search(wide: int, vectors_NE: Vectors = vectors_NE, begin: int = begin) -> Found:
+            scores_1K, at_1K = faiss.knn(query_1E, vectors_NE, wide, faiss.METRIC_INNER_PRODUCT)
+            known_K = np.where(at_1K[0] == NONE, NONE, numbers_N[np.maximum(at_1K[0], 0) + begin])
+            return scores_1K[0], known_K
+
+        best = _merged(best, settle(search, k, end - begin) if end > begin else _nothing(k), k)
+        yield IndexStage.of(best, final=end == edges[-1])
+
+
+def list_stages(index: Any, query_1E: Vectors, k: int, n: int) -> Iterator[IndexStage]:
+    """The lists that a search of faiss' IndexIVFFlat visits, nearest first, in at most n groups."""
+    distances_1L, lists_1L = index.quantizer.search(query_1E, index.nprobe)  # NONE behind the last list
+    visited = min(index.nprobe, index.nlist)
+    groups = np.array_split(np.arange(visited), min(n, visited))
+    best = _nothing(k)
+    for number, group in enumerate(groups, 1):
+        chosen_1L = np.full_like(lists_1L, NONE)  # which faiss passes over
+        chosen_1L[0, group] = lists_1L[0, group]
+
+        def search(wide: int, chosen_1L: Ids = chosen_1L) -> Found:
+            scores_1K, ids_1K = index.search_preassigned(query_1E, wide, chosen_1L, distances_1L)
+            return scores_1K[0], ids_1K[0]
+
+        best = _merged(best, settle(search, k, index.ntotal), k)
+        yield IndexStage.of(best, final=number == len(groups))
+
+
+def _nothing(k: int) -> Found:
+    return np.full(k, -np.inf, np.float32), np.full(k, NONE, np.int64)
+
+
+def _merged(a: Found, b: Found, k: int) -> Found:
+    scores_K, ids_K = by_score(np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]]))
+    return scores_K[:k], ids_K[:k]

@@ -34,11 +34,10 @@ from numpy.typing import NDArray
 
 from ragjax.core import CHUNK_TOKENS, Chunk, Document, Hit, RequestError, Tokens
 from ragjax.retrieval import chunk_store
-from ragjax.retrieval.chunking import Chunker
+from ragjax.retrieval.chunking import Chunker, finish
+from ragjax.retrieval.database import FairLock
 from ragjax.retrieval.index import NONE, Ids, IndexKind, VectorIndex, Vectors
-from ragjax.retrieval.lock import FairLock
-from ragjax.retrieval.neighbours import nearest
-from ragjax.retrieval.step import finish
+from ragjax.retrieval.neighbours import nearest_chunks
 
 _BATCH_CHUNKS = 256  # committed together: what a kill can cost; and put into the index between writes of others
 _STEP_CHUNKS = 32  # embedded in a step: a few seconds at most, and batches of the encoder are full
@@ -455,7 +454,7 @@ class KnowledgeBase:
             raise ValueError(f"a chunk has at least 1 neighbour, not {n}")
         with self._opened():
             rows = self._database.execute("select number, tokens, embedding from chunks order by number").fetchall()
-        return nearest(self._index, rows, n)
+        return nearest_chunks(self._index, rows, n)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -561,3 +560,45 @@ def _digest(document: Document, max_tokens: int | None) -> bytes:
     """Of what its chunks are made from; no size of theirs is the base's own."""
     parts = (document.title, document.text, *(() if max_tokens is None else (max_tokens,)))
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class BasePart:
+    """One of the knowledge bases. within: ids of its documents that may be found; None: all."""
+
+    base: KnowledgeBase
+    within: frozenset[str] | None = None
+
+    def may_find(self, document_id: str) -> bool:
+        """Whether a document is there, and may be found."""
+        return (self.within is None or document_id in self.within) and document_id in self.base
+
+
+def search_parts(
+    parts: Sequence[BasePart], question: str, k: int, min_score: float | None = None
+) -> list[tuple[BasePart, Hit]]:
+    """The k chunks of all parts together that are nearest to the question, best first, and the part of each.
+
+    A document that several parts may find is found in the first of these alone: no text stands in a prompt twice.
+
+    Raises:
+        RequestError: all parts are empty, or the question is.
+    """
+    filled = [part for part in parts if len(part.base)] or list(parts[:1])
+    found: list[tuple[BasePart, Hit]] = []
+    for n, part in enumerate(filled):
+        within = _LaterDocuments(part, filled[:n]) if n else part.within
+        found += [(part, hit) for hit in part.base.search(question, k, within=within, min_score=min_score)]
+    return sorted(found, key=lambda one: -one[1].score)[:k]
+
+
+@dataclass(frozen=True)
+class _LaterDocuments(Container[str]):
+    """Documents of a part that no earlier one may find."""
+
+    part: BasePart
+    earlier: Sequence[BasePart]
+
+    def __contains__(self, document_id: object) -> bool:
+        assert isinstance(document_id, str)
+        return self.part.may_find(document_id) and not any(part.may_find(document_id) for part in self.earlier)

@@ -33,7 +33,7 @@ from ragjax.core import (
 )
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.files import LEAST_BYTES, QUOTA, Files, hexadecimal
-from ragjax.retrieval.intake import Bases, Intake
+from ragjax.retrieval.ingest import Bases, Intake
 
 FOLDER = ".library"
 """Beside the folders of the knowledge bases; none of them can have this name."""

@@ -13,18 +13,18 @@ _QUERIES = 64  # chunks whose neighbours are searched together: a request's own 
 _ROUNDING = 1e-5  # the index may misorder scores that are nearer to each other
 
 
-def nearest(index: VectorIndex, rows: Sequence[tuple[int, bytes, bytes]], n: int) -> dict[int, tuple[int, ...]]:
+def nearest_chunks(index: VectorIndex, rows: Sequence[tuple[int, bytes, bytes]], n: int) -> dict[int, tuple[int, ...]]:
     """See `KnowledgeBase.neighbours`. rows: number, tokens and embedding of every chunk, by ascending number."""
     if not rows:
         return {}
     store = _Embedded.of(rows)
     found: dict[int, tuple[int, ...]] = {}
     for begin in range(0, len(rows), _QUERIES):
-        found |= _nearest(index, store, store.numbers_N[begin : begin + _QUERIES], n)
+        found |= _search_exactly(index, store, store.numbers_N[begin : begin + _QUERIES], n)
     return found
 
 
-def _nearest(index: VectorIndex, store: _Embedded, numbers_Q: Ids, n: int) -> dict[int, tuple[int, ...]]:
+def _search_exactly(index: VectorIndex, store: _Embedded, numbers_Q: Ids, n: int) -> dict[int, tuple[int, ...]]:
     """Asks the index for twice as many candidates until those after the last one cannot matter."""
     found: dict[int, tuple[int, ...]] = {}
     left, k = [int(number) for number in numbers_Q], n + 1

@@ -18,12 +18,10 @@ from hypothesis import strategies as st
 from ragjax.commands import extract as module
 from ragjax.commands.extract import main
 from ragjax.core import Chunk, ConfigError
-from ragjax.retrieval import endpoint as endpoints
-from ragjax.retrieval.endpoint import INSTRUCTION, Endpoint, EndpointError
-from ragjax.retrieval.extraction import extract
-from ragjax.retrieval.path import Triple
-from ragjax.retrieval.reader import read
-from ragjax.retrieval.triple_parser import parse
+from ragjax.retrieval import extraction as endpoints
+from ragjax.retrieval.extraction import INSTRUCTION, Endpoint, EndpointError, extract, parse_triples
+from ragjax.retrieval.triple_files import read_triples
+from ragjax.retrieval.triples import Triple
 
 A, B = Triple("Ada", "born in", "London"), Triple("Ada", "wrote", "notes")
 
@@ -54,18 +52,18 @@ def chunk(n: int) -> Chunk:
     ],
 )  # fmt: skip
 def test_triples_are_read_in_many_forms(answer: str) -> None:
-    found = parse(answer)
+    found = parse_triples(answer)
     assert found.triples == (A, B)
     assert not found.is_malformed
 
 
 def test_numbers_become_names() -> None:
-    assert parse('[["Ada", "born", 1815]]').triples == (Triple("Ada", "born", "1815"),)
+    assert parse_triples('[["Ada", "born", 1815]]').triples == (Triple("Ada", "born", "1815"),)
 
 
 @pytest.mark.parametrize("answer", ["[]", "```json\n[]\n```", '{"triples": []}'])
 def test_no_triples_may_be_the_answer(answer: str) -> None:
-    found = parse(answer)
+    found = parse_triples(answer)
     assert (found.triples, found.dropped, found.is_malformed) == ((), 0, False)
 
 
@@ -73,7 +71,7 @@ def test_no_triples_may_be_the_answer(answer: str) -> None:
     "answer", ["", "I cannot do that.", "[1, 2, 3]", '{"a": 1}', "[[[[", "a | b", '[["\\ud800", "r", "t"]]']
 )
 def test_what_holds_no_triple_is_malformed(answer: str) -> None:
-    found = parse(answer)
+    found = parse_triples(answer)
     assert found.triples == () and found.is_malformed
 
 
@@ -84,11 +82,11 @@ PIECES = st.sampled_from(
 
 @given(st.one_of(st.text(), st.lists(PIECES, max_size=12).map("".join)))
 def test_no_answer_makes_the_parser_fail(answer: str) -> None:
-    assert all(len(triple) == 3 and all(triple) for triple in parse(answer).triples)
+    assert all(len(triple) == 3 and all(triple) for triple in parse_triples(answer).triples)
 
 
 def test_deep_nesting_is_no_crash() -> None:
-    assert parse("[" * 1_000).is_malformed
+    assert parse_triples("[" * 1_000).is_malformed
 
 
 # -------------------------------------------------------------------------------------------- endpoint
@@ -186,7 +184,7 @@ def test_lines_are_what_the_reader_takes_and_are_not_asked_twice(tmp_path: Path)
     report = extract([chunk(n) for n in range(4)], ask, out, concurrency=2, progress=False)
     assert (report.chunks, report.kept, report.triples, report.malformed, report.dropped) == (4, 0, 3, 1, 3)
     assert str(report).startswith("4 chunks asked, 0 done before; 3 triples in ")
-    assert set(read(out)) == {Triple(f"text {n}", "is", "text") for n in (0, 2, 3)}
+    assert set(read_triples(out)) == {Triple(f"text {n}", "is", "text") for n in (0, 2, 3)}
     asked.clear()
     report = extract([chunk(n) for n in range(5)], ask, out, progress=False)
     assert sorted(asked) == ["text 1", "text 4"]  # the malformed one, and the new one
@@ -202,7 +200,7 @@ def test_what_a_changed_chunk_said_goes_once_it_is_answered(tmp_path: Path) -> N
         return "no idea" if text == "unclear" else json.dumps([[text, "is", "text"]])
 
     def said() -> set[str]:
-        return {triple.head for triple in read(out) if isinstance(triple, Triple)}
+        return {triple.head for triple in read_triples(out) if isinstance(triple, Triple)}
 
     def changed(n: int, text: str) -> Chunk:
         return replace(chunk(n), text=text)
@@ -316,7 +314,7 @@ def test_the_command(server, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     out, err = capsys.readouterr()
     assert "4 chunks asked, 0 done before; 4 triples" in out and "extracting" in err
     assert set(server.seen) == {("/v1/chat/completions", "Bearer of-the-environment", "m")}
-    assert set(read(tmp_path / "out.jsonl")) == {Triple("a", "is", "first"), Triple("Boats", "is", "first")}
+    assert set(read_triples(tmp_path / "out.jsonl")) == {Triple("a", "is", "first"), Triple("Boats", "is", "first")}
     assert main([*arguments(tmp_path, url), "--api-key", "k"]) == 0
     assert "0 chunks asked, 4 done before" in capsys.readouterr().out
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ragjax.retrieval.lexicon import Lexicon
-from ragjax.retrieval.path import INVERSE, RelationPath, Triple
-from ragjax.retrieval.reader import read
+from ragjax.retrieval.entity_index import Lexicon
+from ragjax.retrieval.triple_files import read_triples
+from ragjax.retrieval.triples import INVERSE, RelationPath, Triple
 
 DEMO = files("ragjax") / "demo"
 FIELDS = {"id", "question", "answers", "documents"}
@@ -39,7 +39,7 @@ def questions() -> Questions:
 
 @pytest.fixture(scope="module")
 def facts() -> list[Triple]:
-    return [item for item in read(str(DEMO / "facts.tsv")) if isinstance(item, Triple)]
+    return [item for item in read_triples(str(DEMO / "facts.tsv")) if isinstance(item, Triple)]
 
 
 @pytest.fixture(scope="module")

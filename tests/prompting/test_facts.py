@@ -14,7 +14,7 @@ from ragjax.engine.knowledge import fill_graph
 from ragjax.prompting.chat import graph_prompt
 from ragjax.prompting.facts import ground
 from ragjax.retrieval.graph import KnowledgeGraph
-from ragjax.retrieval.path import RelationPath, Subgraph, Triple
+from ragjax.retrieval.triples import RelationPath, Subgraph, Triple
 from tests.support import tiny
 from tests.support.tiny import HashedEncoder
 

@@ -21,10 +21,10 @@ import pytest
 
 from ragjax.core import ConfigError
 from ragjax.retrieval import html, pdf
+from ragjax.retrieval.chunking import finish
 from ragjax.retrieval.document import load
 from ragjax.retrieval.html import read_html
 from ragjax.retrieval.markup import read_markdown
-from ragjax.retrieval.step import finish
 from tests.support.growth import assert_linear, calls
 
 PATH = Path("page")

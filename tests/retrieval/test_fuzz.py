@@ -15,9 +15,8 @@ from ragjax.core import Attachment, ConfigError, DamageError, RagjaxError, is_un
 from ragjax.retrieval.document import load, parse
 from ragjax.retrieval.graph import COMPARED, KnowledgeGraph
 from ragjax.retrieval.library import FOLDER, Library
-from ragjax.retrieval.path import Triple
-from ragjax.retrieval.reader import read
-from ragjax.retrieval.triples import Alias
+from ragjax.retrieval.triple_files import read_triples
+from ragjax.retrieval.triples import Alias, Triple
 from tests.support.fakes import WordEncoder
 from tests.support.islands import ISLANDS, open_base
 from tests.support.mutation import EXAMPLES, Spoil, altered, damaged, spoiled, spoils, tried
@@ -82,7 +81,7 @@ def test_damaged_triples(tmp_path: Path, name: str, examples: int) -> None:
     def check(data: bytes) -> None:
         (tmp_path / name).write_bytes(data)
         with suppress(ConfigError):
-            list(read(tmp_path / name))
+            list(read_triples(tmp_path / name))
 
     tried(examples, damaged(TRIPLES[name]), check)
 

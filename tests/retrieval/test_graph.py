@@ -13,13 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragjax.core import ConfigError, DamageError, RequestError
+from ragjax.retrieval import entity_index
 from ragjax.retrieval import graph as module
-from ragjax.retrieval import register
+from ragjax.retrieval.entity_index import MAX_WORDS, EntityIndex, Lexicon
 from ragjax.retrieval.graph import COMPARED, Entity, Imported, KnowledgeGraph
-from ragjax.retrieval.lexicon import MAX_WORDS, Lexicon
-from ragjax.retrieval.path import INVERSE, Triple
-from ragjax.retrieval.register import Register
-from ragjax.retrieval.triples import Alias, OxigraphStore
+from ragjax.retrieval.triples import INVERSE, Alias, OxigraphStore, Triple
 from tests.support.fakes import WordEncoder
 from tests.support.growth import calls
 
@@ -170,8 +168,8 @@ def test_what_is_not_retained_goes(films: KnowledgeGraph) -> None:
 
 
 def test_names_are_embedded_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(register, "_BATCH", 4)
-    names = Register(WordEncoder())
+    monkeypatch.setattr(entity_index, "_BATCH", 4)
+    names = EntityIndex(WordEncoder())
     told: list[int] = []
     assert names.add([str(n) for n in range(10)], told.append) == 10
     assert told == [4, 8, 10]

@@ -32,7 +32,7 @@ from ragjax.retrieval import chunk_store, chunking, pdf
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.files import LEAST_BYTES, QUOTA
-from ragjax.retrieval.intake import Intake
+from ragjax.retrieval.ingest import Intake
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.library import FOLDER, Library
 from tests.support.shelf import Shelf, open_library

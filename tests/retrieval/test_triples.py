@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from ragjax.core import ConfigError, RequestError
 from ragjax.retrieval import triples as module
-from ragjax.retrieval.path import INVERSE, RelationPath, Subgraph, Triple, serialize
-from ragjax.retrieval.reader import read
-from ragjax.retrieval.triples import Alias, OxigraphStore, forward
+from ragjax.retrieval.triple_files import read_triples
+from ragjax.retrieval.triples import INVERSE, Alias, OxigraphStore, RelationPath, Subgraph, Triple, forward, serialize
 
 FACTS = [
     Triple("Alice", "likes", "Titanic"),
@@ -158,7 +157,7 @@ def _write(path: Path, text: str | bytes) -> Path:
 
 def test_tsv(tmp_path: Path) -> None:
     path = _write(tmp_path / "g.tsv", "\ufeffAlice\tlikes\tTitanic\r\n\n Bob  B \tis a\t 男 \n")
-    assert list(read(path)) == [Triple("Alice", "likes", "Titanic"), Triple("Bob B", "is a", "男")]
+    assert list(read_triples(path)) == [Triple("Alice", "likes", "Titanic"), Triple("Bob B", "is a", "男")]
 
 
 def test_jsonl_in_its_three_forms(tmp_path: Path) -> None:
@@ -169,7 +168,7 @@ def test_jsonl_in_its_three_forms(tmp_path: Path) -> None:
         {"triples": []},
     ]
     path = _write(tmp_path / "g.jsonl", "\n".join(map(json.dumps, lines)))
-    assert [" ".join(triple) for triple in read(path)] == ["a r b", "b r c d", "c r d", "d r e"]
+    assert [" ".join(triple) for triple in read_triples(path)] == ["a r b", "b r c d", "c r d", "d r e"]
 
 
 NTRIPLES = """
@@ -188,7 +187,7 @@ _:b <http://www.w3.org/2004/02/skos/core#altLabel> "Nobody" .
 
 
 def test_ntriples_go_by_their_labels(tmp_path: Path) -> None:
-    items = list(read(_write(tmp_path / "g.nt", NTRIPLES)))
+    items = list(read_triples(_write(tmp_path / "g.nt", NTRIPLES)))
     assert [item for item in items if isinstance(item, Triple)] == [
         Triple("Bob Ross", "born in", "Paris"),
         Triple("Bob Ross", "age", "52"),
@@ -215,7 +214,7 @@ def test_ntriples_go_by_their_labels(tmp_path: Path) -> None:
 def test_iris_of_one_label_stay_apart(iris: list[str], names: list[str], tmp_path: Path) -> None:
     label = "<http://www.w3.org/2000/01/rdf-schema#label>"
     lines = [f'<http://x.org/{iri}> {label} "Paris" .\n<http://x.org/{iri}> <http://x.org/is> "a" .' for iri in iris]
-    items = read(_write(tmp_path / "g.nt", "\n".join(lines)))
+    items = read_triples(_write(tmp_path / "g.nt", "\n".join(lines)))
     assert [item.head for item in items if isinstance(item, Triple)] == names
 
 
@@ -223,7 +222,9 @@ def test_a_label_like_a_name_in_brackets_stays_apart(tmp_path: Path) -> None:
     label, iris = "<http://www.w3.org/2000/01/rdf-schema#label>", ("a/1", "b/1", "c/1", "d/1")
     named = zip(iris, ("Paris", "Paris", "Paris (1)", "Paris"), strict=True)
     lines = [f'<http://{iri}> {label} "{text}" .\n<http://{iri}> <http://is> "a" .' for iri, text in named]
-    heads = [item.head for item in read(_write(tmp_path / "g.nt", "\n".join(lines))) if isinstance(item, Triple)]
+    heads = [
+        item.head for item in read_triples(_write(tmp_path / "g.nt", "\n".join(lines))) if isinstance(item, Triple)
+    ]
     assert heads == ["Paris", "Paris (1)", "Paris (1) (1)", "Paris (d/1)"]
 
 
@@ -250,12 +251,12 @@ def test_a_label_like_a_name_in_brackets_stays_apart(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_bad_line_is_named(name: str, text: str | bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        list(read(_write(tmp_path / name, text)))
+        list(read_triples(_write(tmp_path / name, text)))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
-        read(tmp_path / "g.tsv")
+        read_triples(tmp_path / "g.tsv")
 
 
 # ----------------------------------------------------------------------------------------------- paths

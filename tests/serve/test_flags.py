@@ -15,7 +15,7 @@ import pytest
 
 from ragjax import core
 from ragjax.commands.options import FLAGS
-from ragjax.retrieval.reader import read
+from ragjax.retrieval.triple_files import read_triples
 from ragjax.serve import command, main
 from ragjax.serve.command import app_options, parse_options
 from tests.support.fakes import FakeEngine
@@ -182,7 +182,7 @@ def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert parse_options(["--knowledge", str(tmp_path)]).engine.knowledge == {tmp_path.name: tmp_path}
     assert plain.graph is None
     graph = parse_options(["--graph", "demo"]).engine.graph
-    assert list(graph) == ["demo"] and len(list(read(graph["demo"]))) >= 180, "the packaged facts"
+    assert list(graph) == ["demo"] and len(list(read_triples(graph["demo"]))) >= 180, "the packaged facts"
     facts = tmp_path / "facts.tsv"
     facts.write_text("a\tb\tc\n")
     assert parse_options(["--graph", str(facts)]).engine.graph == {"facts": facts}

@@ -12,8 +12,8 @@ from ragjax.core.depprompt import merge
 from ragjax.prompting.chat import chat_prompt, graph_prompt
 from ragjax.prompting.facts import ground
 from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.lexicon import Lexicon
-from ragjax.retrieval.path import RelationPath, serialize, subgraphs_of
+from ragjax.retrieval.entity_index import Lexicon
+from ragjax.retrieval.triples import RelationPath, serialize, subgraphs_of
 from ragjax.schedule.generation import Generation
 from ragjax.serve.schema.chat import ChatBody
 from tests.support import tiny

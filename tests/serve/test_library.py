@@ -11,7 +11,7 @@ import pytest
 
 from ragjax import core
 from ragjax.retrieval.catalog import Catalog
-from ragjax.retrieval.intake import Intake
+from ragjax.retrieval.ingest import Intake
 from tests.support import tiny
 from tests.support.fakes import FakeEngine
 from tests.support.serving import Served, error_of, serving

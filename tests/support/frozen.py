@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 
 from ragjax import Answer, Document, Engine, Graph, Kind, Message, Prompt, Segment, StorageOptions
 from ragjax.engine.preprocessing import preprocess
-from ragjax.retrieval.path import Triple
+from ragjax.retrieval.triples import Triple
 from ragjax.serve import create_app
 
 DATA = Path(__file__).parents[1] / "data"

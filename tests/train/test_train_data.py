@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragjax.core import ConfigError, Message
-from ragjax.retrieval.path import RelationPath, Triple
+from ragjax.retrieval.triples import RelationPath, Triple
 from tests.support.tiny import byte_tokenizer
 from train.batch import Order, Rows, pairs_of, targets_of
 from train.data import main

@@ -14,7 +14,7 @@ from benchmarks.graph.part import Uncached
 from benchmarks.graph.question import Question, prompt_of
 from ragjax.core import Kind
 from ragjax.core.depprompt import DepPrompt, LinearNode, TreeNode, begins_of
-from ragjax.retrieval.path import RelationPath, Subgraph
+from ragjax.retrieval.triples import RelationPath, Subgraph
 from tests.support import tiny
 from tests.support.files import write_lines
 

@@ -18,7 +18,7 @@ from benchmarks.quality import __main__ as quality
 from ragjax.core import ConfigError, Kind, StepLimits
 from ragjax.core.depprompt import layout
 from ragjax.engine import Engine
-from ragjax.retrieval.path import RelationPath, Subgraph
+from ragjax.retrieval.triples import RelationPath, Subgraph
 from tests.support import tiny
 from tests.support.fakes import WordEncoder
 from tests.support.files import write_lines

@@ -16,7 +16,7 @@ from benchmarks.quality import judge as module
 from benchmarks.quality.dataset import Question
 from benchmarks.quality.judge import Judge, read_statements, read_verdicts
 from ragjax.core import ConfigError, Document, RagjaxError
-from ragjax.retrieval.endpoint import Endpoint
+from ragjax.retrieval.extraction import Endpoint
 from tests.support import tiny
 
 ASKED = Question("q", "When does it leave?", ("nine",), (Document("d", "The ferry leaves at nine.", "Ferry"),))

@@ -13,15 +13,14 @@ from urllib.parse import unquote
 import pyoxigraph as ox
 
 from ragjax.core import ConfigError, is_unicode
-from ragjax.retrieval.path import Triple
-from ragjax.retrieval.triples import Alias
+from ragjax.retrieval.triples import Alias, Triple
 
 _FIELDS = ("head", "relation", "tail")
 _LABEL = "http://www.w3.org/2000/01/rdf-schema#label"
 _ALT_LABEL = "http://www.w3.org/2004/02/skos/core#altLabel"
 
 
-def read(path: str | Path) -> Iterator[Triple | Alias]:
+def read_triples(path: str | Path) -> Iterator[Triple | Alias]:
     """The triples, and aliases, of a file, in its order; the file is read as they are taken.
 
     .tsv: head, relation and tail on each line, between tabs.

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from ragjax.core import Attachment, ConfigError, DamageError, RagjaxError, RequestError
 from ragjax.retrieval.catalog import Catalog
+from ragjax.retrieval.chunking import checked
 from ragjax.retrieval.document import parsing
 from ragjax.retrieval.knowledge import KnowledgeBase
-from ragjax.retrieval.step import checked
 
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from ragjax.core import ConfigError, Document, has_controls, is_unicode
 from ragjax.retrieval.chunking import at_once, finish
-from ragjax.retrieval.html import read_html
-from ragjax.retrieval.markup import decode, read_markdown, read_text
+from ragjax.retrieval.html import decode, read_html, read_markdown, read_text
 from ragjax.retrieval.pdf import reading_pdf
 
 MAX_BYTES = 32 * 2**20

@@ -1,25 +1,30 @@
-"""The text of an HTML page. Nothing in it is run or fetched, and the work is linear in its bytes.
+"""The text of HTML, Markdown and plain files. Nothing in a page is run or fetched.
 
-Python's `html.parser` finds the markup; no tree is made of it. For markup that has no end it reads on to the end of the
-page, which is bounded by MAX_REREAD. Attributes are passed over, not parsed.
+For HTML lxml's parser reports elements and text as it comes to them; no tree is made. It reads any page in time that
+grows with its bytes, except end tags without a begin, each of which is compared with all elements that are open.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
+from bisect import bisect_right
 from collections import Counter
-from html.parser import HTMLParser
 from pathlib import Path
 
+from lxml import etree
+
 from ragjax.core import ConfigError
-from ragjax.retrieval.markup import decode
+
+_FENCED = re.compile(r"^(```|~~~).*?(?:^\1|\Z)", re.MULTILINE | re.DOTALL)
+# The title ends with the line: an end that skips the closing marks would try every split of a run of spaces.
+_HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]+(?P<title>\S.*)$", re.MULTILINE)
 
 MAX_TAGS = 250_000
 """Tags of a page: each takes some microseconds and a hundred bytes."""
 
-MAX_REREAD = 2**28
-"""Characters that may be read in search of the ends of tags, comments and sections that have none: some seconds."""
+MAX_DEPTH_TIMES_ENDS = 5 * 10**8
+"""Open elements times end tags of a page: some seconds."""
 
 _PARAGRAPHS = frozenset(
     (
@@ -30,53 +35,102 @@ _PARAGRAPHS = frozenset(
 )
 _BEFORE = {"br": "\n", "td": " ", "th": " "} | dict.fromkeys(("dd", "dt", "li", "tr"), "\n")
 _NO_TEXT = frozenset(("head", "script", "style", "template", "noscript", "svg", "rt", "rp"))
-_OF_HEAD = frozenset(("base", "link", "meta", "noscript", "script", "style", "template", "title"))
-_EMPTY = frozenset(  # elements without content, and without an end tag
-    (
-        *("area", "base", "basefont", "bgsound", "br", "col", "command", "embed", "frame", "hr", "image", "img"),
-        *("input", "isindex", "keygen", "link", "menuitem", "meta", "nextid", "param", "source", "spacer", "track"),
-        "wbr",
-    )
-)
 _HEADINGS = ("title", "h1")
 
-# A tag ends at the first > that is in no quoted value. Possessive: as many attributes as there are take no memory.
-_TAG = re.compile(
-    r"""<([a-zA-Z][^\s/>]*+)(?:[^>/=]++|/(?!>)|=\s*+(?:"[^"]*+"|'[^']*+'|(?!["'])[^\s>]*+)|=)*+(/?)>""", re.ASCII
-)
+_FED_CHARS = 2**16
 _PROLOGUE = 2048  # bytes in which a page declares its charset; the HTML standard wants it in the first 1,024
+_CHARSET = re.compile(rb"""^\s*<\?[^>]*encoding=['"](.*?)['"]|<\s*meta[^>]+charset\s*=\s*["']?([^>]*?)[ /;'">]""", re.I)
 
 # Python's own, in which no page is written; the time of punycode grows with the square of its text.
 _NOT_OF_PAGES = frozenset(("idna", "punycode", "raw-unicode-escape", "unicode-escape", "undefined", "utf-7"))
+
+
+def decode(data: bytes, path: Path, first_line: int = 1) -> str:
+    """UTF-8 text with its line ends made alike.
+
+    Raises:
+        ConfigError: if it is none; the message names the line, counted from `first_line`.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = first_line + data.count(b"\n", 0, error.start)
+        raise ConfigError(f"{path}:{line}: not UTF-8 text (byte 0x{data[error.start]:02x}); convert it") from error
+    if "\0" in text:
+        line = first_line + text.count("\n", 0, text.index("\0"))
+        raise ConfigError(f"{path}:{line}: binary content (a NUL byte), not text")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_text(data: bytes, path: Path) -> tuple[str, str]:
+    """No title, and the text.
+
+    Raises:
+        ConfigError: as `decode`.
+    """
+    return "", decode(data, path)
+
+
+def read_markdown(data: bytes, path: Path) -> tuple[str, str]:
+    """The first heading ("" if there is none), and the text, without a heading that opens it.
+
+    Raises:
+        ConfigError: as `decode`.
+    """
+    text = decode(data, path).strip()
+    heading = _first_heading(text)
+    if heading is None:
+        return "", text
+    return _title(heading["title"]), text[heading.end() :] if heading.start() == 0 else text
+
+
+def _first_heading(text: str) -> re.Match[str] | None:
+    """The first ATX heading outside fenced code."""
+    fences = [found.span() for found in _FENCED.finditer(text)]
+    begins = [begin for begin, _ in fences]
+    for heading in _HEADING.finditer(text):
+        before = bisect_right(begins, heading.start())
+        if not before or fences[before - 1][1] <= heading.start():
+            return heading
+    return None
+
+
+def _title(line: str) -> str:
+    """Without the marks that close a heading; of marks alone the first stays."""
+    return line.rstrip().rstrip("#").rstrip() or line[0]
+
+
+# --------------------------------------------------------------------------------------------- HTML
 
 
 def read_html(data: bytes, path: Path) -> tuple[str, str]:
     """The <title> or first <h1> ("" if there is none), and the text, without a title that opens it.
 
     Raises:
-        ConfigError: if it is not text of the charset it declares, or has more tags, or more markup without an end, than
-            a page should.
+        ConfigError: it is not text of the charset it declares, or has more or deeper tags than a page should.
     """
-    text = _decode(data, path)
+    text = _decode_page(data, path)
     tags = text.count("<")
     if tags > MAX_TAGS:
         raise ConfigError(f"{path}: {tags} tags, more than the limit of {MAX_TAGS} of a page; split the file")
-    page = _Page()
+    page = _Page(ends=text.count("</"))
+    # huge_tree: without it a text of 10 MB, or elements 256 deep, end the page
+    parser = etree.HTMLParser(target=page, encoding="utf-8", huge_tree=True)
     try:
-        page.feed(text)
-        page.close()
-    except (AssertionError, ValueError) as error:  # the parser's own, for declarations and numbers of characters
+        for begin in range(0, len(text), _FED_CHARS):  # an error of `_Page` ends no more than the call of `feed`
+            parser.feed(text[begin : begin + _FED_CHARS].encode())
+        parser.close()
+    except _TooDeepError:
+        raise ConfigError(f"{path}: too many end tags for elements this deep; split the file") from None
+    except etree.LxmlError as error:
         raise ConfigError(f"{path}: not a readable page: {error}; mend it") from error
-    title = page.title
-    return title, page.text.strip().removeprefix(f"{title}\n")
+    return page.title, page.text.strip().removeprefix(f"{page.title}\n")
 
 
-def _decode(data: bytes, path: Path) -> str:
-    from bs4.dammit import EncodingDetector
-
-    # (its time grows faster than what it looks at)
-    declared = EncodingDetector.find_declared_encoding(data[:_PROLOGUE], is_html=True)
-    if declared is None or declared.lower() in ("utf-8", "utf8"):
+def _decode_page(data: bytes, path: Path) -> str:
+    found = _CHARSET.search(data, 0, _PROLOGUE)
+    declared = "" if found is None else (found[1] or found[2] or b"").decode("ascii", "replace").lower()
+    if declared in ("", "utf-8", "utf8"):
         return decode(data, path)
     try:
         if codecs.lookup(declared).name in _NOT_OF_PAGES:
@@ -86,19 +140,23 @@ def _decode(data: bytes, path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read as {declared!r}, the charset it declares; convert it") from error
 
 
-class _Page(HTMLParser):
-    """Collects a page's text and its headings while the parser goes through it."""
+class _TooDeepError(Exception):
+    pass
 
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
+
+class _Page:
+    """Collects a page's text and its headings from the parser's events. Every element that begins also ends."""
+
+    def __init__(self, ends: int):
+        self._ends = ends
         self._pieces: list[str] = []
-        self._open: list[str] = []  # names of the elements that are open, the innermost last
-        self._count: Counter[str] = Counter()  # of them, by name
-        self._hidden = 0  # open ones that show no text
+        self._run: list[str] = []  # text since the last tag
+        self._depth = 0
+        self._open: Counter[str] = Counter()
+        self._hidden = 0  # open elements that show no text
         self._has_pre = False
         self._headings: dict[str, list[str]] = {}
-        self._heard: list[tuple[str, int]] = []  # open ones of the headings, and `_hidden` within them
-        self._reread = 0
+        self._heard: list[tuple[str, int, int]] = []  # open headings, with the depth and `_hidden` within them
 
     @property
     def title(self) -> str:
@@ -115,89 +173,46 @@ class _Page(HTMLParser):
         # (a run of blanks is looked at from its first alone)
         return re.sub(r"\n{3,}", "\n\n", re.sub(r"(?<![ \t])[ \t]+\n", "\n", text))
 
-    # ------------------------------------------------------------------------------------------ elements
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        """Open an element, if it has an end. One that cannot be in <head> ends it: its end tag may be left out."""
-        if self._open and self._open[-1] == "head" and tag not in _OF_HEAD:
-            self._close()
+    def start(self, tag: str, attributes: object) -> None:
+        self._end_run()
+        self._depth += 1
+        if self._depth * self._ends > MAX_DEPTH_TIMES_ENDS:
+            raise _TooDeepError
         if tag not in _NO_TEXT:
             self._show("\n\n" if tag in _PARAGRAPHS else _BEFORE.get(tag, ""))
-        if tag in _EMPTY:
-            self._show("\n\n" if tag in _PARAGRAPHS else "")
-            return
-        self._open.append(tag)
-        self._count[tag] += 1
+        self._open[tag] += 1
         self._hidden += tag in _NO_TEXT
         self._has_pre |= tag == "pre"
         if tag in _HEADINGS and tag not in self._headings:
             self._headings[tag] = []
-            self._heard.append((tag, self._hidden))
+            self._heard.append((tag, self._depth, self._hidden))
 
-    def handle_endtag(self, tag: str) -> None:
-        """Close the innermost element of this name, and all within it; without one there is nothing to close."""
-        if not self._count[tag]:
-            return
-        while self._close() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        """Text between tags."""
-        for heading, hidden in self._heard:
-            if hidden == self._hidden:
-                self._headings[heading].append(data)
-        self._show(data if self._count["pre"] else re.sub(r"\s+", " ", data))
-
-    def _close(self) -> str:
-        tag = self._open.pop()
-        self._count[tag] -= 1
+    def end(self, tag: str) -> None:
+        self._end_run()
+        if self._heard and self._heard[-1][1] == self._depth:
+            self._heard.pop()
+        self._depth -= 1
+        self._open[tag] -= 1
         self._hidden -= tag in _NO_TEXT
         if tag in _PARAGRAPHS:
             self._show("\n\n")
-        if self._heard and self._heard[-1][0] == tag and not self._count[tag]:
-            self._heard.pop()
-        return tag
+
+    def data(self, text: str) -> None:
+        self._run.append(text)
+
+    def close(self) -> None:
+        self._end_run()
+
+    def _end_run(self) -> None:
+        if not self._run:
+            return
+        text = "".join(self._run)
+        self._run.clear()
+        for heading, _, hidden in self._heard:
+            if hidden == self._hidden:
+                self._headings[heading].append(text)
+        self._show(text if self._open["pre"] else re.sub(r"\s+", " ", text))
 
     def _show(self, piece: str) -> None:
         if piece and not self._hidden:
             self._pieces.append(piece)
-
-    # -------------------------------------------------------------------------------- where markup ends
-
-    def parse_starttag(self, i: int) -> int:
-        """Where the tag at i ends; -1 if nowhere. The inherited one takes 250 bytes for each attribute."""
-        found = _TAG.match(self.rawdata, i)
-        if found is None:
-            return self._ended(i, -1)
-        tag = found[1].lower()
-        if found[2]:
-            self.handle_startendtag(tag, [])
-            return found.end()
-        self.handle_starttag(tag, [])
-        if tag in self.CDATA_CONTENT_ELEMENTS:
-            self.set_cdata_mode(tag)
-        return found.end()
-
-    def parse_endtag(self, i: int) -> int:
-        """As inherited, but bounded."""
-        return self._ended(i, super().parse_endtag(i))
-
-    def parse_comment(self, i: int, report: bool = True) -> int:
-        """As inherited, but bounded."""
-        return self._ended(i, super().parse_comment(i, report))
-
-    def parse_pi(self, i: int) -> int:
-        """As inherited, but bounded."""
-        return self._ended(i, super().parse_pi(i))
-
-    def parse_html_declaration(self, i: int) -> int:
-        """As inherited, but bounded."""
-        return self._ended(i, super().parse_html_declaration(i))
-
-    def _ended(self, begin: int, end: int) -> int:
-        """The end as it was found; -1: there is none, and all of the page behind `begin` was read to see that."""
-        if end < 0:
-            self._reread += len(self.rawdata) - begin
-            if self._reread > MAX_REREAD:
-                raise ValueError("too many of its tags, comments or sections have no end")
-        return end

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from reportlab.pdfgen.canvas import Canvas
 
 from ragjax.core import Attachment, ConfigError, DamageError, RagjaxError, is_unicode
+from ragjax.retrieval import pdf
 from ragjax.retrieval.document import load, parse
 from ragjax.retrieval.graph import COMPARED, KnowledgeGraph
 from ragjax.retrieval.library import FOLDER, Library
@@ -54,10 +55,11 @@ def test_damaged_pdfs(tmp_path: Path, examples: int) -> None:
         canvas.drawString(72, 720, text)
         canvas.showPage()
     canvas.save()
+    limits = {"pages": pdf.MAX_PAGES, "stream": pdf.MAX_STREAM, "chars": pdf.MAX_CHARS, "memory": pdf.MAX_MEMORY}
 
     def check(data: bytes) -> None:
-        with suppress(ConfigError):
-            assert is_unicode(parse(data, Path("a.pdf"), "a").text)
+        reason, text = pdf.read_pages(data, limits)
+        assert is_unicode(text) and reason.isprintable()
 
     tried(examples, damaged((tmp_path / "a.pdf").read_bytes()), check)
 

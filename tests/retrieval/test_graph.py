@@ -80,7 +80,7 @@ def test_a_file_that_vanishes_tells_of_another_process(tmp_path: Path, monkeypat
     def vanished(place: Path) -> None:
         raise FileNotFoundError(2, "No such file or directory", str(place / "000012.sst"))
 
-    monkeypatch.setattr("ragjax.retrieval.triples.seal.verify", vanished)
+    monkeypatch.setattr("ragjax.retrieval.triples.verify_sealed", vanished)
     with pytest.raises(ConfigError, match=r"000012\.sst.*another process has it open"):
         opened(tmp_path)
 

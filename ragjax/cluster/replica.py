@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ragjax.cluster.remote  # noqa: F401 # registers the shared tier
 from ragjax.cluster.transport import Begun, Call, Card, Item, Status
 from ragjax.core import ClosedError, ConfigError, Divergence, EngineOptions, Inventory, RagjaxError
 from ragjax.engine import Engine

@@ -96,19 +96,10 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "storage.remote": (
         "--remote-cache",
-        {"metavar": "URL", "help": "redis://[:password@]host:port/db of a server that others share (default: none)"},
-    ),
-    "storage.remote_gb": (
-        "--remote-cache-gb",
-        {"type": positive, "help": "limit of what it holds of this model, units of 2^30 B (%(default)s)"},
-    ),
-    "storage.remote_days": (
-        "--remote-cache-days",
-        {"type": positive, "help": "days without a use after which its entries expire (%(default)s)"},
-    ),
-    "storage.remote_timeout": (
-        "--remote-timeout",
-        {"type": positive, "help": "seconds that a request waits for it (%(default)s)"},
+        {
+            "metavar": "URL",
+            "help": "server that others share: redis://host/0?gb=8&days=7 (docs/scale.md)",
+        },
     ),
     "storage.at_rest": (
         "--at-rest",

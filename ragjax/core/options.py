@@ -39,9 +39,8 @@ class StorageOptions:
     policy: name of the replacement policy. cost_profile: JSON of measured prefill times, which "pgdsf" needs.
     host_gb: host memory for KV, in 2^30 bytes (0: none). disk: folder of the disk tier (None: none), shared by any
     number of processes; disk_gb: its limit.
-    remote: address of the shared tier, redis:// or rediss:// (None: none). remote_gb: limit of what it holds of this
-    model and encoding, of all processes together; remote_days: after so many without a use an entry expires;
-    remote_timeout: seconds that a request waits for it, and that it may take to answer.
+    remote: address of the shared tier (None: none). For Redis, which `ragjax.cluster.remote` registers,
+    "redis://host/0?gb=8&days=7&timeout=0.25" (docs/scale.md).
     at_rest: "raw" (exact), or "int8" or "int4": smaller, and all that comes back is labelled approximate.
     load_timeout: seconds after which a request computes KV rather than wait for it.
     quotas: most 2^30 bytes of KV that a tenant may hold on the device, and as much in host memory.
@@ -56,9 +55,6 @@ class StorageOptions:
     disk: str | Path | None = None
     disk_gb: float = 8.0
     remote: str | None = None
-    remote_gb: float = 8.0
-    remote_days: float = 7.0
-    remote_timeout: float = 0.25
     at_rest: AtRest = "raw"
     load_timeout: float = 10.0
     quotas: Mapping[str, float] = field(default_factory=dict)
@@ -70,8 +66,7 @@ class StorageOptions:
             raise ConfigError(f"unknown at_rest {self.at_rest!r}; choose one of {', '.join(get_args(AtRest))}")
         _check_from_zero("host_gb", self.host_gb)
         _take_whole(self, "variants", 1)
-        limits = {"disk_gb": self.disk_gb, "load_timeout": self.load_timeout, "remote_gb": self.remote_gb}
-        limits |= {"remote_days": self.remote_days, "remote_timeout": self.remote_timeout}
+        limits = {"disk_gb": self.disk_gb, "load_timeout": self.load_timeout}
         for name, value in limits.items() | {(f"quotas[{tenant!r}]", gb) for tenant, gb in self.quotas.items()}:
             _check_positive(name, value)
 

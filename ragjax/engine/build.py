@@ -47,8 +47,7 @@ from ragjax.runner.runner import Runner
 from ragjax.schedule.order import ORDERS
 from ragjax.schedule.scheduler import StepBudget
 from ragjax.store.disk import DiskStore
-from ragjax.store.remote.redis import RedisRemote
-from ragjax.store.remote.tier import SharedTier
+from ragjax.store.shared import SharedTier, open_shared
 from ragjax.store.transfer import KVTransfer
 
 _log = logging.getLogger(__name__)
@@ -118,7 +117,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     compression = compression_of(options, [chosen[name] for name in contract.strategies])
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
     knowledge = Knowledge.open(options, tokenizer)
-    shared = _shared(storage, identity, disk)
+    shared = None if storage.remote is None else open_shared(storage.remote, identity, storage.at_rest, disk)
     copies = copies_of(mesh.size, config)
     page = page_bytes(config, DTYPE_BYTES[dtype], copies)
     pages = pool_pages(page, options.device_cache_gb, context)
@@ -247,15 +246,6 @@ def _disk(storage: StorageOptions, identity: bytes, model: str, config: ModelCon
         return None
     about = {"model": model, "dtype": dtype, "layers": str(config.num_layers), "kv_heads": str(config.num_kv_heads)}
     return DiskStore.open(storage.disk, identity, about=about, max_bytes=int(storage.disk_gb * 2**30))
-
-
-def _shared(storage: StorageOptions, identity: bytes, disk: DiskStore | None) -> SharedTier | None:
-    if storage.remote is None:
-        return None
-    limit, timeout = int(storage.remote_gb * 2**30), storage.remote_timeout
-    life = max(1, int(storage.remote_days * 86400))
-    remote = RedisRemote.open(storage.remote, identity, storage.at_rest, max_bytes=limit, life=life, timeout=timeout)
-    return SharedTier(remote, identity, disk, max_bytes=limit, timeout=timeout)
 
 
 def _quota(quotas: Mapping[str, float]) -> Callable[[str], int | None]:

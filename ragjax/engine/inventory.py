@@ -16,7 +16,7 @@ from ragjax.core.tiers import Tier
 from ragjax.engine.loop import Loop
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.store.disk import DiskStore
-from ragjax.store.remote.tier import SharedTier
+from ragjax.store.shared import SharedTier
 
 ID_CHARS = 16
 """Of a node's key, in hexadecimal."""

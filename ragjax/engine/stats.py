@@ -7,7 +7,7 @@ from ragjax.engine.loop import Loop
 from ragjax.quality.contract import Contract
 from ragjax.runner.runner import Runner
 from ragjax.store.disk import DiskStore
-from ragjax.store.remote.tier import SharedTier
+from ragjax.store.shared import SharedTier
 
 Stats = dict[str, float | dict[str, float]]
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ragjax.cluster.exchange import Breaker
+from ragjax.cluster.redis import RedisServer
+from ragjax.cluster.remote import RemoteTier
 from ragjax.core import Answer, AtRest
 from ragjax.engine import Engine
 from ragjax.runner.runner import Runner
 from ragjax.schedule.admission import Admission
 from ragjax.store.disk import DiskStore
-from ragjax.store.remote.breaker import Breaker
-from ragjax.store.remote.redis import RedisRemote
-from ragjax.store.remote.tier import SharedTier
 from tests.support import tiny
 from tests.support.remotes import GIGA, FakeRemote, Unreliable, free_port, real_server, settle, tier
 
@@ -195,6 +195,6 @@ def test_a_redis_that_is_killed_and_comes_back_empty_under_load() -> None:
                 assert check(third, [11]) == 1, "what was computed since is there"
 
 
-def over(port: int) -> SharedTier:
-    remote = RedisRemote.open(f"redis://127.0.0.1:{port}", b"tiny", "raw", max_bytes=GIGA, life=100, timeout=0.5)
-    return SharedTier(remote, b"tiny", max_bytes=GIGA, timeout=0.5, breaker=Breaker(remote.address, 0.1))
+def over(port: int) -> RemoteTier:
+    remote = RedisServer.open(f"redis://127.0.0.1:{port}", b"tiny", "raw", max_bytes=GIGA, life=100, timeout=0.5)
+    return RemoteTier(remote, b"tiny", max_bytes=GIGA, timeout=0.5, breaker=Breaker(remote.address, 0.1))

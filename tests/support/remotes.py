@@ -13,18 +13,17 @@ from contextlib import contextmanager
 
 import pytest
 
+from ragjax.cluster.exchange import Breaker
+from ragjax.cluster.redis import MOST, Parcel, RedisServer, RefusedError, RemoteError
+from ragjax.cluster.remote import RemoteTier
 from ragjax.core import ConfigError
 from ragjax.engine import Engine
 from ragjax.store.disk import DiskStore
-from ragjax.store.remote.base import MOST, Parcel, RefusedError, RemoteError
-from ragjax.store.remote.breaker import Breaker
-from ragjax.store.remote.redis import RedisRemote
-from ragjax.store.remote.tier import SharedTier
 
 GIGA = 2**30
 
 
-class FakeRemote:
+class FakeRemote(RedisServer):
     """Entries in a dictionary that several tiers may share.
 
     down: every call fails. calls: names of those that came. held: while not set, calls wait.
@@ -136,16 +135,16 @@ def tier(
     identity: bytes = b"tiny",
     timeout: float = 5.0,
     pause: float = 0.05,
-) -> SharedTier:
+) -> RemoteTier:
     """A shared tier over a server; the next probe comes soon."""
     breaker = Breaker(remote.address, pause)
-    return SharedTier(remote, identity, disk, max_bytes=GIGA, timeout=timeout, breaker=breaker)
+    return RemoteTier(remote, identity, disk, max_bytes=GIGA, timeout=timeout, breaker=breaker)
 
 
 def settle(engine: Engine) -> None:
     """Wait until what the engine computed is on the server."""
     shared = engine._parts.shared
-    assert shared is not None and engine._transfer is not None
+    assert isinstance(shared, RemoteTier) and engine._transfer is not None
     deadline = time.monotonic() + 60
     while engine._cache._hierarchy._new or engine._cache._hierarchy._hot:
         assert time.monotonic() < deadline
@@ -208,7 +207,7 @@ def real_server(*arguments: str, port: int = 0) -> Iterator[int]:
 
 def _answers(port: int) -> bool:
     try:
-        RedisRemote.open(f"redis://127.0.0.1:{port}", b"x", "raw", max_bytes=1, life=1, timeout=1).ping()
+        RedisServer.open(f"redis://127.0.0.1:{port}", b"x", "raw", max_bytes=1, life=1, timeout=1).ping()
     except RemoteError:
         return False
     except ConfigError:  # it wants a password

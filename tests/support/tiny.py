@@ -36,7 +36,7 @@ from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 from ragjax.runner.runner import Runner
 from ragjax.store.disk import DiskStore
-from ragjax.store.remote.tier import SharedTier
+from ragjax.store.shared import SharedTier
 from ragjax.store.transfer import KVTransfer
 
 CONFIG = ModelConfig(

@@ -1,4 +1,4 @@
-"""Entries on a Redis or Valkey server, which any number of processes read and write.
+"""Entries of the shared tier on a Redis or Valkey server, which any number of processes read and write.
 
     ragjax:<format>:<identity>:<encoding>:e:<key>       hash: h the header, d the arrays, p the place; expires
     …:p:<place>                                         sorted set of keys by the time they were put; expires
@@ -13,15 +13,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from ragjax.core import AtRest, ConfigError
-from ragjax.store.entry import FORMAT
-from ragjax.store.remote.base import MOST, Parcel, RefusedError, Remote, RemoteError
+from ragjax.core.tiers import Record, first_of
+from ragjax.store.entry import FORMAT, DiskError
 
 if TYPE_CHECKING:
     from redis import Redis
+
+MOST = 64
+"""Entries of one place that are looked at, the newest ones: questions of thousands may follow one system prompt."""
+
+
+class RemoteError(DiskError):
+    """The server cannot be reached, or does not answer in time."""
+
+
+class RefusedError(RemoteError):
+    """The server answered, and would not do it: it is full, say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """An entry on its way: header and arrays, byte for byte those of a file of the disk tier. place: see `place_of`."""
+
+    key: bytes
+    place: str
+    head: bytes
+    body: bytes
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return len(self.head) + len(self.body)
+
+
+def continuation_place(place: bytes, first: int) -> str:
+    """Where causal and dependency entries lie that continue the context `place` with the token `first`."""
+    return f"c:{place.hex()}:{first}"
+
+
+def chunk_place(place: bytes) -> str:
+    """Where approximate entries lie whose place is `place`."""
+    return f"a:{place.hex()}"
+
+
+def place_of(record: Record) -> str | None:
+    """Where an entry lies; None: it is found by its key alone."""
+    if record.provenance in ("causal", "dependency"):
+        return continuation_place(record.place, first_of(record.tokens))
+    return chunk_place(record.place) if record.provenance == "approximate" else None
 
 
 _BOOKS = """
@@ -93,11 +137,13 @@ for i = 2, #ARGV do drop(ARGV[i]) end
 )
 
 
-class RedisRemote(Remote):
-    """The entries of one model and encoding on a server; see `Remote`.
+class RedisServer:
+    """The entries of one model and encoding on a server. Any thread may call anything; all calls wait for the server.
 
-    max_bytes: of all entries of this model and encoding, whoever wrote them. life: seconds that an entry stays after
-    its last access.
+    Every method raises RemoteError, or RefusedError.
+
+    Attributes:
+        address: of the server, without user and password.
     """
 
     def __init__(self, client: Redis, address: str, prefix: str, max_bytes: int, life: int):
@@ -108,7 +154,7 @@ class RedisRemote(Remote):
         self._life = life
 
     @classmethod
-    def open(cls, url: str, identity: bytes, kind: AtRest, *, max_bytes: int, life: int, timeout: float) -> RedisRemote:
+    def open(cls, url: str, identity: bytes, kind: AtRest, *, max_bytes: int, life: int, timeout: float) -> RedisServer:
         """Name a server; nothing is asked of it yet.
 
         Args:
@@ -140,7 +186,7 @@ class RedisRemote(Remote):
         return cls(client, address_of(url), prefix, max_bytes, life)
 
     def ping(self) -> None:
-        """See `Remote`.
+        """See whether the server answers.
 
         Raises:
             ConfigError: what answers is no Redis server, or it wants another password.
@@ -164,21 +210,24 @@ class RedisRemote(Remote):
             raise
 
     def members(self, places: Sequence[str]) -> list[list[bytes]]:
-        """See `Remote`."""
+        """Keys that were put at each place, `MOST` of them at most, newest first; some may be gone."""
         found = self._each(places, lambda pipe, place: pipe.zrevrange(f"{self._prefix}p:{place}", 0, MOST - 1))
         return [[bytes.fromhex(key.decode()) for key in keys] for keys in found]
 
     def heads(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """See `Remote`."""
+        """The header of each entry; None where there is none."""
         return self._each(keys, lambda pipe, key: pipe.hget(self._entry(key), "h"))
 
     def fetch(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes] | None]:
-        """See `Remote`."""
+        """Header and arrays of each entry; None where there is none."""
         found = self._each(keys, lambda pipe, key: pipe.hmget(self._entry(key), "h", "d"))
         return [None if head is None or body is None else (head, body) for head, body in found]
 
     def put(self, parcels: Sequence[Parcel]) -> int:
-        """See `Remote`. An entry and what the books say of it come at once, or not at all."""
+        """Keep entries, each instead of one of its key; returns how many others had to leave.
+
+        An entry and what the books say of it come at once, or not at all.
+        """
         gone = 0
         for parcel in parcels:
             with _telling(), self._client.pipeline(transaction=True) as pipe:
@@ -189,17 +238,17 @@ class RedisRemote(Remote):
         return gone
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """See `Remote`."""
+        """Note accesses: the entry that was touched longest ago leaves first."""
         with _telling():
             self._client.eval(_TOUCH, 0, *cast(Any, (self._prefix, self._life, *(key.hex() for key in keys))))
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """See `Remote`."""
+        """Remove entries; those that are gone already stay so."""
         with _telling():
             self._client.eval(_DELETE, 0, self._prefix, *(key.hex() for key in keys))
 
     def size(self) -> tuple[int, int]:
-        """See `Remote`."""
+        """Number of the entries, and their bytes."""
         with _telling(), self._client.pipeline(transaction=False) as pipe:
             pipe.zcard(self._prefix + "ages")
             pipe.get(self._prefix + "bytes")
@@ -207,7 +256,6 @@ class RedisRemote(Remote):
         return entries, int(size or 0)
 
     def close(self) -> None:
-        """See `Remote`."""
         self._client.close()
 
     def _entry(self, key: bytes) -> str:

@@ -1,24 +1,34 @@
-"""The shared tier, and the disk tier before it, as one: what neither the cache nor the transfers tell apart."""
+"""The shared tier: entries as the disk tier keeps them, on a Redis server that several processes use (docs/cache.md).
+
+Importing this registers it for addresses `redis://`, `rediss://` and `unix://`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from numpy.typing import NDArray
 
-from ragjax.core.tiers import Inquiry, Record, first_of
+from ragjax.cluster.exchange import Breaker, Directory, Outbox, TierCounts, by_key
+from ragjax.cluster.redis import (
+    Parcel,
+    RedisServer,
+    RefusedError,
+    RemoteError,
+    chunk_place,
+    continuation_place,
+    place_of,
+)
+from ragjax.core import AtRest, ConfigError
+from ragjax.core.tiers import Record, first_of
 from ragjax.store import entry
 from ragjax.store.disk import DiskStore, Missing, WriteError
 from ragjax.store.entry import Arrays, Damaged
-from ragjax.store.remote import base
-from ragjax.store.remote.base import Parcel, Remote, RemoteError, place_of
-from ragjax.store.remote.breaker import Breaker
-from ragjax.store.remote.count import Counts
-from ragjax.store.remote.directory import Directory, by_key
-from ragjax.store.remote.outbox import Outbox
+from ragjax.store.shared import SharedTier, Standing, register_tier
 
 _log = logging.getLogger(__name__)
 
@@ -29,22 +39,7 @@ LARGEST = 500 * 2**20
 """Bytes of an entry, at most; Redis takes 512 MiB in a value."""
 
 
-@dataclass(frozen=True)
-class Standing:
-    """How the shared tier does. on: whether it is used; error: why it is not. entries, bytes: as last heard."""
-
-    address: str
-    on: bool
-    error: str | None
-    entries: int
-    bytes: int
-    max_bytes: int
-    changes: int
-    counts: Mapping[str, int]
-    dropped: Mapping[str, int]
-
-
-class SharedTier(Inquiry):
+class RemoteTier(SharedTier):
     """A `DiskIndex` of disk and server together, and their bytes (`store.load.Disk`).
 
     What the disk has is read from it. What is written goes to both: to the disk at once, to the server behind. The
@@ -61,7 +56,7 @@ class SharedTier(Inquiry):
 
     def __init__(
         self,
-        remote: Remote,
+        remote: RedisServer,
         identity: bytes,
         disk: DiskStore | None = None,
         *,
@@ -75,7 +70,7 @@ class SharedTier(Inquiry):
         self._disk = disk
         self._max_bytes = max_bytes
         self._breaker = breaker or Breaker(remote.address)
-        self._counts = Counts()
+        self._counts = TierCounts()
         self._begin()
         self._directory = Directory(remote, identity, self._breaker, self._counts)
         self._outbox = Outbox(remote, identity, self._breaker, self._counts)
@@ -103,14 +98,13 @@ class SharedTier(Inquiry):
         return found or next(iter(self._directory.known(by_key(key))), None)
 
     def children(self, place: bytes, tokens: bytes) -> Sequence[Record]:
-        """See `DiskIndex`; of the shared tier all that is known."""
         near = self._disk.children(place, tokens) if self._disk is not None else ()
-        return _together(near, self._directory.known(base.continuation(place, first_of(tokens))))
+        return _together(near, self._directory.known(continuation_place(place, first_of(tokens))))
 
     def chunks(self, place: bytes) -> Sequence[Record]:
         """Approximate entries whose place is `place`, those of the disk first."""
         near = self._disk.chunks(place) if self._disk is not None else ()
-        return _together(near, self._directory.known(base.chunk(place)))
+        return _together(near, self._directory.known(chunk_place(place)))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note an access, of ancestors last: what was touched longest ago leaves first."""
@@ -120,15 +114,12 @@ class SharedTier(Inquiry):
             self._outbox.touch(keys)
 
     def asked(self) -> Collection[str]:
-        """See `Inquiry`."""
         return self._directory.asked()
 
     def waits(self, questions: Collection[str]) -> bool:
-        """See `Inquiry`."""
         return self._directory.waits(questions)
 
     def serves(self, key: bytes) -> bool:
-        """See `Inquiry`."""
         return self._disk is None or self._disk.find(key) is None
 
     # ------------------------------------------------------------------------------------ the bytes
@@ -215,7 +206,7 @@ class SharedTier(Inquiry):
             raise RemoteError(f"the shared cache is off: {self._breaker.error}")
         try:
             [found] = self._remote.fetch([key])
-        except base.RefusedError:
+        except RefusedError:
             self._counts.add(refused=1)
             raise
         except RemoteError as error:
@@ -255,3 +246,52 @@ def _together(near: Sequence[Record], far: Sequence[Record]) -> Sequence[Record]
     """Both, without those of the second whose keys the first has."""
     keys = {record.key for record in near}
     return [*near, *(record for record in far if record.key not in keys)]
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Limits of the tier, as parameters of its address."""
+
+    gb: float = 8.0  # 2^30 bytes of all entries of a model and encoding, whoever wrote them
+    days: float = 7.0  # days without a use after which an entry expires
+    timeout: float = 0.25  # seconds that a request waits for the server, and that it may take to answer
+
+
+@register_tier("redis", "rediss", "unix")
+def open_tier(url: str, identity: bytes, kind: AtRest, disk: DiskStore | None) -> RemoteTier:
+    """The shared tier of a model.
+
+    Args:
+        url: redis://[[user]:password@]host[:port][/db][?gb=8&days=7&timeout=0.25], or rediss:// for TLS.
+        identity: digest of all that makes two models' KV differ.
+        kind: the encoding of entries at rest.
+        disk: the tier before it.
+
+    Raises:
+        ConfigError: for an address that cannot be used, a server that is no Redis, or a client that is not installed.
+    """
+    address, limits = _parsed(url)
+    size, life = int(limits.gb * 2**30), max(1, int(limits.days * 86400))
+    remote = RedisServer.open(address, identity, kind, max_bytes=size, life=life, timeout=limits.timeout)
+    return RemoteTier(remote, identity, disk, max_bytes=size, timeout=limits.timeout)
+
+
+def _parsed(url: str) -> tuple[str, _Limits]:
+    """The address as the client takes it, and the limits."""
+    try:
+        parts = urlsplit(url)
+        given = parse_qsl(parts.query, keep_blank_values=True)
+    except ValueError as error:
+        raise ConfigError(f"the address of the shared cache cannot be used: {error}") from None
+    others, limits = [], dict[str, float]()
+    for name, text in given:
+        if name not in _Limits.__dataclass_fields__:
+            others.append((name, text))
+            continue
+        try:
+            limits[name] = float(text)
+        except ValueError:
+            limits[name] = 0.0
+        if not 0 < limits[name] <= 1e9:
+            raise ConfigError(f"--remote-cache: {name} must be a number above 0, up to 1e9, not {text!r}")
+    return parts._replace(query=urlencode(others)).geturl(), _Limits(**limits)

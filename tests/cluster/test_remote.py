@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ragjax.cluster.exchange import Breaker
+from ragjax.cluster.redis import Parcel, RedisServer, RemoteError
+from ragjax.cluster.remote import RemoteTier
 from ragjax.core import ConfigError
 from ragjax.core.tiers import Record
 from ragjax.store.disk import DiskStore, Missing, WriteError
 from ragjax.store.entry import Damaged, encode
-from ragjax.store.remote.base import Parcel, RemoteError
-from ragjax.store.remote.breaker import Breaker
-from ragjax.store.remote.redis import RedisRemote
-from ragjax.store.remote.tier import SharedTier
+from ragjax.store.shared import SharedTier, open_shared
 from tests.support.remotes import GIGA, FakeRemote, answering, eventually, real_server, tier
 
 fakeredis = pytest.importorskip("fakeredis", reason="run make setup: the lock has fakeredis")
@@ -34,12 +34,12 @@ ARRAYS = {"k": np.arange(96, dtype=np.float32).reshape(2, 3, 4, 4), "v": np.ones
 SIZE = sum(piece.nbytes for piece in encode(record("a"), ARRAYS, b"tiny"))
 
 
-def read(shared: SharedTier, key: bytes, count: int = 2, expected: Record | None = None) -> dict[str, np.ndarray]:
+def read(shared: RemoteTier, key: bytes, count: int = 2, expected: Record | None = None) -> dict[str, np.ndarray]:
     shares = list(shared.read_shares(key, count, expected))
     return {name: np.concatenate([share[name] for share in shares]) for name in shares[0]}
 
 
-def known(shared: SharedTier, look: Callable[[], object]) -> object:
+def known(shared: RemoteTier, look: Callable[[], object]) -> object:
     """What a look-up finds once its questions are answered."""
     shared.asked()
     look()
@@ -235,7 +235,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def redis_of(port: int, identity: bytes = b"tiny", kind: str = "raw", max_bytes: int = GIGA, life: int = 100):
     url = f"redis://127.0.0.1:{port}/0"
-    return RedisRemote.open(url, identity, kind, max_bytes=max_bytes, life=life, timeout=20.0)
+    return RedisServer.open(url, identity, kind, max_bytes=max_bytes, life=life, timeout=20.0)
 
 
 def parcel(name: str, size: int = 100) -> Parcel:
@@ -321,8 +321,26 @@ def test_a_password(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def tier_of(url: str) -> SharedTier:
-    remote = RedisRemote.open(url, b"tiny", "raw", max_bytes=GIGA, life=100, timeout=20.0)
-    return SharedTier(remote, b"tiny", max_bytes=GIGA, timeout=20.0)
+    return open_shared(url, b"tiny", "raw", None)
+
+
+def test_limits_are_parameters_of_the_address() -> None:
+    for query, gigabytes, timeout in (
+        ("", 8, 0.25),
+        ("?gb=2&days=1&timeout=3", 2, 3.0),
+        ("?health_check_interval=9&gb=1", 1, 0.25),
+    ):
+        shared = tier_of(f"redis://127.0.0.1:1/0{query}")
+        assert (shared.standing().max_bytes, shared.patience) == (gigabytes * GIGA, timeout)
+        assert shared.standing().address == "redis://127.0.0.1:1/0"
+        shared.close()
+
+
+@pytest.mark.parametrize("limit", ["gb=0", "days=-1", "timeout=soon", "gb=", "gb=inf", "days=nan"])
+def test_a_limit_that_cannot_work_is_an_error(limit: str) -> None:
+    name, _, value = limit.partition("=")
+    with pytest.raises(ConfigError, match=f"--remote-cache: {name} must be a number above 0, up to 1e9, not '{value}'"):
+        tier_of(f"redis://127.0.0.1:1/0?{limit}")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""The shared tier: entries behind the disk, where several processes use them.
+
+What keeps them is no matter of this room. A package registers a tier for addresses of a scheme
+(`ragjax/cluster/remote.py` does for Redis):
+
+    @register_tier("redis", "rediss")
+    def open_tier(url: str, identity: bytes, kind: AtRest, disk: DiskStore | None) -> SharedTier: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ragjax.core import AtRest, ConfigError
+from ragjax.core.tiers import DiskIndex, Inquiry
+from ragjax.store.disk import DiskStore
+from ragjax.store.load import Disk
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How the shared tier does."""
+
+    address: str
+    on: bool  # whether it is used
+    error: str | None  # why it is not
+    entries: int  # as last heard
+    bytes: int
+    max_bytes: int
+    changes: int  # how often it went off or came back
+    counts: Mapping[str, int]
+    dropped: Mapping[str, int]  # entries that were not written, by reason
+
+
+class SharedTier(DiskIndex, Disk, Inquiry, Protocol):
+    """Disk and shared tier together: the index of both, which answers later, and the bytes of their entries."""
+
+    def listen(self, notify: Callable[[], None]) -> None:
+        """Have `notify` called, in any thread, when questions are answered."""
+        ...
+
+    def standing(self) -> Standing:
+        """How the tier does; waits for nobody."""
+        ...
+
+    def close(self) -> None: ...
+
+
+Opener = Callable[[str, bytes, AtRest, DiskStore | None], SharedTier]
+"""Opens a tier: address, digest of all that makes two models' KV differ, encoding at rest, and the disk before it."""
+
+_OPENERS: dict[str, Opener] = {}
+
+
+def register_tier(*schemes: str) -> Callable[[Opener], Opener]:
+    """Register what opens tiers whose addresses have one of these schemes."""
+
+    def register(opener: Opener) -> Opener:
+        _OPENERS.update(dict.fromkeys(schemes, opener))
+        return opener
+
+    return register
+
+
+def open_shared(url: str, identity: bytes, kind: AtRest, disk: DiskStore | None) -> SharedTier:
+    """The tier at an address.
+
+    Raises:
+        ConfigError: if no tier is registered for it, or it cannot be used.
+    """
+    scheme = url.partition("://")[0]
+    if scheme not in _OPENERS:
+        known = ", ".join(f"{name}://" for name in _OPENERS) or "none"
+        reason = f"no tier is registered for it; there is: {known} (docs/scale.md)"
+        raise ConfigError(f"the address of the shared cache cannot be used: {reason}")
+    return _OPENERS[scheme](url, identity, kind, disk)

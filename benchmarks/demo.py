@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ragjax
+from benchmarks.baseline.strategy import all_strategies
 from benchmarks.common import report
 from benchmarks.common.machine import median
 from benchmarks.common.questions import demo_questions
@@ -20,7 +21,6 @@ from benchmarks.common.report import Benchmark, Parser, Session
 from ragjax.commands.flags import DEMO, integer
 from ragjax.core import Answer
 from ragjax.engine import Engine
-from ragjax.reuse import strategies as all_strategies
 
 COLUMNS = ("strategy", "documents", "hops", "n", "answered", "found_top3", "found_top5", "reused_share", "ttft_ms")
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.baseline.strategy import all_strategies
 from benchmarks.common import plot, report
 from benchmarks.common.plot import Panel, bars, label
 from benchmarks.common.report import Benchmark, Parser, Row, Session
@@ -41,7 +42,6 @@ from ragjax.commands.flags import integer
 from ragjax.core import ConfigError, StorageOptions
 from ragjax.engine import Engine
 from ragjax.engine.preprocessing import fuse_all
-from ragjax.reuse import strategies as all_strategies
 
 RATIO, NEIGHBOURS = 0.15, 10  # what both papers recompute; neighbours that FusionRAG preprocesses a chunk behind
 PAUSE = 0.3  # seconds before a timed request, in which the copies that the last one left behind come to an end

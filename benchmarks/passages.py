@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.baseline.strategy import all_strategies
 from benchmarks.common import report
 from benchmarks.common.questions import demo_questions
 from benchmarks.common.report import Benchmark, Parser, Session
@@ -36,7 +37,6 @@ from ragjax.commands.flags import DEMO, integer
 from ragjax.core import Answer, Chunk, Document
 from ragjax.engine import Engine
 from ragjax.engine.preprocessing import fuse_all
-from ragjax.reuse import strategies as all_strategies
 
 SETS = ("demo", "musique", "2wikimultihopqa")  # the demo, and sets that the packaged models were not trained on
 NEIGHBOURS, TOP_K, TOKENS = 10, 3, 32

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.baseline.strategy import all_strategies
 from benchmarks.common import report
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress
@@ -34,7 +35,6 @@ from ragjax.core import Answer, Kind, Prompt, Segment
 from ragjax.engine import Engine
 from ragjax.engine.preprocessing import Job, fuse_all
 from ragjax.reuse import DEPENDENCY
-from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 
 RATIO = 0.15

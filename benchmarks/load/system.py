@@ -18,7 +18,7 @@ from benchmarks.load.workload import Ask, Workload
 from ragjax.core import Answer, ConfigError, EngineOptions, Graph, Message, Rag, Request, Sampling, StorageOptions
 from ragjax.engine import Engine
 from ragjax.engine.preprocessing import preprocess
-from ragjax.reuse import PREPROCESSED
+from ragjax.reuse import strategies
 
 Settings = Mapping[str, Any]  # fields of `EngineOptions`, and of its `storage`, by name
 TIERS: Settings = {"policy": "lacr", "host_gb": 4.0}
@@ -126,7 +126,7 @@ class Own:
         self.engine = Engine.load(self.options, progress=False)
         if self.workload.documents:
             self.engine.add_documents(self.workload.documents, self.workload.knowledge)
-            if self.engine.default_strategy in PREPROCESSED:
+            if strategies()[self.engine.default_strategy].preprocessed:
                 preprocess(self.engine, self.workload.knowledge, progress=False)
         if self.fixed:
             self.engine._preparation = replace(self.engine._preparation, eos_ids=frozenset())

@@ -35,6 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from benchmarks.baseline.strategy import all_strategies
 from benchmarks.common import report
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress, Samples, weights_of
@@ -51,7 +52,6 @@ from ragjax.commands.flags import integer
 from ragjax.engine.preprocessing import fuse_all
 from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.reuse import DEPENDENCY
-from ragjax.reuse import strategies as all_strategies
 
 RATIO = 0.15  # share that every selective strategy recomputes on every question; both papers' setting
 RATIOS = "0,0.05,0.1,0.15,0.3,1"

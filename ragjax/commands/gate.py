@@ -49,7 +49,7 @@ from ragjax.engine.measurement import alpha_of, report_path
 from ragjax.engine.preprocessing import preprocess
 from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.report import EXACT, Budget, Measurement, Report, Setting, divergence
-from ragjax.reuse import BASELINES, DEPENDENCY, PREPROCESSED, strategies
+from ragjax.reuse import DEPENDENCY, strategies
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.packet import NAME as PACKET
 
@@ -133,7 +133,7 @@ def settings_of(
 ) -> tuple[Setting, ...]:
     """What is measured of the named strategies, but for `full`, which they are compared with.
 
-    names: None for all but baselines.
+    names: None for all but those of graphs.
 
     Raises:
         ConfigError: for a strategy that is not known, or if none is left.
@@ -141,9 +141,7 @@ def settings_of(
     unknown = [name for name in names or () if name not in known]
     if unknown:
         raise ConfigError(f"unknown strategy {unknown[0]!r}; choose of {', '.join(known)}")
-    chosen = [
-        known[name] for name in names or known if name != "full" and (names or name not in {*BASELINES, *DEPENDENCY})
-    ]
+    chosen = [known[name] for name in names or known if name != "full" and (names or name not in DEPENDENCY)]
     if not chosen:
         raise ConfigError("only full is to be measured; name another strategy")
     return tuple(
@@ -279,7 +277,7 @@ def _measured(options: argparse.Namespace) -> Report:
         settings = _known(engine, settings, options.strategies is not None)
         names = {setting.strategy for setting in settings}
         alpha = alpha_of(engine.identity)
-        if names & PREPROCESSED:
+        if any(known[name].preprocessed for name in names):
             _preprocess(engine, record="fusion+craft" in names)
         questions = demo_questions(engine, options.limit, options.questions)
         if len(questions) < LEAST:
@@ -347,7 +345,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--budget", required=True, help='what the server may be off: "KL=0.05", "TOP1=0.95", or both')
     flag("--knowledge", metavar="PATH", help="documents of your own (default: the packaged ones)")
     flag("--questions", type=Path, metavar="FILE", help="questions on them, JSONL of question and answers")
-    flag("--strategies", type=_names, help="measure these alone, with commas between (default: all but baselines)")
+    flag("--strategies", type=_names, help="measure these alone, with commas between (default: all)")
     flag("--ratios", type=_ratios, help="recompute ratios of selective strategies (0,0.05,0.15,0.3)")
     flag("--limit", type=integer(LEAST), help="questions (default: all)")
     flag("--json", type=Path, metavar="FILE", help="write the report and the choice there, too")

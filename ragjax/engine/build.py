@@ -29,7 +29,7 @@ from ragjax.models.trained import load_model, model_digest, reads_blocks, wrappe
 from ragjax.models.weights import open_checkpoint
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Budget, Setting
-from ragjax.reuse import PREPROCESSED, compaction
+from ragjax.reuse import compaction
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.packet import NAME as PACKET
@@ -187,7 +187,7 @@ def contract_of(
         budget=budget,
         fallback=options.quality_fallback,
         shadow_rate=options.shadow_rate,
-        preprocessed=PREPROCESSED,
+        preprocessed=frozenset(name for name, strategy in chosen.items() if strategy.preprocessed),
     )
 
 

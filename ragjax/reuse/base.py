@@ -1,14 +1,15 @@
 """What every reuse strategy is and gets: a program of passes, and an allocation in the cache.
 
 To add a method: one file with a class that has all of `Strategy`, or a `Selector` (`reuse/repair.py`), its source in
-the docstring, and one line in `reuse/__init__.py`.
+the docstring, and a function registered in `STRATEGIES`; in any module that is imported.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,9 +29,11 @@ from ragjax.core import (
     SegmentReport,
     Span,
     Tokens,
+    Wrapper,
     intervals,
 )
 from ragjax.core.limits import StepLimits
+from ragjax.core.registry import Registry
 from ragjax.core.tiers import Tier
 
 LOGITS = frozenset({Measure.LOGITS})
@@ -43,6 +46,7 @@ class Strategy(ABC):
     measures: all that its passes may measure. early_end: layers after which a pass of its may end before the last one
     (0: none does). The programs behind both are compiled at start-up.
     selective: whether it recomputes a share of the tokens that a request may name.
+    preprocessed: whether it takes preprocessed chunks where there are some.
     steady: whether an answer is the same whatever requests ran before; only then may a request be begun on a guess.
     exact: whether chunks are to it tokens like any others, so that cutting a prompt into more of them gains nothing.
     """
@@ -51,6 +55,7 @@ class Strategy(ABC):
     measures: frozenset[Measure] = LOGITS
     early_end: int = 0
     selective: bool = False
+    preprocessed: bool = False
     steady: bool = True
     exact: bool = False
 
@@ -85,6 +90,19 @@ class Strategy(ABC):
         generated: the tokens whose KV lies in the plan's tail, in order, int32 [n].
         """
         return
+
+
+@dataclass(frozen=True)
+class ModelTraits:
+    """What strategies depend on of a model."""
+
+    alpha: float = 1.0  # Cache-Craft's, as `ragjax.reuse.calibrate` finds it
+    wrapper: Wrapper | None = None  # of the model's packets, if it has some
+    blocks: bool = False  # trained for chunks that see the system prompt and themselves alone
+
+
+STRATEGIES: Registry[Callable[[ModelTraits], Strategy | None]] = Registry("strategy")
+"""What makes a strategy for a model, by the strategy's name; it gives None for a model that lacks what it needs."""
 
 
 class Allocation:

@@ -4,26 +4,20 @@ As FusionRAG describes it (section 2.2.2, eqs. 7 to 9): full attention over all 
 squared distance of its K or V from the reused one at the second layer, one top-k over the whole context. Eq. 8 takes
 K or V; the default is K. Keys are compared at equal rotation. The slots of these two layers' KV are freed then, and
 the chosen tokens are computed again from the first layer on.
-
-Gradual narrowing is CacheBlend's (section 4.3): more tokens than asked for at first, then fewer from layer to layer, by
-the deviation there. Here it narrows at the boundaries of stages, from twice the share down to the share. None is
-dropped behind the first layer, whose KV is that of the token alone: it deviates by rounding, if at all. A token that is
-dropped uses its cached KV in the layers that follow.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import Measure, Move, Pass, Prefill, Prompt, Span, Tokens
-from ragjax.reuse.base import LOGITS, Allocation, indices
-from ragjax.reuse.repair import RATIO, Choice, Selector, chunk_tokens
-from ragjax.reuse.select import share, top
-from ragjax.reuse.stitch import Isolated, SourceStrategy, Stitched, prepare
+from ragjax.core import Measure, Pass, Prompt, Span
+from ragjax.reuse.base import indices
+from ragjax.reuse.repair import Choice, Selector, chunk_tokens
+from ragjax.reuse.select import top
+from ragjax.reuse.stitch import Stitched
 
 Of = Literal["key", "value", "both"]
 """Whose deviation counts; both: the sum of the two, each divided by its mean."""
@@ -64,70 +58,3 @@ def combined(deviation: NDArray[np.float32], of: Of) -> NDArray[np.float64]:
     if of != "both":
         return key if of == "key" else value
     return key / max(float(key.mean()), 1e-30) + value / max(float(value.mean()), 1e-30)
-
-
-class Gradual(SourceStrategy):
-    """CacheBlend with gradual narrowing; of isolated chunks.
-
-    The account counts every token that was recomputed in any layer, up to twice the ratio.
-    """
-
-    name = "blend-gradual"
-    measures = LOGITS | Deviation.measures
-    selective = True
-
-    def __init__(self, of: Of = "key", ratio: float = RATIO):
-        self.ratio = ratio
-        self._source = Isolated()
-        self._of: Of = of
-
-    def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
-        """What is missing, two layers of everything, then stage by stage over fewer tokens."""
-        total = chunk_tokens(prompt)
-        ends = [end for end in allocation.stages[1:-1] if end >= PROBED]
-        first, *fewer = narrowing(share(self.ratio if ratio is None else ratio, total), total, len(ends) + 1)
-        probing, selector = 0 < first < total, Deviation(self._of)
-        scratch = total if probing else 0
-        stitched = yield from prepare(prompt, allocation, self._source, repaired=first, scratch=scratch)
-        if not first:
-            results = yield stitched.ask()
-            return stitched.plan(stitched.spans, results[Measure.LOGITS][0])
-        chosen = stitched.chunks
-        if probing:
-            chosen = yield from selector.choose(stitched, first)
-            allocation.free(stitched.scratch)
-        spans, kept, depth = stitched.mended(chosen), chosen, allocation.stages[-1]
-        counts = dict(zip(ends, fewer, strict=True))
-        for layers in pairwise(allocation.stages):
-            count = counts.get(layers[1], len(kept))
-            results = yield self._stage(stitched, spans, kept, layers, count < len(kept))
-            if count < len(kept):
-                kept, dropped = self._narrow(results[Measure.DEVIATION], stitched, kept, count)
-                yield Move(dropped, stitched.chunk, spans, (layers[1], depth))
-        return stitched.plan(spans, results[Measure.LOGITS][0], chosen, whole=kept)
-
-    def _stage(
-        self, stitched: Stitched, spans: tuple[Span, ...], kept: Tokens, layers: tuple[int, int], narrows: bool
-    ) -> Pass:
-        rows = np.union1d(kept, stitched.queries).astype(np.int32)
-        if layers[1] == stitched.stages[-1]:
-            return Pass(rows, rows, spans, LOGITS, (len(stitched.prompt) - 1,), layers=layers)
-        if narrows:
-            return Pass(rows, rows, spans, Deviation.measures, layers=layers, stale=stitched.chunk)
-        return Pass(rows, rows, spans, layers=layers)
-
-    def _narrow(
-        self, deviation: NDArray[np.float32], stitched: Stitched, kept: Tokens, count: int
-    ) -> tuple[Tokens, Tokens]:
-        """The tokens that deviate most in the stage's last layer, and the others."""
-        rows = np.union1d(kept, stitched.queries)
-        there = deviation[:, -1, np.searchsorted(rows, kept)]
-        narrowed = top(combined(there, self._of), kept, count)
-        return narrowed, np.setdiff1d(kept, narrowed).astype(np.int32)
-
-
-def narrowing(count: int, total: int, stages: int) -> tuple[int, ...]:
-    """Tokens of each stage, from twice `count` (at most all) down to `count` in the last, evenly."""
-    first = min(2 * count, total)
-    early = (round(first + (count - first) * stage / (stages - 1)) for stage in range(stages - 1))
-    return (*early, count)

@@ -152,7 +152,7 @@ class Craft(ChunkStrategy):
     (`python -m ragjax.reuse.calibrate`). focus: whether recomputation stops early for chunks out of focus.
     fused: whether preprocessed chunks are taken first; one that stands alone is not, as in `fusion`.
     tau: overhead above which a chunk gets a new variant, in [0, 1]; 1: only where every token is computed anyhow.
-    overhead: of a variant, in [0, 1]; the ablations leave a factor out (`without_beta`, `without_cci`).
+    overhead: of a variant, in [0, 1]; ablations leave a factor out.
     """
 
     measures = frozenset({Measure.LOGITS, Measure.SEGMENT_SCORE})
@@ -174,7 +174,7 @@ class Craft(ChunkStrategy):
         self.tau = tau
         self._overhead = overhead
         self._focus = focus
-        self._fused = fused
+        self._fused = self.preprocessed = fused
 
     def chunk_keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the head, and each chunk's best variant, or the one that it would get.

@@ -6,14 +6,13 @@ it in the prompt (the last `NEIGHBOURS` of them), then without the first of thes
 alone.
 
 Selection: the question is computed over the reused KV; its attention at the last layer, summed over the question's
-rows, heads averaged, scores the chunks' tokens, and the highest of all chunks together are recomputed. The paper does
-not say whether the softmax runs over all keys ("joint") or over each chunk by itself ("chunk").
+rows, heads averaged, scores the chunks' tokens, and the highest of all chunks together are recomputed. The softmax
+runs over all keys; the paper does not say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.match import Candidate
@@ -36,6 +35,7 @@ class Fused:
     """Preprocessed chunks, and the alternative path for others. A chunk that stands alone is isolated: exact."""
 
     method = Isolated().method
+    preprocessed = True
     measures: frozenset[Measure] = frozenset()
 
     def candidates(self, prompt: Prompt, i: int) -> Iterator[Candidate]:
@@ -57,12 +57,11 @@ class Fused:
 class QueryGuided(Selector):
     """Tokens that the question attends to most at the last layer."""
 
-    def __init__(self, softmax: Literal["joint", "chunk"] = "joint"):
-        self._want = Measure.KEY_SCORE if softmax == "joint" else Measure.CHUNK_SCORE
-        self.measures = frozenset({self._want})
+    measures = frozenset({Measure.KEY_SCORE})
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
         """One pass: the query segments over the chunks as they are, measured in the last stage."""
         last = (stitched.stages[-2], stitched.stages[-1])
         results = yield stitched.ask(self.measures, measured=last, asking=stitched.question)
-        return top(results[self._want][-1, stitched.chunks], stitched.chunks, count)
+        (measured,) = self.measures
+        return top(results[measured][-1, stitched.chunks], stitched.chunks, count)

@@ -54,13 +54,3 @@ def rank(
     found = [Variant(key, variant_digest(i.before), overhead(i, prior)) for key, i in read if i is not None]
     serving = (variant for variant in found if variant.overhead <= tau or variant.behind == here)
     return sorted(serving, key=lambda variant: (variant.overhead, variant.behind != here))
-
-
-def without_beta(influence: Influence, prior: Sequence[bytes]) -> float:
-    """CCI alone: what stands before the chunk makes no difference (Cache-Craft, Figure 26)."""
-    return influence.cci
-
-
-def without_cci(influence: Influence, prior: Sequence[bytes]) -> float:
-    """1 - adjusted overlap alone: every chunk counts as shaped by its context alike (Cache-Craft, Figure 26)."""
-    return influence.novelty(prior)

@@ -65,6 +65,7 @@ class Selective(SourceStrategy):
         self.ratio = ratio
         self.measures = LOGITS | source.measures | selector.measures
         self.early_end = selector.early_end
+        self.preprocessed = source.preprocessed
         self._source = source
         self._selector = selector
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,21 +26,3 @@ def top(scores: NDArray[np.floating], candidates: Tokens, count: int) -> Tokens:
     """The `count` candidates (token indexes, ascending, int32 [n]) of highest score (float [n]), ascending."""
     best = np.argsort(-np.asarray(scores, np.float64), kind="stable")[:count]
     return candidates[np.sort(best)]
-
-
-def top_each(scores: NDArray[np.floating], candidates: Tokens, lengths: Sequence[int], counts: Sequence[int]) -> Tokens:
-    """As `top`, for each of the consecutive parts of `lengths` candidates by itself, ascending."""
-    cuts = np.cumsum(lengths)[:-1]
-    parts = zip(np.split(np.asarray(scores), cuts), np.split(candidates, cuts), counts, strict=True)
-    return np.concatenate([top(score, part, count) for score, part, count in parts])
-
-
-def budgets(lengths: Sequence[int], count: int) -> tuple[int, ...]:
-    """`count` tokens (at most all) spread over parts in proportion to their lengths, by largest remainder."""
-    total = sum(lengths)
-    exact = [count * length / total for length in lengths]
-    given = [math.floor(part + 1e-9) for part in exact]
-    by_remainder = sorted(range(len(lengths)), key=lambda i: (given[i] - exact[i], i))
-    for i in by_remainder[: count - sum(given)]:
-        given[i] += 1
-    return tuple(given)

@@ -55,10 +55,12 @@ class Source(Protocol):
     """Where the KV of chunks comes from.
 
     method: the name under which chunks computed behind the system prompt alone are kept.
+    preprocessed: whether it takes preprocessed chunks where there are some.
     measures: what is measured while they are computed.
     """
 
     method: str
+    preprocessed: bool
     measures: frozenset[Measure]
 
     def candidates(self, prompt: Prompt, i: int) -> Iterable[Candidate]:
@@ -73,6 +75,7 @@ class Source(Protocol):
 class Isolated:
     """Chunks computed behind the system prompt alone, kept under `method` (all of FusionRAG's eq. 5)."""
 
+    preprocessed = False
     measures: frozenset[Measure] = frozenset()
 
     def __init__(self, method: str = "naive"):
@@ -185,15 +188,8 @@ class Stitched:
         spans: tuple[Span, ...],
         logits: NDArray[np.float32],
         recomputed: Tokens | None = None,
-        *,
-        whole: Tokens | None = None,
-        figures: Mapping[str, float] | None = None,
     ) -> Plan:
-        """The account of what was carried out.
-
-        recomputed: indexes of chunk tokens that were recomputed in any layer. whole: those of them that were in every
-            layer (None: all).
-        """
+        """The account of what was carried out; `recomputed` are indexes of chunk tokens."""
         redone = indices(0, 0) if recomputed is None else recomputed
         reused, tiers = head_account(self.prompt, self.matched, self.hit)
         computed = {}
@@ -201,14 +197,14 @@ class Stitched:
             computed[i] = np.intersect1d(indices(*self.prompt.bounds(i)), redone)
             tiers[i] = match.tier()
         account = report(self.prompt, reused, tiers, recomputed=computed)
-        exact = self._exact(redone if whole is None else whole)
+        exact = self._exact(redone)
         exact_to: Exactness | None = "full" if exact else None
-        return Plan(spans, self.tail, exact_to, account, logits, figures or {}, fused=self.fused)
+        return Plan(spans, self.tail, exact_to, account, logits, fused=self.fused)
 
-    def _exact(self, whole: Tokens) -> bool:
+    def _exact(self, recomputed: Tokens) -> bool:
         if self.matched.lossy and self.hit:
             return False
-        if len(whole) == len(self.chunks):
+        if len(recomputed) == len(self.chunks):
             return True
         kept = self.matches.values()
         isolated = all(match.node.provenance is Provenance.ISOLATED and not match.lossy for match in kept)

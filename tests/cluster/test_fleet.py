@@ -33,7 +33,7 @@ from ragjax.engine import Engine
 from ragjax.engine.compose import Composer
 from ragjax.quality.contract import LEAST, Contract
 from ragjax.quality.report import PREFIX, Budget, Measurement, Report, Setting
-from ragjax.reuse import PREPROCESSED, strategies
+from ragjax.reuse import strategies
 from tests.support import tiny
 from tests.support.fleets import DOCUMENTS, QUESTION, answer, asked, events, fleet_of_two
 from tests.support.pace import Hold
@@ -53,6 +53,7 @@ def content(made: Answer) -> object:
 
 
 EXACT = [name for name, strategy in strategies().items() if strategy.exact]
+PREPROCESSED = frozenset(name for name, strategy in strategies().items() if strategy.preprocessed)
 
 
 def test_a_fleet_answers_as_one_engine_does() -> None:

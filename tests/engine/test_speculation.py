@@ -32,7 +32,7 @@ from ragjax.core import (
 from ragjax.engine import Engine
 from ragjax.retrieval import index
 from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
-from ragjax.reuse import BASELINES, strategies
+from ragjax.reuse import strategies
 from ragjax.schedule.speculation import LEARNED, Odds
 from ragjax.schedule.state import RequestState
 from tests.support import tiny
@@ -148,7 +148,7 @@ def test_answers_are_those_without_speculation(kind: index.IndexKind, monkeypatc
     assert all(_same(a, b) for a, b in zip(plain, guessed, strict=True))
 
 
-@pytest.mark.parametrize("name", sorted(strategies().keys() - BASELINES - {"dependency", "dependency-preorder"}))
+@pytest.mark.parametrize("name", sorted(strategies().keys() - {"dependency", "dependency-preorder"}))
 def test_every_strategy_answers_as_without(
     name: str, scripted: Callable[..., Script], monkeypatch: pytest.MonkeyPatch
 ) -> None:

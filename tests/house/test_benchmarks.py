@@ -18,7 +18,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "kernels": frozenset({"common"}),
     "cluster": frozenset({"common", "load", "policies", "quality"}),
     "compression": frozenset({"common", "quality"}),
-    "quality": frozenset({"common"}),
+    "quality": frozenset({"common", "baseline"}),
     "graph": frozenset({"common", "quality"}),
     "latency": frozenset({"common", "kernels"}),
     "load": frozenset({"common", "baseline", "graph", "latency", "quality"}),

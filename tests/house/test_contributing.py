@@ -21,8 +21,7 @@ from ragjax.kernels.attention.op import BACKENDS, Backend, paged_interval_attent
 from ragjax.kernels.view import View
 from ragjax.models import config, huggingface
 from ragjax.models.weights import open_checkpoint
-from ragjax.reuse.repair import Selective
-from ragjax.reuse.stitch import Isolated
+from ragjax.reuse import STRATEGIES
 from ragjax.schedule.order import ORDERS, Queue, Waiting
 from tests.support import cases, tiny
 
@@ -39,7 +38,7 @@ def examples(heading: str) -> tuple[str, str]:
 @pytest.fixture
 def registries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an example registers is known to that test alone."""
-    for registry in (POLICIES, ORDERS):
+    for registry in (POLICIES, ORDERS, STRATEGIES):
         monkeypatch.setattr(registry, "_values", dict(registry))
 
 
@@ -54,9 +53,10 @@ def run(heading: str, **names: Any) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.usefixtures("registries")
 def test_the_strategy_repairs_what_it_chooses() -> None:
-    made = run("A strategy", Selective=Selective, Isolated=Isolated)["made"]
-    engine = tiny.engine(extra=(made,))
+    run("A strategy")
+    engine = tiny.engine()
     try:
         engine.add_documents([Document(f"d{i}", f"The door number {i} is {c}.") for i, c in enumerate(("red", "blue"))])
         asked = [

@@ -40,7 +40,7 @@ from ragjax.engine.preprocessing import preprocess
 from ragjax.quality.alpha import Alpha
 from ragjax.quality.contract import FAR, LEAST, QUEUE, STEPS, WINDOW, Contract, Monitor, Verdict
 from ragjax.quality.report import PREFIX, Budget, Measurement, Report, Setting, bounds, divergence
-from ragjax.reuse import PREPROCESSED, strategies
+from ragjax.reuse import strategies
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.craft import Craft
 from ragjax.reuse.full import Full
@@ -50,6 +50,7 @@ from tests.support import tiny
 from tests.support.pace import until
 
 NAIVE = Setting("naive")
+PREPROCESSED = frozenset(name for name, strategy in strategies().items() if strategy.preprocessed)
 SYSTEM = 20
 SOUND, FAULTY = 0.0073, 0.0132
 """KL of naive on the miniature's prompts, as it should be and with keys turned by 7 positions too much."""

@@ -12,14 +12,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.baseline.strategy import set_cache
+from benchmarks.baseline.strategy.ablation import ChunkGuided
+from benchmarks.baseline.strategy.gradual import Gradual, narrowing
+from benchmarks.baseline.strategy.random import budgets, top_each
 from ragjax.cache.tree import KnowledgeTree, Provenance
 from ragjax.core import Kind, Measure, Move, OutOfPages, Pass, Prompt, Run, Segment
-from ragjax.reuse import setcache, strategies
+from ragjax.reuse import strategies
 from ragjax.reuse.base import segments_of
-from ragjax.reuse.blend import Deviation, Gradual, Of, narrowing
+from ragjax.reuse.blend import Deviation, Of
 from ragjax.reuse.fusion import NEIGHBOURS, Fused, QueryGuided
 from ragjax.reuse.repair import Selective
-from ragjax.reuse.select import budgets, share, shares, top, top_each
+from ragjax.reuse.select import share, shares, top
 from ragjax.reuse.stitch import Isolated
 from tests.support import tiny
 from tests.support.executor import Array, Executor, Model, model, softmax
@@ -245,7 +249,7 @@ def test_fusion_takes_what_the_question_attends_to_in_the_last_layer(source, sof
         if softmax_over == "chunk":
             prob = prob / prob.sum(-1, keepdims=True)
         scores |= {int(order): float(prob[:, :, j].sum(0).mean()) for j, order in enumerate(inside)}
-    strategy = Selective("fusion", Fused(), QueryGuided(softmax_over))
+    strategy = Selective("fusion", Fused(), (QueryGuided if softmax_over == "joint" else ChunkGuided)())
     zero = executor.run(strategy, prompt, 0.0)
     np.testing.assert_allclose(zero.logits, dense.logits[-1], atol=1e-5)
     done = executor.run(strategy, prompt, 0.15)
@@ -462,13 +466,13 @@ def test_set_cache_tries_equal_chunks_in_one_order(monkeypatch: pytest.MonkeyPat
     system, a, b, question = base.segments
     executor.run(strategy, Prompt((system, a, a, b, a, a, a, question)))
     asked: list[tuple[int, ...]] = []
-    holds = setcache._holds
+    holds = set_cache._holds
 
     def noted(prompt: Prompt, order: tuple[int, ...], tree: KnowledgeTree, tenant: str) -> bool:
         asked.append(order)
         return holds(prompt, order, tree, tenant)
 
-    monkeypatch.setattr(setcache, "_holds", noted)
+    monkeypatch.setattr(set_cache, "_holds", noted)
     done = executor.run(strategy, Prompt((system, b, a, a, a, a, a, question)))
     assert [r.reused for r in done.plan.reports] == [20, 12, 9, 9, 9, 9, 9, 0]
     assert len(asked) < 30

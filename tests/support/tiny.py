@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
+from benchmarks.baseline.strategy import all_strategies
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.hierarchy import Storage
 from ragjax.cache.policy import POLICIES
@@ -32,7 +33,6 @@ from ragjax.quality.report import Setting
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase
-from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 from ragjax.runner.runner import Runner
 from ragjax.store.disk import DiskStore

@@ -20,6 +20,7 @@ from ragjax.cache.keys import context_digest, raw_of
 from ragjax.cache.outlook import Causal, Look, Outlook
 from ragjax.cache.tree import KnowledgeTree
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Span, Tokens
+from ragjax.reuse import STRATEGIES, ModelTraits
 from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, report, segments_of
 from ragjax.reuse.prefix import Prefix
 
@@ -152,3 +153,8 @@ def _pieces(runs: tuple[tuple[Run, int], ...], begin: int, end: int, offset: int
             piece = run.slice(first - at, last - at, page_size)
             yield Span.consecutive(first + offset, piece, first + offset - (local_start + first - at))
         at += run.length
+
+
+@STRATEGIES.register("set-cache")
+def set_cache(model: ModelTraits) -> SetCache:
+    return SetCache()

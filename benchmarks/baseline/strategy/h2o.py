@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from ragjax.cache.match import Candidate
 from ragjax.cache.tree import Provenance
 from ragjax.core import Measure, Prompt, Results
-from ragjax.reuse.repair import Choice, Selector
+from ragjax.reuse import STRATEGIES, ModelTraits
+from ragjax.reuse.repair import Choice, Selective, Selector
 from ragjax.reuse.select import top
 from ragjax.reuse.stitch import Stitched
 
@@ -24,6 +25,7 @@ class Recorded:
     """Isolated chunks with the attention that each of their tokens received: float32 [n], summed over layers."""
 
     method = "h2o"
+    preprocessed = False
     measures = frozenset({Measure.KEY_SCORE})
 
     def candidates(self, prompt: Prompt, i: int) -> tuple[Candidate, ...]:
@@ -44,3 +46,8 @@ class HeavyHitters(Selector):
         yield from ()
         scores = [np.frombuffer(stitched.meta[i], "<f4") for i in sorted(stitched.meta)]
         return top(np.concatenate(scores), stitched.chunks, count)
+
+
+@STRATEGIES.register("h2o")
+def h2o(model: ModelTraits) -> Selective:
+    return Selective("h2o", Recorded(), HeavyHitters())

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ragjax.core import Kind, Tokens
+from ragjax.reuse import STRATEGIES, ModelTraits
 from ragjax.reuse.base import segments_of
-from ragjax.reuse.repair import Choice, Selector
-from ragjax.reuse.stitch import Stitched
+from ragjax.reuse.repair import Choice, Selective, Selector
+from ragjax.reuse.stitch import Isolated, Stitched
 
 
 class Leading(Selector):
@@ -37,3 +38,8 @@ def leading(spans: Sequence[tuple[int, int]], count: int) -> Tokens:
     depth = np.concatenate([np.zeros(0, int), *(np.arange(end - begin) for begin, end in spans)])
     token = np.concatenate([np.zeros(0, np.int32), *(np.arange(*span, dtype=np.int32) for span in spans)])
     return np.sort(token[np.argsort(depth, kind="stable")[: max(0, count)]])
+
+
+@STRATEGIES.register("epic")
+def epic(model: ModelTraits) -> Selective:
+    return Selective("epic", Isolated(), Leading())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ragjax.core import Measure, Prefill, Prompt
+from ragjax.reuse import STRATEGIES, ModelTraits
 from ragjax.reuse.base import Allocation
 from ragjax.reuse.naive import Naive
 from ragjax.reuse.stitch import Isolated, prepare
@@ -25,3 +26,8 @@ class Unmoved(Naive):
         stitched = replace(stitched, chunk=tuple(replace(span, offset=0) for span in stitched.chunk))
         results = yield stitched.ask()
         return stitched.plan(stitched.spans, results[Measure.LOGITS][0])
+
+
+@STRATEGIES.register("unmoved")
+def unmoved(model: ModelTraits) -> Unmoved:
+    return Unmoved()

@@ -48,12 +48,10 @@ def row(engine: Engine, strategy: str, count: int, questions: Sequence[Question]
     """One line of the table: questions that need `count` documents."""
     answers = [engine.answer(q["question"], strategy=strategy, max_tokens=32) for q in questions]
     return {
-        "strategy": strategy,
-        "documents": count,
-        **_figures(questions, answers),
+        "strategy": strategy, "documents": count, **_figures(questions, answers),
         "found_top3": _share(_found(engine, q, 3) for q in questions),
         "found_top5": _share(_found(engine, q, 5) for q in questions),
-    }
+    }  # fmt: skip
 
 
 def graph_row(engine: Engine, hops: int, questions: Sequence[Question]) -> dict[str, Any]:

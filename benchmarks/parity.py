@@ -50,65 +50,40 @@ _TINY_COMMON = {
 }  # fmt: skip
 TINY: Mapping[str, Mapping[str, Any]] = {
     "llama": {
-        "architectures": ["LlamaForCausalLM"],
-        "rope_theta": 500000.0,
+        "architectures": ["LlamaForCausalLM"], "rope_theta": 500000.0,
         "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
         "tie_word_embeddings": False,
     },
     "mistral": {
-        "architectures": ["MistralForCausalLM"],
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
+        "architectures": ["MistralForCausalLM"], "rope_theta": 1000000.0, "sliding_window": None,
         "tie_word_embeddings": False,
     },
     "qwen2": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "rope_theta": 1000000.0,
-        "use_sliding_window": False,
+        "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1000000.0, "use_sliding_window": False,
         "tie_word_embeddings": True,
     },
-    # heads wider together than the residual stream, as in the larger of the family
-    "qwen3": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "rope_theta": 1000000.0,
-        "use_sliding_window": False,
-        "num_attention_heads": 6,
-        "intermediate_size": 32,
-        "tie_word_embeddings": True,
+    "qwen3": {  # heads wider together than the residual stream, as in the larger of the family
+        "architectures": ["Qwen3ForCausalLM"], "rope_theta": 1000000.0, "use_sliding_window": False,
+        "num_attention_heads": 6, "intermediate_size": 32, "tie_word_embeddings": True,
     },
-    # as Phi-4-mini: three quarters of a head are turned, by LongRoPE
-    "phi3": {
-        "architectures": ["Phi3ForCausalLM"],
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.75,
+    "phi3": {  # as Phi-4-mini: three quarters of a head are turned, by LongRoPE
+        "architectures": ["Phi3ForCausalLM"], "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
         "original_max_position_embeddings": 256,
         "rope_scaling": {
-            "type": "longrope",
-            "short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0],
+            "type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0],
             "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
         },
-        "pad_token_id": 2,
-        "sliding_window": None,
-        "tie_word_embeddings": True,
+        "pad_token_id": 2, "sliding_window": None, "tie_word_embeddings": True,
     },
     "gemma2": {
-        "architectures": ["Gemma2ForCausalLM"],
-        "rope_theta": 10000.0,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_act": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 24,
-        "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 30.0,
-        "sliding_window": 256,
-        "pad_token_id": 2,
+        "architectures": ["Gemma2ForCausalLM"], "rope_theta": 10000.0, "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 30.0, "sliding_window": 256, "pad_token_id": 2,
     },
-}
+}  # fmt: skip
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """What Phi-3 stores as one tensor."""
 
@@ -257,11 +232,9 @@ def summary(logits_TV: NDArray[np.float32], ids: NDArray[np.integer]) -> dict[st
     top_logit = logits_TV.max(-1)
     log_sum = np.log(np.exp(logits_TV.astype(np.float64) - top_logit[:, None]).sum(-1)) + top_logit
     return {
-        "top": logits_TV.argmax(-1).astype(np.int32),
-        "top_logit": top_logit,
-        "logsumexp": log_sum.astype(np.float32),
+        "top": logits_TV.argmax(-1).astype(np.int32), "top_logit": top_logit, "logsumexp": log_sum.astype(np.float32),
         "sampled": logits_TV[:, ids],
-    }
+    }  # fmt: skip
 
 
 def make_tokenizer(file: Path) -> None:

@@ -108,12 +108,10 @@ def measure(
 def sample(answer: Answer, probe: Probe) -> dict[str, float]:
     chunks = [r for r in answer.segments if r.id.startswith("chunk")]
     return {
-        "ttft_ms": answer.timings.ttft,
-        "selection_ms": probe.selection_seconds * 1e3,
-        "passes": len(probe.laps),
+        "ttft_ms": answer.timings.ttft, "selection_ms": probe.selection_seconds * 1e3, "passes": len(probe.laps),
         "recomputed_share": sum(r.recomputed for r in chunks) / sum(r.tokens for r in chunks),
         "context_tokens": answer.prompt_tokens,
-    }
+    }  # fmt: skip
 
 
 def rows(
@@ -135,11 +133,9 @@ def rows(
         if name == "fusion":
             saved_s = (float(np.median(full)) - middle["ttft_ms"]) / 1e3 / CHUNKS
             made[-1] |= {
-                "fuse_s_per_chunk": spent.warm_s,
-                "fuse_cold_s_per_chunk": spent.cold_s,
-                "chunks_per_s": 1 / spent.cold_s,
-                "break_even": spent.cold_s / saved_s if saved_s > 0 else None,
-            }
+                "fuse_s_per_chunk": spent.warm_s, "fuse_cold_s_per_chunk": spent.cold_s,
+                "chunks_per_s": 1 / spent.cold_s, "break_even": spent.cold_s / saved_s if saved_s > 0 else None,
+            }  # fmt: skip
     return made
 
 

@@ -78,11 +78,9 @@ class Walk:
 async def ask(app: object, strategy: str) -> int:
     """Post the question; the number of prompt tokens that were reused."""
     body = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": QUESTION}],
-        "max_tokens": 4,
+        "model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4,
         "rag": {"strategy": strategy, "top_k": 2},
-    }
+    }  # fmt: skip
     transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://walk") as client:
         answer = await client.post("/v1/chat/completions", json=body)

@@ -105,11 +105,9 @@ class FleetServer(OwnServer):
             return [rank for rank in before if found.get(rank, before[rank]) < before[rank]]
 
         now = await _until(
-            lambda: self.figures(progress)[0],
-            lambda found: found.keys() == before.keys() and len(fresh(found)) == 1,
-            self.start_seconds,
-            "of a new replica",
-        )
+            lambda: self.figures(progress)[0], lambda found: found.keys() == before.keys() and len(fresh(found)) == 1,
+            self.start_seconds, "of a new replica",
+        )  # fmt: skip
         return fresh(now)[0]
 
     async def close(self) -> None:
@@ -178,14 +176,11 @@ def requests(workload: str, found: Sequence[Document], asked: Sequence[str], cou
     near = [[number * topic + i for number in one for i in range(topic)] for one in drawn]
     return [
         Ask(
-            f"{workload}-{n}",
-            asked[n % len(asked)],
-            (),
-            OUTPUT,
+            f"{workload}-{n}", asked[n % len(asked)], (), OUTPUT,
             documents=tuple(found[i].id for i in random.permutation(one)[:TOGETHER]),
         )
         for n, one in enumerate(near)
-    ]
+    ]  # fmt: skip
 
 
 def exact(asks: Sequence[Ask], output: int) -> list[Ask]:

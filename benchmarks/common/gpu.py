@@ -87,11 +87,9 @@ class Record:
         self.failed: list[str] = []
         self._file = result_file(head.benchmark, chosen)
         settings = {
-            "platform": chosen.platform,
-            "quick": chosen.quick,
-            "device": jax.devices()[0].device_kind,
+            "platform": chosen.platform, "quick": chosen.quick, "device": jax.devices()[0].device_kind,
             "versions": dict(head.versions),
-        }
+        }  # fmt: skip
         self._samples = samples.Samples(head.benchmark, settings)
 
     def has(self, key: str) -> bool:

@@ -41,12 +41,10 @@ def machine() -> dict[str, Any]:
     import jax
 
     found: dict[str, Any] = {
-        "cpu": _cpu_model(),
-        "cores": cores(),
+        "cpu": _cpu_model(), "cores": cores(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
-        "system": platform.platform(),
-        "devices": [f"{d.platform}: {d.device_kind}" for d in jax.devices()],
-    }
+        "system": platform.platform(), "devices": [f"{d.platform}: {d.device_kind}" for d in jax.devices()],
+    }  # fmt: skip
     if on_gpu():
         capability = str(getattr(jax.devices()[0], "compute_capability", ""))
         found |= {"capability": capability, "driver": _driver()}

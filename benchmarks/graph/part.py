@@ -77,11 +77,9 @@ def predicted(merged: Prompt, question: Question) -> tuple[float, float]:
 
 
 METHODS = {
-    "self": ("full", False, None),
-    "tree": ("full", True, None),
-    "dependency/path": ("dependency", True, "path"),
+    "self": ("full", False, None), "tree": ("full", True, None), "dependency/path": ("dependency", True, "path"),
     "dependency/preorder": ("dependency-preorder", True, "preorder"),
-}
+}  # fmt: skip
 """Strategy, whether paths are merged, positions."""
 
 
@@ -253,17 +251,12 @@ def workload(model: str, dtype: str, name: str, asked: Sequence[Question], progr
     alone_ms = np.array([t for t, _ in made["dependency"]])
     return [
         {
-            "part": "workload",
-            "set": name,
-            "method": method,
-            "positions": "path",
-            "n": len(samples),
-            "prompt_tokens": float(longest),
-            "capacity_tokens": float(pool.capacity * pool.page_size),
+            "part": "workload", "set": name, "method": method, "positions": "path", "n": len(samples),
+            "prompt_tokens": float(longest), "capacity_tokens": float(pool.capacity * pool.page_size),
             "capacity_share": pool.capacity * pool.page_size / everything,
             "hit_rate": float(np.mean([hit for _, hit in samples])),
             "ttft_ms": float(np.median([t for t, _ in samples])),
             "faster": float(np.median(alone_ms) / np.median([t for t, _ in samples])),
         }
         for method, samples in made.items()
-    ]
+    ]  # fmt: skip

@@ -101,8 +101,6 @@ def answered(engine: Engine, question: Question, strategy: str | Strategy, promp
         "accuracy": score.answered(answer.text, question.answers),
         "f1": score.f1(answer.text, [", ".join(question.answers[:MOST_ANSWERS])]),
         "logprob": float(logprob[np.arange(len(reference)), reference].mean()),
-        "top1": float((logprob.argmax(-1) == reference).mean()),
-        "prompt_tokens": answer.prompt_tokens,
-        "hit_rate": answer.cached_tokens / answer.prompt_tokens,
-        "ttft_ms": answer.timings.ttft,
-    }
+        "top1": float((logprob.argmax(-1) == reference).mean()), "prompt_tokens": answer.prompt_tokens,
+        "hit_rate": answer.cached_tokens / answer.prompt_tokens, "ttft_ms": answer.timings.ttft,
+    }  # fmt: skip

@@ -158,12 +158,10 @@ class Bench:
         m, slots = self.model, view.pages.page_size
         pairs, whole = masks.visited_tiles(view.blocks) * view.block_rows * slots, masks.pairs(mask)
         found: dict[str, Any] = {
-            "ms": ms,
-            "tflops": 4 * pairs * m.dim * m.heads / ms / 1e9,
-            "visible_share": masks.visible_pairs(mask) / whole,
-            "visited_share": pairs / whole,
+            "ms": ms, "tflops": 4 * pairs * m.dim * m.heads / ms / 1e9,
+            "visible_share": masks.visible_pairs(mask) / whole, "visited_share": pairs / whole,
             "block_rows": view.block_rows,
-        }
+        }  # fmt: skip
         if mask.name.startswith("decode"):
             bytes_read = 2 * len(mask.index_N) * m.kv_heads * m.dim * jnp.dtype(m.dtype).itemsize
             found["gb_s"] = bytes_read / ms / 1e6
@@ -333,11 +331,9 @@ def with_ratios(rows: Sequence[report.Row]) -> list[report.Row]:
         return next((r for r in rows if r["case"] == case and "ms" in r and all(r[a] == row[a] for a in alike)), None)
 
     rivals = {
-        "recompute-moved": ("recompute-in-place", PRE_ROTATED),
-        "decode-moved": ("decode-in-place", PRE_ROTATED),
-        "all-rows-moved": ("causal", PRE_ROTATED),
-        "recompute-in-place": ("causal", ALL_ROWS),
-    }
+        "recompute-moved": ("recompute-in-place", PRE_ROTATED), "decode-moved": ("decode-in-place", PRE_ROTATED),
+        "all-rows-moved": ("causal", PRE_ROTATED), "recompute-in-place": ("causal", ALL_ROWS),
+    }  # fmt: skip
     out: list[report.Row] = []
     for row in rows:
         case, peer = rivals.get(str(row["case"]), ("", ""))

@@ -80,11 +80,9 @@ SHAPES = (
 QUICK_SHAPES = (Shape(64, "float32", 4, 64, 16, 64), Shape(64, "bfloat16", 7, 64, 1, 8))
 
 CONTENTS: tuple[tuple[tuple[str, bool], ...], ...] = (
-    (("chain", True), ("isolated", True)),
-    (("tree", True),),
-    (("isolated", False), ("stale", False)),
+    (("chain", True), ("isolated", True)), (("tree", True),), (("isolated", False), ("stale", False)),
     (("tree", False), ("chain", False)),
-)
+)  # fmt: skip
 """Requests of each case: the kind of prompt, and whether its rows are its last tokens or any."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,21 +71,26 @@ class OtherLoad:
 
 
 @dataclass
-class System(ABC):
-    """One program under test: how to start its worker, and how to measure a case."""
+class System:
+    """One program under test: its worker, and how it is asked for a case."""
 
     name: str
     cases: Sequence[Case]
+    script: str = ""  # of the worker, in the environment `home`
+    home: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the worker's request `load`
     versions: dict[str, str] = field(default_factory=dict)
     worker: envs.Worker | None = None
 
-    @abstractmethod
     def open(self) -> envs.Worker:
         """Start the worker and load the model."""
+        worker = envs.Worker([envs.python(self.home), envs.WORKERS / self.script])
+        self.versions |= worker.ask({"op": "load", "threads": THREADS, **self.settings})["versions"]
+        return worker
 
-    @abstractmethod
     def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
         """Measure a case: `ttft_ms`, `decode_tokens_per_s`, `tokens`, and what else the system knows."""
+        return self.ask({"op": "generate", "tokens": work.of(case).tokens.tolist(), "new": new})
 
     def start(self, work: Workload) -> dict[str, Any]:
         """Start and warm up with one long (else short) request; seconds to ready, and memory."""
@@ -94,7 +98,11 @@ class System(ABC):
         self.worker = self.open()
         seconds = time.perf_counter() - began
         self.generate(self.cases[0], work, 2)
-        return {"start_s": seconds, "startup_peak_mb": peak_mb(self.worker.pid), "resident_mb": resident_mb(self.pid)}
+        return {"start_s": seconds, "startup_peak_mb": peak_mb(self.pid), "resident_mb": resident_mb(self.pid)}
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.worker is not None
+        return self.worker.ask(request)
 
     @property
     def pid(self) -> int:
@@ -108,66 +116,31 @@ class System(ABC):
 
 
 @dataclass
-class Transformers(System):
-    """transformers on a CPU, with the dequantised weights."""
-
-    dtype: str = "float32"
-    model: str = ""
-
-    def open(self) -> envs.Worker:
-        worker = envs.Worker([envs.python("transformers"), envs.WORKERS / "transformers_worker.py"])
-        request = {"op": "load", "model": self.model, "dtype": self.dtype, "threads": THREADS}
-        self.versions |= worker.ask(request)["versions"]
-        return worker
-
-    def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
-        assert self.worker is not None
-        return self.worker.ask({"op": "generate", "tokens": work.of(case).tokens.tolist(), "new": new})
-
-
-@dataclass
 class LlamaCpp(System):
     """llama.cpp with the shipped file, or with the same weights requantised to Q4_0."""
 
-    model: str = ""
+    script: str = "llamacpp_worker.py"
+    home: str = "llamacpp"
     requantized: Path | None = None
 
     def open(self) -> envs.Worker:
-        worker = envs.Worker([envs.python("llamacpp"), envs.WORKERS / "llamacpp_worker.py"])
+        worker = envs.Worker([envs.python(self.home), envs.WORKERS / self.script])
+        model = self.settings["model"]
         if self.requantized is not None:
             target = str(self.requantized)
-            worker.ask({"op": "requantize", "source": self.model, "target": target, "threads": THREADS})
-        model = str(self.requantized or self.model)
+            worker.ask({"op": "requantize", "source": model, "target": target, "threads": THREADS})
+            model = target
         self.versions |= worker.ask({"op": "load", "model": model, "threads": THREADS})["versions"]
         return worker
 
     def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
         """Measure a case; a warm one keeps what it shares with the prompt before."""
-        assert self.worker is not None
         prompt, kept = work.of(case), 0
         if case.state == "warm":
-            self.worker.ask({"op": "generate", "tokens": work.before.tokens.tolist(), "new": 1})
+            self.ask({"op": "generate", "tokens": work.before.tokens.tolist(), "new": 1})
             kept = common_prefix(prompt, work.before)
         request = {"op": "generate", "tokens": prompt.tokens.tolist(), "new": new, "keep": kept}
-        return {**self.worker.ask(request), "reused_tokens": kept}
-
-
-@dataclass
-class OpenVino(System):
-    """OpenVINO GenAI with the shipped file; its prefix cache is off, so that each prompt is computed whole."""
-
-    model: str = ""
-
-    def open(self) -> envs.Worker:
-        worker = envs.Worker([envs.python("openvino"), envs.WORKERS / "openvino_worker.py"])
-        precision = "bf16" if cpu_features() & BFLOAT16_FEATURES else "f32"
-        request = {"op": "load", "model": self.model, "threads": THREADS, "precision": precision}
-        self.versions |= worker.ask(request)["versions"]
-        return worker
-
-    def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
-        assert self.worker is not None
-        return self.worker.ask({"op": "generate", "tokens": work.of(case).tokens.tolist(), "new": new})
+        return {**self.ask(request), "reused_tokens": kept}
 
 
 @dataclass
@@ -193,28 +166,29 @@ class Ragjax(System):
 
     def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
         """Measure a case, from an empty cache or behind the prompt before."""
-        assert self.worker is not None
-        self.worker.ask({"op": "clear"})
+        self.ask({"op": "clear"})
         if case.state == "warm":
             self._ask(work.before, case.strategy, 1)
         return self._ask(work.of(case), case.strategy, new)
 
     def _ask(self, prompt: Prompt, strategy: str, new: int) -> Mapping[str, Any]:
-        assert self.worker is not None
         segments = [(s.id, s.kind.value, s.tokens.tolist()) for s in prompt.segments]
-        return self.worker.ask({"op": "generate", "segments": segments, "strategy": strategy, "new": new})
+        return self.ask({"op": "generate", "segments": segments, "strategy": strategy, "new": new})
 
 
 def systems(scratch: Path, *, quick: bool) -> list[System]:
-    model = hub.resolve(MODEL).path
+    model = {"model": str(hub.resolve(MODEL).path)}
     q4_0 = envs.HOMES / "models" / f"{MODEL}-Q4_0.gguf"
+    # OpenVINO's prefix cache is off, so that each prompt is computed whole
+    precision = {"precision": "bf16" if cpu_features() & BFLOAT16_FEATURES else "f32"}
+    torch, both, three = ("transformers_worker.py", "transformers"), (LONG, BRIEF), (LONG, BRIEF, WARM_PREFIX)
     everyone: list[System] = [
         Ragjax("ragjax", OWN_CASES, cache=None if quick else own_cache(scratch)),
-        Transformers("transformers-f32", (LONG, BRIEF), dtype="float32", model=str(model)),
-        Transformers("transformers-bf16", (LONG, BRIEF), dtype="bfloat16", model=str(model)),
-        LlamaCpp("llama.cpp-q4_1", (LONG, BRIEF, WARM_PREFIX), model=str(model)),
-        LlamaCpp("llama.cpp-q4_0", (LONG, BRIEF, WARM_PREFIX), model=str(model), requantized=q4_0),
-        OpenVino("openvino", (LONG, BRIEF), model=str(model)),
+        System("transformers-f32", both, *torch, {**model, "dtype": "float32"}),
+        System("transformers-bf16", both, *torch, {**model, "dtype": "bfloat16"}),
+        LlamaCpp("llama.cpp-q4_1", three, settings=model),
+        LlamaCpp("llama.cpp-q4_0", three, settings=model, requantized=q4_0),
+        System("openvino", both, "openvino_worker.py", "openvino", {**model, **precision}),
     ]
     if not quick:
         return everyone

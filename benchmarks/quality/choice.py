@@ -156,8 +156,6 @@ def judged(scores: Sequence[NDArray[np.float64]], right: int) -> dict[str, Any]:
     """
     means, sums = [float(s.mean()) for s in scores], [float(s.sum()) for s in scores]
     return {
-        "accuracy": float(np.argmax(means) == right),
-        "accuracy_sum": float(np.argmax(sums) == right),
-        "right_p": float(softmax(sums)[right]),
-        "options": len(scores),
-    }
+        "accuracy": float(np.argmax(means) == right), "accuracy_sum": float(np.argmax(sums) == right),
+        "right_p": float(softmax(sums)[right]), "options": len(scores),
+    }  # fmt: skip

@@ -22,19 +22,11 @@ from ragjax.reuse.base import Strategy
 
 METRICS = (
     *(
-        "kl",
-        "top1",
-        "em",
-        "f1",
-        "answered",
-        "grounded",
-        "rougeL",
-        "rougeL_vs_full",
-        "jaccard_vs_full",
+        "kl", "top1", "em", "f1", "answered", "grounded", "rougeL", "rougeL_vs_full", "jaccard_vs_full",
         "recomputed_share",
     ),
     *("ttft_ms", "load_ms", "prompt_tokens"),
-)
+)  # fmt: skip
 CHOICE = ("accuracy", "accuracy_sum", "right_p")  # metrics of questions with a choice
 LISTS = ("deviation_k", "deviation_v", "place_in_chunk", "place_of_chunk")
 

@@ -38,12 +38,10 @@ def generate(segments: list[tuple[str, str, list[int]]], strategy: str, new: int
     after_first = len(answer.tokens) - 1
     seconds = (answer.timings.total - answer.timings.ttft) / 1e3
     return {
-        "ttft_ms": answer.timings.ttft,
-        "decode_tokens_per_s": after_first / seconds if after_first else None,
-        "tokens": list(answer.tokens),
-        "reused_tokens": answer.cached_tokens,
+        "ttft_ms": answer.timings.ttft, "decode_tokens_per_s": after_first / seconds if after_first else None,
+        "tokens": list(answer.tokens), "reused_tokens": answer.cached_tokens,
         "overhead_ms": State.engine.stats()["overhead_ms_last"],
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

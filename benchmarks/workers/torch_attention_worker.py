@@ -66,11 +66,9 @@ def flex(
         first_s = time.perf_counter() - began
         return {
             "ms": milliseconds(work, device, samples),
-            "mask_ms": milliseconds(lambda: block_mask(indices, device, make), device, samples),
-            "first_s": first_s,
-            "visited_pairs": visited_pairs(mask),
-            "note": note,
-        }
+            "mask_ms": milliseconds(lambda: block_mask(indices, device, make), device, samples), "first_s": first_s,
+            "visited_pairs": visited_pairs(mask), "note": note,
+        }  # fmt: skip
 
 
 def flex_output(file: str, device: str, dtype: str, out: str) -> Mapping[str, Any]:

@@ -1,10 +1,12 @@
 # Everything runs in .venv, which holds the locked dependencies; the targets make it first if need be.
 #
 #   make serve ARGS="--port 9000"    the server, on the packaged model and the demo documents; ARGS adds flags
-#   make check                       most of the suite in about seven minutes, for the inner loop: what is not marked slow;
+#   make check                       most of the suite in four minutes, for the inner loop: what is not marked slow;
 #                                    it ends with the tests that should be, if any
-#   make test                        the suite of every change, in two processes
-#   make test-long                   randomised runs, kills and kernel matrices
+#   make test                        the suite of every change, in two processes: ten minutes on two cores;
+#                                    LANES="kernels train benchmarks" adds the slow tests of these rooms, as .ci/run
+#                                    does for those that a change touches
+#   make test-long                   all lanes; randomised runs, kills and kernel matrices
 #   make test-gpu-compile            the GPU kernels compiled to sm_90 and simulated; needs Python 3.12, skips without;
 #                                    MARK="compile and long" for the long runs of it
 #   make docs                        the documentation site, into build/site; warnings are errors
@@ -55,14 +57,17 @@ serve: setup
 # Files go to the processes in the order of tests/conftest.py: slow ones first.
 SUITE := pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+OTHER_LANES = $(patsubst %,or %_lane,$(filter-out $(LANES),kernels train benchmarks))
+
 check: setup
 	$(RUN) $(SUITE) -q -m "not (slow or long or gpu or compile)" --durations 10 --durations-min 3
 
 test: setup
-	$(RUN) $(SUITE)
+	$(RUN) $(SUITE) -m "not (long or gpu or compile $(OTHER_LANES))"
 
 test-long: setup
-	$(RUN) pytest -m "long and not gpu and not compile" --timeout 3600 --durations 10
+	$(RUN) pytest -m "(long or kernels_lane or train_lane or benchmarks_lane) and not gpu and not compile" \
+		--timeout 3600 --durations 10
 
 ifdef PYTHON312
 test-gpu-compile: $(COMPILE_READY)

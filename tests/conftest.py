@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+HERE = Path(__file__).parent
 GPU = os.environ.get("RAGJAX_TEST_GPU") == "1"
 QWEN = os.environ.get("RAGJAX_QWEN_GGUF")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -23,7 +24,7 @@ if GPU:
 else:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Most of the suite's time is compiling, and files, processes and runs compile the same: it is kept in build/.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "tests" / "programs"))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(HERE.parent / "build" / "tests" / "programs"))
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     # XLA's older emitters, one module and its plain scheduler make the same programs in two thirds of the time; later
@@ -45,6 +46,9 @@ settings.register_profile(
 )
 settings.load_profile("ragjax")
 
+LANES = ("kernels", "train", "benchmarks")
+"""Rooms of tests whose slow ones run where a change touches what they test (`.ci/run`), but for those marked `smoke`."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,6 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.model)
         if "qwen_path" in fixtures:
             item.add_marker(pytest.mark.qwen)
+        room = item.path.relative_to(HERE).parts[0]
+        if room in LANES and item.get_closest_marker("slow") and not item.get_closest_marker("smoke"):
+            item.add_marker(f"{room}_lane")
         if item.get_closest_marker("qwen") and not QWEN:
             item.add_marker(pytest.mark.skip(reason="RAGJAX_QWEN_GGUF does not name a Qwen2 GGUF file"))
         if item.get_closest_marker("gpu") and not GPU:

@@ -47,7 +47,7 @@ settings.register_profile(
 settings.load_profile("ragjax")
 
 LANES = ("kernels", "train", "benchmarks")
-"""Rooms of tests whose slow ones run where a change touches what they test (`.ci/run`), but for those marked `smoke`."""
+"""Rooms whose slow tests run where a change touches what they test (`.ci/run`), but for those marked `smoke`."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

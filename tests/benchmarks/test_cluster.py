@@ -63,6 +63,7 @@ def test_every_request_is_counted(name: str) -> None:
     assert min(outcome.waits_s) > 0.99 * SMALL.base_s
 
 
+@pytest.mark.slow
 def test_the_command_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.cluster.__main__.PATTERNS", {"zipf": Pattern(1.0), "temporal": Pattern(recent=0.5)})
     files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]

@@ -8,6 +8,7 @@ from benchmarks import overlap
 from tests.support import tiny
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", overlap.MODES)
 def test_a_row_counts_steps_in_which_all_clients_decode(mode: str) -> None:
     with tiny.engine() as engine:

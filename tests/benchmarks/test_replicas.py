@@ -123,6 +123,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         yield engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [None, 200.0])
 def test_a_case_is_measured_from_its_loads_to_the_new_replicas_curve(pair: Pair, rate: float | None) -> None:
     plan = Plan(requests=6, warm=4, clients=2, rate=rate, points=2, step=3, device_cache_gb=0.1)

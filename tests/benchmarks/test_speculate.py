@@ -55,6 +55,7 @@ def test_questions_have_their_choices_and_documents_are_those_of_all_sets(data: 
         speculate.documents(data / "text", None)
 
 
+@pytest.mark.slow
 def test_less_of_a_search_is_exposed_where_an_early_stage_has_the_final_chunks(data: Path, tmp_path: Path) -> None:
     chosen = Namespace(strategy="prefix", top_k=2, stages=4)
     with tiny.engine() as engine:

@@ -36,6 +36,7 @@ def test_messages_are_those_of_the_chains() -> None:
     assert system.content.endswith("\n\nOne.\n\nTwo.") and asked == Message("user", "Who?")
 
 
+@pytest.mark.slow
 def test_systems_are_measured_from_an_empty_cache_on() -> None:
     chosen = argparse.Namespace(questions=2, passages=3, found=3, shape="user")
     with tiny.engine() as engine:

@@ -87,6 +87,7 @@ GRAPHS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", GRAPHS, ids=["none", "mutual", "ordered", "evict", "kv"])
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("method", METHODS)

@@ -37,6 +37,7 @@ IN_TURN = [SEEN[2 * i + i % 2] for i in range(len(SERVED))]
 """Each method once, every other one with the graph."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "more"), few(SEEN, [*IN_TURN, SEEN[-1]]))
 def test_an_answer_sees_what_is_kept_and_nothing_else(method: str, more: Mapping[str, Any]) -> None:
     prompt, compression = distinct(), setting(method, **more)
@@ -132,6 +133,7 @@ def test_the_next_turn_finds_the_prompt_and_not_the_answer(method: str) -> None:
     assert found.tokens == cold.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", few(["snapkv", "pyramidkv", "cake"], ["snapkv", "cake"]))
 def test_prompt_lookup_and_pauses_do_not_change_compressed_answers(method: str) -> None:
     prompts = [tiny.prompt(i) for i in (0, 2, 4, 5)]

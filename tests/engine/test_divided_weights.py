@@ -62,6 +62,7 @@ print("agree on", jax.device_count(), "devices")
 """
 
 
+@pytest.mark.slow
 def test_an_adapter_over_eight_bits() -> None:
     assert_agreement(PROGRAM + CHEAP, devices=4)
 

@@ -306,6 +306,7 @@ def test_the_queue_has_an_end() -> None:
         engine.audit()
 
 
+@pytest.mark.slow
 def test_what_the_default_strategy_runs_is_compiled_before_any_request() -> None:
     """Its passes that end within a stage, too (CacheBlend's two layers)."""
     made = Runner(tiny.decoder(), pages=100, page_size=tiny.PAGE, grid=Grid(((2, 2), (128, 16)), (64,), (2,)))

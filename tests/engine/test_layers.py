@@ -50,6 +50,7 @@ def decoding(seen: list[tuple[Step, int]], tokens: int) -> Iterator[int]:
     return (used for step, used in seen if (step.index_T >= tokens).any())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_request_holds_the_containers_of_what_its_layers_keep(

@@ -43,6 +43,7 @@ DRAWN: dict[str, float] = {"temperature": 0.7, "top_p": 0.9, "seed": 3}
 ANSWERS = list(product(("full", "prefix", "naive", "fusion"), ({}, DRAWN, {"logprobs": 2})))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "sampling"), few(ANSWERS, [ANSWERS[0], ANSWERS[4], ANSWERS[8], ANSWERS[9]]))
 def test_the_answer_is_the_same(engines: tuple[Engine, Engine], strategy: str, sampling: dict[str, float]) -> None:
     for seed in range(3):
@@ -59,6 +60,7 @@ def forgetful() -> Decoder:
     return decoder
 
 
+@pytest.mark.slow
 def test_proposals_in_a_pool_that_is_too_small_harm_nobody() -> None:
     """A step may give several tokens at once, behind which there must be a slot; proposals never pause anybody."""
     runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
@@ -74,6 +76,7 @@ def test_proposals_in_a_pool_that_is_too_small_harm_nobody() -> None:
     assert stats["pauses_total"] and not stats["errors_total"]
 
 
+@pytest.mark.slow
 def test_what_repeats_itself_takes_fewer_steps() -> None:
     took, answers = [], []
     for lookup in (0, 6):
@@ -91,6 +94,7 @@ def test_what_repeats_itself_takes_fewer_steps() -> None:
     assert took[1] < took[0] / 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [2, 12, 40])
 def test_tokens_per_step_counts_every_decode_step(tokens: int) -> None:
     """The last step counts too; the first token is the prompt's and belongs to no decode step."""
@@ -106,6 +110,7 @@ def test_tokens_per_step_counts_every_decode_step(tokens: int) -> None:
     assert said[1].figures.get("tokens_per_step", 1.0) == pytest.approx((tokens - 1) / steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [3, 17, 41])
 def test_stop_strings_and_limits_end_it_at_the_same_token(engines: tuple[Engine, Engine], stop_at: int) -> None:
     prompt = tiny.prompt(6)
@@ -132,6 +137,7 @@ def test_kept_answers_are_those_of_accepted_tokens(engines: tuple[Engine, Engine
     assert found[0] == found[1] >= len(prompt) + TOKENS - 2
 
 
+@pytest.mark.slow
 def test_many_at_once(engines: tuple[Engine, Engine]) -> None:
     prompts = [tiny.prompt(seed) for seed in range(12)]
     alone = [engines[0].answer_prompt(prompt, strategy="full", max_tokens=TOKENS) for prompt in prompts]
@@ -141,6 +147,7 @@ def test_many_at_once(engines: tuple[Engine, Engine]) -> None:
         same(one, future.result(60))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_penalties_count_accepted_tokens(temperature: float) -> None:
     """Few tokens are left to choose from, and penalties have them take turns, so that proposals are right."""

@@ -221,6 +221,7 @@ def test_a_load_that_fails_while_its_request_waits_costs_it_nothing_but_the_kv(f
         engine.audit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(4), [0, 1]))
 def test_random_arrivals_cancels_and_faults(filled: Path, seed: int) -> None:
     """Answers stay those of full attention, and the books add up, whoever leaves while its KV is loaded."""

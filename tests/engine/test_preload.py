@@ -99,6 +99,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> list[tuple[tuple[int
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_answers_are_those_of_whole_loads(
     runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str

@@ -31,6 +31,7 @@ def engine() -> Iterator[Engine]:
         made.audit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["naive", "ragjax", "craft", "blend"])
 def test_passages_are_warm_at_any_place_in_any_order(engine: Engine, strategy: str) -> None:
     engine.answer(stuffed(ORDERS[0], system="Be kind, and say what you know."), strategy=strategy, max_tokens=1)

@@ -138,6 +138,7 @@ def test_kv_that_vanishes_after_it_was_found_is_computed() -> None:
         second.audit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_answers_are_those_without_a_tier_that_fails_at_random(seed: int) -> None:
     """Processes come and go until enough was found; what was found is never wrong."""

@@ -26,6 +26,7 @@ def engine() -> Engine:
         made.audit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 def test_log_probabilities_are_the_model_s(engine: Engine, options: dict[str, Any]) -> None:
     """Of a dense run over the prompt and the answer; bias, penalties and temperature do not count."""

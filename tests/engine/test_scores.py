@@ -28,6 +28,7 @@ def engine() -> Engine:
         made.audit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full", "prefix"])
 @pytest.mark.parametrize("max_tokens", [1, 4, 9])
 def test_scores_are_the_logits_that_predict_the_continuation(engine: Engine, strategy: str, max_tokens: int) -> None:

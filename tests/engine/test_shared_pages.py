@@ -30,6 +30,7 @@ DRAWN: dict[str, float] = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
 ANSWERS = list(product(("prefix", "naive", "fusion"), ({}, DRAWN)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "sampling"), few(ANSWERS, [ANSWERS[0], ANSWERS[3], ANSWERS[4]]))
 def test_answers_are_those_of_requests_alone(
     engine: Engine, strategy: str, sampling: dict[str, float], monkeypatch: pytest.MonkeyPatch

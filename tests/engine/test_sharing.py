@@ -71,6 +71,7 @@ IN_ANY_ORDER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARING)
 def test_what_an_outlook_misses_is_what_a_request_keeps(name: str) -> None:
     """Who waits for a piece must find it; who is told that it is kept must find it too."""
@@ -92,6 +93,7 @@ def test_what_an_outlook_misses_is_what_a_request_keeps(name: str) -> None:
 SOME = ["prefix", "naive", "set-cache", "fusion", "ragjax", "craft", "dependency"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(SHARING, SOME))
 def test_a_burst_computes_each_passage_once(name: str) -> None:
     """Sixteen cold requests; half of them with the passages in another order, where that makes no difference."""

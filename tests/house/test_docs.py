@@ -140,6 +140,7 @@ ragjax/
     assert problems(text) == []
 
 
+@pytest.mark.slow
 def test_the_makefile_has_the_targets_it_explains() -> None:
     explained = re.findall(r"^#   (make .*?)  ", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert explained

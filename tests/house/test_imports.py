@@ -199,6 +199,7 @@ def test_what_decides_names_no_jax(module: str) -> None:
     assert JAX.isdisjoint(name.split(".")[0] for name in imports(SOURCES[module]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rooms", "blocked"), [(BARE, JAX | HEAVY), ((*COMPUTE, "cache"), HEAVY)], ids=["decide", "compute"]
 )

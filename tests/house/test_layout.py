@@ -40,6 +40,7 @@ def test_every_folder_is_a_room() -> None:
     assert not list(TESTS.glob("test_*.py"))
 
 
+@pytest.mark.slow
 def test_no_test_module_imports_another() -> None:
     found = {str(path.relative_to(ROOT)): imported_tests(path.read_text()) for path in TESTS.rglob("*.py")}
     assert {path: names for path, names in found.items() if names} == {}, "move what is shared to tests/support"

@@ -35,6 +35,7 @@ def without(name: str, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", lacking], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn", "multipart"])
 def test_a_server_without_its_packages_says_which(name: str) -> None:
     done = without(name, "import runpy; runpy.run_module('ragjax.serve', run_name='__main__', alter_sys=True)")

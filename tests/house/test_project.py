@@ -68,6 +68,7 @@ def test_no_machine_path_or_package_host_is_named() -> None:
     assert found == []
 
 
+@pytest.mark.slow
 def test_every_module_says_what_it_is() -> None:
     modules = [path for path in tracked_files() if path.suffix == ".py"]
     assert [str(p.relative_to(ROOT)) for p in modules if not ast.get_docstring(ast.parse(p.read_text()))] == []

@@ -41,7 +41,7 @@ from tests.support.cases import (
     rich_case,
     rotation,
 )
-from tests.support.matrix import few
+from tests.support.matrix import few, with_smoke
 from tests.support.oracle import (
     EMPTY,
     Keys,
@@ -59,7 +59,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("examples", few([20, 200], [20]))
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", with_smoke(SHAPES, "d16-p8-g2-b2", "d64-p16-g3-b8-bfloat16"))
 def test_xla_equals_oracle(name: str, examples: int) -> None:
     shape = SHAPES[name]
 

@@ -73,7 +73,12 @@ def compiled(q, view, *, cut):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    ("name", "cut"), few(itertools.product(SHAPES, CUTS), [*((name, "as chosen") for name in SHAPES), *SPLIT])
+    ("name", "cut"),
+    few(
+        itertools.product(SHAPES, CUTS),
+        [*((name, "as chosen") for name in SHAPES), *SPLIT],
+        [("d64-p16-g4-b8", "as chosen")],
+    ),
 )
 def test_triton_equals_oracle(name: str, cut: str) -> None:
     shape = SHAPES[name]

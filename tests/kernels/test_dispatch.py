@@ -21,6 +21,8 @@ MANY = Shape(64, 64, 48, 4, 16, 48, "bfloat16")  # as many programs as fill a de
 AMPERE, TURING, CPU = Device("gpu", (8, 0)), Device("gpu", (7, 5)), Device("cpu")
 
 
+@pytest.mark.smoke
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "device", "wanted", "backend", "refused"),
     [
@@ -73,6 +75,7 @@ def test_every_backend_says_why_it_refuses_a_cpu() -> None:
             paged_interval_attention(case.q, view, backend=name)
 
 
+@pytest.mark.slow
 def test_left_to_itself_the_op_takes_the_choice() -> None:
     case = rich_case(FITS)
     view = case.view()

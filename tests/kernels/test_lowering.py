@@ -45,7 +45,7 @@ from tests.support.compiler import (
     serving,
     training,
 )
-from tests.support.matrix import few
+from tests.support.matrix import few, with_smoke
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ HEADS = ["llama-3-8b", "smollm2-135m"]
 
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("page_size", few(PAGE_SIZES, [64]))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", with_smoke(MODELS, "smollm2-135m"))
 def test_triton_lowers(name: str, page_size: int, work: str) -> None:
     q, view = serving(MODELS[name], page_size, work)
     assert attention_triton.refusal(q, view, HOPPER) is None

@@ -82,7 +82,9 @@ def scores_of(case: Case, labels: Labels) -> Scores:
     return Scores(*(np.asarray(x) for x in found))
 
 
-@pytest.mark.parametrize("name", few(SHAPES, ["d64-p16-g3-b2-far", "d64-p16-g2-b64", "d128-p32-g4-b2-bfloat16"]))
+@pytest.mark.parametrize(
+    "name", few(SHAPES, ["d64-p16-g3-b2-far", "d64-p16-g2-b64", "d128-p32-g4-b2-bfloat16"], ["d64-p16-g3-b2-far"])
+)
 def test_kernels_equal_oracle(name: str) -> None:
     shape = SHAPES[name]
 

@@ -62,6 +62,8 @@ asking = st.builds(
 )
 
 
+@pytest.mark.smoke
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(asking, st.sampled_from(KINDS), st.floats(0, 1, exclude_max=True)), min_size=4, max_size=4),
@@ -86,6 +88,7 @@ def test_no_number_at_all_still_names_a_token() -> None:
 CUTS: list[dict[str, Any]] = [{}, {"top_k": 40}, {"top_p": 0.8}, {"top_k": 300, "top_p": 0.95}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", few(CUTS, [{}, CUTS[-1]]))
 def test_frequencies_are_those_of_the_distribution(options: dict[str, Any]) -> None:
     """Pearson's chi-square of many draws, beside its mean and deviation."""

@@ -23,6 +23,7 @@ def test_splits_are_no_more_than_the_list_can_share(entries: int) -> None:
     assert splits(1, entries) == max(1, min(PROGRAMS, entries // LEAST_ENTRIES))
 
 
+@pytest.mark.slow
 def test_merged_parts_are_softmax_over_all() -> None:
     rng = np.random.default_rng(0)
     logits, values = rng.standard_normal((3, 4, 5)), rng.standard_normal((3, 4, 5, 2))

@@ -63,6 +63,7 @@ REFUSED = frozenset({"repeats", "drops all but the first", "drops systems", "alt
 """Templates that may rewrite, repeat or drop contents."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TAKEN)
 @settings(max_examples=60, deadline=None)
 @given(messages=MESSAGES)

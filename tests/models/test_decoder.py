@@ -33,6 +33,7 @@ def relative(got: np.ndarray, what: Float) -> float:
     return float(np.linalg.norm(got - what, axis=-1).max() / np.sqrt((what**2).sum(-1).mean()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_logits_equal_the_plain_forward(family: str) -> None:
     config = FAMILIES[family]
@@ -43,6 +44,7 @@ def test_float32_logits_equal_the_plain_forward(family: str) -> None:
     assert relative(got, forward(config, tensors, TOKENS)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3"])
 def test_bfloat16_logits_are_near(family: str) -> None:
     config = FAMILIES[family]
@@ -52,6 +54,7 @@ def test_bfloat16_logits_are_near(family: str) -> None:
     assert 1e-4 < relative(got, forward(config, tensors, TOKENS)) < 5e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_matters(family: str) -> None:
     """Plants a fault in each tensor of the last layer and the ends in turn; the plain forward disagrees."""

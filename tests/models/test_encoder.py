@@ -80,6 +80,7 @@ def _shapes(config: dict) -> dict[str, tuple[int, ...]]:
 # ------------------------------------------------------------------------------------------- embeddings
 
 
+@pytest.mark.slow
 def test_embeddings_equal_the_reference(encoder: Encoder) -> None:
     with np.load(GOLDENS) as goldens:
         texts, wanted = goldens["texts"].tolist(), goldens["embeddings"]
@@ -90,6 +91,7 @@ def test_embeddings_equal_the_reference(encoder: Encoder) -> None:
     np.testing.assert_allclose(np.linalg.norm(got, axis=1), 1, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_batched_equals_single(encoder: Encoder) -> None:
     texts = [f"The keeper of lamp {i} wrote {'many words ' * (i % 13)}in the ledger." for i in range(40)]
     batched = encoder.encode(texts)
@@ -97,6 +99,7 @@ def test_batched_equals_single(encoder: Encoder) -> None:
         np.testing.assert_allclose(encoder.encode([texts[i]])[0], batched[i], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["a short question", "another one, somewhat longer than the first"]
     usual = encoder.encode(texts)
@@ -104,6 +107,7 @@ def test_padding_changes_nothing(encoder: Encoder, monkeypatch: pytest.MonkeyPat
     np.testing.assert_allclose(encoder.encode(texts), usual, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_padding_beyond_the_positions_changes_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """40 positions and texts that are padded to 64 tokens: beyond its table an embedding is NaN."""
     texts = ["river " * 33, "river " * 38, "a short one"]
@@ -173,6 +177,7 @@ def test_a_text_of_many_blanks_is_read_as_it_is(tiny: Path, text: str) -> None:
         assert encoder.count([text]) == len(wanted.ids)
 
 
+@pytest.mark.slow
 def test_warmup_compiles_the_whole_grid(tiny: Path) -> None:
     encoder, seen = Encoder.load(tiny), []
     encoder.warmup(lambda done, total: seen.append((done, total)))
@@ -212,6 +217,7 @@ def test_identity_tells_weights_apart(tiny: Path) -> None:
     assert Encoder.load(tiny).identity != before
 
 
+@pytest.mark.slow
 def test_every_config_field_matters(tiny: Path) -> None:
     """The fields that no shape tells are read: heads and epsilon change the embedding."""
     before = Encoder.load(tiny).encode(["a question"])

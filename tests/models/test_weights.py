@@ -464,6 +464,7 @@ def logits(decoder: Decoder) -> Array:
     return np.asarray(decoder.logits(jnp.arange(9, dtype=jnp.int32)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_model_from_directory_and_gguf_gives_the_same_logits(tmp_path: Path, family: Family) -> None:
     config = tiny(family, tie=family == "qwen3")

@@ -97,6 +97,7 @@ def test_many_blanks_take_no_time_of_their_own(begin):
     assert not brings_passages(CUTTER, [Message("user", text)])
 
 
+@pytest.mark.slow
 def test_many_short_pieces_are_one_text():
     """In one go: to append piece by piece copies all that stands before, minutes for this."""
     text = "a\n\n" * 500_000

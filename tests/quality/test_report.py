@@ -517,6 +517,7 @@ def measure(engine: Engine, *settings: Setting) -> list[Measurement]:
     return list(gate.measure(engine, QUESTIONS, settings, lambda: None))
 
 
+@pytest.mark.slow
 def test_the_gate_measures_what_is_there(engine: Engine) -> None:
     settings = gate.settings_of({s.name: s for s in (Full(), Prefix(), Naive(), Selective())}, None, (0.2, 0.7))
     assert settings == (PREFIX, NAIVE, *(Setting("selective", ratio) for ratio in (None, 0.2, 0.7)))
@@ -529,6 +530,7 @@ def test_the_gate_measures_what_is_there(engine: Engine) -> None:
     assert all(one.ttft_ms > 0 for one in (prefix, naive, own, low, high))
 
 
+@pytest.mark.slow
 def test_no_setting_of_the_gate_profits_from_what_another_one_kept() -> None:
     """Cache-Craft that recomputes a whole chunk keeps it as a variant that is exact behind this very prompt."""
     at_0, at_15 = Setting("craft", 0.0), Setting("craft", 0.15)
@@ -564,6 +566,7 @@ def test_the_gate_finds_logits_that_are_no_numbers(monkeypatch: pytest.MonkeyPat
             measure(engine, PREFIX)
 
 
+@pytest.mark.slow
 def test_a_wrong_offset_costs_the_budget_even_where_nothing_is_exact(engine: Engine) -> None:
     """As the gate sees methods that are never exact: by what they do to the answers."""
     sound = Measurement.of(NAIVE, *seen(engine))
@@ -582,6 +585,7 @@ def seen(engine: Engine) -> tuple[list[Divergence], list[float], list[float]]:
     return found, [1.0] * 8, [0.0] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [PREFIX, NAIVE], ids=str)
 def test_the_gate_finds_a_stale_page(engine: Engine, setting: Setting) -> None:
     measure(engine, setting)
@@ -633,6 +637,7 @@ def shadowed(**options: Any) -> Contract:
 PROMPTS = tuple(tiny.prompt(seed, chunks=(40, 33, 57)) for seed in range(5))
 
 
+@pytest.mark.slow
 def test_replays_of_sound_requests_change_nothing() -> None:
     with tiny.engine(contract=shadowed(), extra=[Selective()]) as engine:
         found: list[tuple[str, Divergence]] = []
@@ -703,6 +708,7 @@ def test_only_a_fault_concerns_requests_for_a_graph() -> None:
     assert (named.strategy, named.notices) == ("dependency", ())
 
 
+@pytest.mark.slow
 def test_replays_wait_for_others_and_not_without_end() -> None:
     contract = Contract(NAIVE, "float32", shadow_rate=1.0)
     with tiny.engine(contract=contract) as engine:

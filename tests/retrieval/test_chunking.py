@@ -103,6 +103,7 @@ def test_blank_text_has_no_chunks(text: str) -> None:
     assert Chunker(encode).chunks(Document("d", text, "title")) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     ["a" * 100_000, "word " * 60_000, "e" + "\u0301" * 2_000, "👩\u200d👩\u200d👧" * 300, "\n" * 100_000 + "x"],

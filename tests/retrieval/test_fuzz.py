@@ -134,6 +134,7 @@ def graph_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("part", ["names.sqlite", "triples"])
 def test_damaged_graphs(graph_folder: Path, tmp_path: Path, part: str, examples: int) -> None:

@@ -49,6 +49,7 @@ def test_finds_the_nearest(kind: IndexKind) -> None:
     assert recall == 1 if index.exact else recall > 0.9
 
 
+@pytest.mark.slow
 @KINDS
 def test_random_adds_and_removes(kind: IndexKind) -> None:
     rng = np.random.default_rng(3)
@@ -131,6 +132,7 @@ def test_hnsw_finds_all_copies() -> None:
     assert len(set(index.search(_vectors(3)[0], 600)[0].tolist()) - {NONE}) == 600
 
 
+@pytest.mark.slow
 def test_ivf_is_exact_until_it_can_train() -> None:
     vectors = _vectors(TRAIN_AT)
     index = _filled(IndexKind.IVF, vectors[:-1])
@@ -142,6 +144,7 @@ def test_ivf_is_exact_until_it_can_train() -> None:
     assert index._faiss.nlist == 63  # trained again once it had grown fourfold
 
 
+@pytest.mark.slow
 @KINDS
 def test_save_and_load(kind: IndexKind, tmp_path: Path) -> None:
     vectors, queries = _vectors(1200), _vectors(20, seed=1)
@@ -199,6 +202,7 @@ def test_misuse_is_refused() -> None:
         VectorIndex("tree", DIM)
 
 
+@pytest.mark.slow
 @KINDS
 def test_searches_while_writing(kind: IndexKind) -> None:
     """Readers see a whole index at every moment, also while it trains or is rebuilt."""

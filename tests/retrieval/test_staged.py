@@ -40,6 +40,7 @@ def _index(kind: IndexKind, rng: np.random.Generator, n: int, twins: bool, gone:
     return index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(IndexKind))
 @settings(max_examples=25, deadline=None)
 @given(
@@ -84,6 +85,7 @@ def test_equal_scores_go_by_id(seed: int, n: int, k: int, twins: bool) -> None:
     assert found.tolist()[:n] == sorted(by_id, key=lambda i: (-by_id[i], i))[:k]
 
 
+@pytest.mark.slow
 @KINDS
 def test_a_stage_searches_its_share(kind: IndexKind) -> None:
     """The first stage of flat and ivf has seen a part only; hnsw's candidates are fewer."""

@@ -40,6 +40,7 @@ def test_a_document_of_several_bases_is_found_in_the_first_that_may() -> None:
     assert len(found([BasePart(first), BasePart(second)], "honey", 3)) == 3, "what is left out makes room for others"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(IndexKind))
 def test_what_an_earlier_base_does_not_hold_is_found(kind: IndexKind) -> None:
     """The second base has few documents of its own, far from the question."""

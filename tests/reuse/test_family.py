@@ -99,6 +99,7 @@ def attention(config: ModelConfig, q_THD, k_TKD, v_TKD, seen_TT):  # type: ignor
     return jnp.asarray(out_THD, jnp.float32)
 
 
+@pytest.mark.slow
 def test_full_and_prefix_are_the_dense_computation(engine: Engine, decoder: Decoder) -> None:
     prompt = tiny.prompt(1)
     wanted = np.asarray(decoder.logits(jnp.asarray(prompt.tokens)))[-1]
@@ -106,6 +107,7 @@ def test_full_and_prefix_are_the_dense_computation(engine: Engine, decoder: Deco
         np.testing.assert_allclose(logits_of(engine, prompt, strategy), wanted, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_chunks_move_as_their_rotation_says(engine: Engine, decoder: Decoder) -> None:
     """Computed behind the system prompt, read where the prompt has them, in two orders."""
     prompt = tiny.prompt(2)

@@ -32,6 +32,7 @@ def with_history(seed: int, turns: int = 1) -> Prompt:
     return Prompt((base.segments[0], *history, *base.segments[1:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_earlier_turns_are_reused_and_exact(engine: Engine, strategy: str) -> None:
     prompt = with_history(41)

@@ -54,6 +54,7 @@ def spelled(prompt: Prompt) -> Prompt:
     return Prompt(tuple(replace(s, tokens=text(s.tokens)) for s in WRAPPER.dressed(prompt).segments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_packets_read_as_their_embeddings_say(engine: Engine, seed: int) -> None:
     prompt = tiny.prompt(seed)
@@ -144,6 +145,7 @@ def test_a_file_of_packets_is_read_back_and_others_are_refused(tmp_path: Path) -
         Soft(0, 0)
 
 
+@pytest.mark.slow
 def test_embeddings_of_text_stay_as_they_are() -> None:
     decoder = tiny.decoder("bfloat16")
     before = decoder.embed(jnp.arange(tiny.CONFIG.vocab_size))
@@ -154,6 +156,7 @@ def test_embeddings_of_text_stay_as_they_are() -> None:
     np.testing.assert_array_equal(after[-5:], rows)
 
 
+@pytest.mark.slow
 def test_shadow_replay_reads_the_prompt_without_packets() -> None:
     seen: list[float] = []
     contract = Contract(Setting("packet"), "float32", shadow_rate=1.0)

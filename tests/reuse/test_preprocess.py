@@ -273,6 +273,7 @@ class Begun:
         return [prompt.segments[-1].id for prompt in self.prompts if len(prompt.segments) == 2]
 
 
+@pytest.mark.slow
 def test_requests_find_what_a_dense_computation_gives(engine: Engine) -> None:
     """Which chunks stand before each, in which order, is read from the similarity of all pairs."""
     report = preprocess(engine, n=3, progress=False)
@@ -446,6 +447,7 @@ def test_a_lone_chunk_has_nothing_to_be_fused_with() -> None:
             preprocess(engine, "other")
 
 
+@pytest.mark.slow
 def test_attention_is_recorded_after_a_run_that_did_not(tmp_path: Path) -> None:
     """In memory, and on disk after a restart."""
     texts = [f"The keeper {name} climbs the stairs of tower number {i}." for i, name in enumerate("ABCD")]
@@ -492,6 +494,7 @@ def test_a_document_deleted_meanwhile(engine: Engine, monkeypatch: pytest.Monkey
 # ----------------------------------------------------------------------------------- given segments
 
 
+@pytest.mark.slow
 def test_given_segments(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     system, *chunks = segments(11, (20, 30, 17, 41, 25, 33))
     jobs = [Job(system, chunk, tuple(c for c in chunks if c is not chunk)[:i]) for i, chunk in enumerate(chunks)]

@@ -230,6 +230,7 @@ def test_a_strategy_of_two_passes_measures_and_repairs(engine: Engine, ratio: fl
     np.testing.assert_array_equal(logits(engine, prompt, "naive"), naive)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ratio"),
     [
@@ -291,6 +292,7 @@ def test_concurrent_requests_that_share_chunks_are_served_as_alone(engine: Engin
         assert one.tokens == other.tokens and one.cached_tokens == other.cached_tokens
 
 
+@pytest.mark.slow
 def test_bfloat16_exactness_within_tolerance() -> None:
     prompt = tiny.prompt(12)
     with tiny.engine(tiny.runner("bfloat16")) as engine:

@@ -85,6 +85,7 @@ def test_budgets_are_proportional_and_add_up():
 # -------------------------------------------------------------------------------------------------- limits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STITCHED)
 def test_limits_of_the_ratio(name):
     prompt, executor, strategy = tiny.prompt(11), Executor(), KNOWN[name]
@@ -110,6 +111,7 @@ def test_one_chunk_alone_is_full(name):
         assert done.plan.exact_to == "full"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STITCHED)
 def test_two_turns(name):
     prompt, executor, strategy = two_turns(), Executor(), KNOWN[name]
@@ -146,6 +148,7 @@ def test_fused_chunk_alone_is_full_too():
 # ------------------------------------------------------------------------------------------------- methods
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("of", ["key", "value", "both"])
 def test_blend_takes_the_highest_deviation_at_the_second_layer(of: Of, seed: int):
@@ -234,6 +237,7 @@ def test_narrowing_ends_at_the_target():
     assert narrowing(0, 130, 4) == (0, 0, 0, 0) and narrowing(130, 130, 2) == (130, 130)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softmax_over", ["joint", "chunk"])
 @pytest.mark.parametrize("source", ["isolated", "fused"])
 def test_fusion_takes_what_the_question_attends_to_in_the_last_layer(source, softmax_over):

@@ -57,6 +57,7 @@ def measuring(step: Step, what: Measure, request: int) -> Step:
     return replace(step, measure=StepMeasure(what, (1, 3), arrays, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "whats"),
     [

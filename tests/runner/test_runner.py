@@ -158,6 +158,7 @@ def test_widened_products_are_nearer_to_float32(monkeypatch: pytest.MonkeyPatch)
     assert widened < 0.8 * narrow
 
 
+@pytest.mark.slow
 def test_warming_up_runs_every_program_once_and_leaves_kv_alone() -> None:
     grid = Grid(rows=((4, 1), (24, 8)), entries=(16,), logits=(4,))
     made = make_runner(replace(CONFIG, num_layers=1), "bfloat16", grid=grid)

@@ -68,6 +68,7 @@ def logits_of(runner: Runner, step: Step, count: int) -> np.ndarray:
     return runner.logits(runner.step(step), rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("members", [(0, 1), (1, 3), (0, 1, 2, 3)])
 def test_rows_that_share_get_the_logits_they_have_alone(runner: Runner, members: tuple[int, ...]) -> None:
     prompts, rows = requests(runner, 4)
@@ -77,6 +78,7 @@ def test_rows_that_share_get_the_logits_they_have_alone(runner: Runner, members:
         assert_near(got, dense(prompt)[-1])
 
 
+@pytest.mark.slow
 def test_beside_prefill(runner: Runner) -> None:
     prompts, rows = requests(runner, 3)
     other = tokens_of(30, 7)
@@ -104,6 +106,7 @@ def test_without_the_shared_keys_logits_are_others(runner: Runner) -> None:
     assert np.abs(logits_of(runner, lost, 2)[0] - dense(prompts[0])[-1]).max() > 0.01
 
 
+@pytest.mark.slow
 def test_on_the_gpu_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton kernel, interpreted, serves blocks of places as it serves blocks of prefill."""
     interpreted = attention.Backend(partial(attention_triton.attend, interpret=True), lambda *_: None)

@@ -122,6 +122,7 @@ def crossed(patterns: int) -> str:
     return lark({"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(patterns)]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grammar", [chained(30_000), doubled(24), crossed(26)], ids=["chained", "doubled", "crossed"])
 def test_a_schema_that_takes_too_much_is_refused(grammar: str) -> None:
     with pytest.raises(RequestError, match="nest less, and use fewer references and patterns") as refused:

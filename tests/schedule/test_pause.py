@@ -323,6 +323,7 @@ def test_what_a_resumed_request_keeps_is_what_it_computed():
         assert bench.device.position[slots].tolist() == [*range(node.start, node.end)]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_everyone_ends_whatever_the_pool(seed):

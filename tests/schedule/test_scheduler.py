@@ -75,6 +75,7 @@ def test_entries_say_what_spans_say(case):
         assert getattr(table, name).shape == (len(table), page_size)[: 1 + name.endswith("SC")]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(tables, st.integers(0, 14), st.integers(0, 99))
 def test_values_are_summed_by_order(case, size, seed):

@@ -150,6 +150,7 @@ def drip(connection: socket.socket, part: bytes, timed: Timed | None = None) -> 
     return answers[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("begin", "part", "status"),
     [

@@ -199,6 +199,7 @@ def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         parse_options([])
 
 
+@pytest.mark.slow
 def test_folders_of_state_are_made_for_the_servers_user_alone(tmp_path: Path) -> None:
     """What was there keeps its mode: the operator may share it."""
     shared = tmp_path / "shared"

@@ -59,6 +59,7 @@ def test_documents_in_number() -> None:
     assert_linear(cost, 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["Some words of a sentence. ", "x", "\n\n", "word\n"], ids=repr)
 def test_length_of_a_document(text: str) -> None:
     chunker = Chunker(encode)

@@ -125,6 +125,7 @@ def test_a_list_goes_on_behind_a_file_that_does_not_pass_its_filter_any_more(
     assert page["data"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["asc", "desc"])
 def test_the_files_of_an_own_store_have_pages(shared: Served, order: str) -> None:
     path, ids = "/v1/vector_stores/demo/files", [f"isle/{n}" for n in range(4)]

@@ -34,6 +34,7 @@ def named() -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "headers",
     [
@@ -102,6 +103,7 @@ def test_a_key_stands_in_for_all_of_it() -> None:
         assert served.get("/metrics", headers=headers).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "host", ["rebound.example", "rebound.example:8000", "127.0.0.1.nip.example", "[::2]:1", "x:y:z"]
 )
@@ -152,6 +154,7 @@ def test_a_host_is_a_name_alone(name: str) -> None:
         parse_options([f"--allow-host={name}"])
 
 
+@pytest.mark.slow
 def test_the_command_goes_by_its_own_names() -> None:
     process = program("--model", "fake", "--knowledge", "none", "--port", "0", "--allow-host", "app.example")
     try:

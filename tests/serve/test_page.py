@@ -46,6 +46,7 @@ def test_other_unknown_addresses_stay_errors(shared: Served) -> None:
     assert shared.get("/index.html").status_code == 404
 
 
+@pytest.mark.slow
 def test_the_first_load_is_small(shared: Served) -> None:
     size = 0
     for path, file in FILES.items():

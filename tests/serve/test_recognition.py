@@ -43,6 +43,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
         engine.audit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", [stuff_chain, stuff_prompt])
 def test_from_the_second_request_on_passages_are_warm_in_any_order(served: Served, chain: Chain) -> None:
     client = served.client(timeout=120)

@@ -150,6 +150,7 @@ def test_unknown_field_at_each_level(strict: Served, path: str, param: str) -> N
     assert error["param"] == param and error["code"] == "unknown_parameter" and param in error["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "value", "param"),
     [

@@ -125,6 +125,7 @@ def kill_writers(directory: Path, seed: int, kills: int) -> int:
     return drafts
 
 
+@pytest.mark.slow
 def test_killed_writers_leave_whole_entries(tmp_path: Path) -> None:
     kill_writers(tmp_path, seed=1, kills=10)
 
@@ -134,6 +135,7 @@ def test_killed_writers_leave_whole_entries_however_often(tmp_path: Path) -> Non
     assert kill_writers(tmp_path, seed=2, kills=100) > 10, "most kills should hit a writer at work"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["written", "entered", "renamed", "evicted"])
 def test_a_writer_killed_between_two_steps_leaves_nothing_behind(tmp_path: Path, moment: str) -> None:
     """The moments that chance seldom finds."""

@@ -40,6 +40,7 @@ def old(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return shutil.copytree(HOME / request.param, tmp_path / request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", ["kept", "lost"])
 def test_a_prompt_is_answered_from_old_entries(old: Path, folder: Path, cold: list[Answer], index: str) -> None:
     (home,) = old.iterdir()
@@ -55,6 +56,7 @@ def test_a_prompt_is_answered_from_old_entries(old: Path, folder: Path, cold: li
         assert np.abs(answer.logits - expected.logits).max() < tolerance
 
 
+@pytest.mark.slow
 def test_old_entries_are_what_is_written_today(old: Path, folder: Path, tmp_path: Path) -> None:
     ask(folder, tmp_path / "new", old.name)
     with open_store(old) as before, open_store(tmp_path / "new") as today:

@@ -169,6 +169,7 @@ print("agree on", jax.device_count(), "devices")
 """
 
 
+@pytest.mark.slow
 def test_heads_rows_and_stored_weights_are_shared_out() -> None:
     assert_agreement(PROGRAM + CHEAP, devices=8)
 

@@ -95,6 +95,7 @@ def test_the_loss_is_the_divergence_of_packets_from_the_text() -> None:
     assert (same_N[live] == (teacher.argmax(1) == student.argmax(1))).all() and kl_N[live].min() > 1e-3
 
 
+@pytest.mark.slow
 def test_soft_tokens_alone_have_a_gradient() -> None:
     (microbatch,) = ROWS.pack([CODER.example(READING)])
     weights = weights_of(SMALL)

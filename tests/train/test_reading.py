@@ -80,6 +80,7 @@ MODEL = Model(SMALL, one_device(), jnp.dtype("float32"), LORA, distil=True)
 ROTATION = rotation_table(SMALL, 512)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", [False, True])
 def test_the_loss_is_the_divergence_from_full_attention(plain: bool) -> None:
     """Of two samples packed into one row: the dense float64 forward of both models, each with its own mask."""
@@ -125,6 +126,7 @@ def test_the_oracle_takes_merged_weights_apart_as_they_were() -> None:
         np.testing.assert_array_equal(x, tensors_of(SMALL)[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_one_passage_and_plain_samples_teach_nothing_before_training() -> None:
     alone = replace(READING, passages=READING.passages[:1])
     fresh = LORA.init(weights_of(SMALL)["layers"], 0)
@@ -134,6 +136,7 @@ def test_one_passage_and_plain_samples_teach_nothing_before_training() -> None:
         np.testing.assert_allclose(np.asarray(kl_N), 0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_teacher_has_no_gradient() -> None:
     """The slope along a direction of the adapters, by differences of the loss itself."""
     (microbatch,) = ROWS.pack([CODER.example(READING)])

@@ -27,6 +27,7 @@ TURNS = (Message("user", "Hello."), Message("assistant", "Yes?"))
 FEW = replace(READING, also=())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packets", [False, True])
 @pytest.mark.parametrize(
     "sample",

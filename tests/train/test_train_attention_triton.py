@@ -40,7 +40,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", few(SHAPES, ["d64-g3", "d64-g2-two-parts", "d64-g4-bfloat16"]))
+@pytest.mark.parametrize("name", few(SHAPES, ["d64-g3", "d64-g2-two-parts", "d64-g4-bfloat16"], ["d64-g3"]))
 def test_interpreted_gradients_equal_the_oracle(name: str) -> None:
     shape = SHAPES[name]
 

@@ -374,6 +374,7 @@ def test_pairs_are_counted_as_the_mask_has_them() -> None:
     assert pairs_of(made) == seen.sum() < len(made) * (len(made) + 1) // 2
 
 
+@pytest.mark.slow
 @given(samples=st.integers(1, 50), batch=st.integers(1, 9), plain=st.floats(0, 0.9), pool=st.integers(1, 20))
 def test_every_sample_comes_once_an_epoch(samples: int, batch: int, plain: float, pool: int) -> None:
     order = Order(samples, batch, 2, plain, pool, seed=5)

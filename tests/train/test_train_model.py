@@ -23,6 +23,7 @@ from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, rotation_table
 from ragjax.models.trained import LORA_FORMAT, Adapter
 from ragjax.prompting.chat import GRAPH_INSTRUCTION
+from tests.support.matrix import with_smoke
 from tests.support.oracle import Float
 from tests.support.plain import tensors_of
 from tests.support.tiny import CONFIG, byte_tokenizer
@@ -109,8 +110,9 @@ ROTATION = rotation_table(SMALL, 512)
 ARMS = [("dependency", "path"), ("dependency", "preorder"), ("self", "path")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SMALL, QWEN], ids=["llama", "qwen3"])
-@pytest.mark.parametrize(("attention", "positions"), ARMS)
+@pytest.mark.parametrize(("attention", "positions"), with_smoke(ARMS, ARMS[0]))
 def test_losses_equal_the_dense_forward(config: ModelConfig, attention: str, positions: str) -> None:
     """Of three samples packed into one row."""
     coder = Coder.of(byte_tokenizer(), attention, positions)  # type: ignore[arg-type]
@@ -136,6 +138,7 @@ def zeros(tree: Tree) -> tuple[Tree, jax.Array]:
     return jax.tree.map(jnp.zeros_like, tree), jnp.zeros(2)
 
 
+@pytest.mark.slow
 def test_gradient_equals_the_dense_slope() -> None:
     """Along a random direction of all weights at once, by central differences in float64."""
     coder = Coder.of(byte_tokenizer())
@@ -157,6 +160,7 @@ def test_gradient_equals_the_dense_slope() -> None:
     assert float(counts[0]) == pytest.approx(total(0.0), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_microbatches_add_up() -> None:
     coder = Coder.of(byte_tokenizer())
     examples = [coder.example(sample) for sample in SAMPLES]
@@ -172,6 +176,7 @@ def test_gradients_of_microbatches_add_up() -> None:
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_what_is_computed_anew_changes_nothing(remat: str) -> None:
     (microbatch,) = ROWS.pack([Coder.of(byte_tokenizer()).example(SAMPLES[1])])
@@ -195,6 +200,7 @@ def test_only_answers_are_learned() -> None:
         np.testing.assert_array_equal(example.token[first + 1 :], example.target[first:-1])
 
 
+@pytest.mark.slow
 def test_no_other_token_has_a_gradient() -> None:
     """With an output head of its own: its gradient is that of the rows that answer, and of no other."""
     (microbatch,) = ROWS.pack([Coder.of(byte_tokenizer()).example(SAMPLES[2])])

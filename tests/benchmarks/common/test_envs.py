@@ -26,6 +26,7 @@ serve({{"double": double, "leave": leave}})
 """
 
 
+@pytest.mark.slow
 def test_worker_answers_and_reports_errors() -> None:
     with envs.Worker([sys.executable, "-c", ECHO]) as worker:
         assert worker.ask({"op": "double", "value": 21}) == {"value": 42}

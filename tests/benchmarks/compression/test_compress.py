@@ -30,6 +30,7 @@ def laboratory() -> Laboratory:
     return Laboratory(tiny.decoder(), 128, 4)
 
 
+@pytest.mark.slow
 def test_logits_over_everything_are_the_models(laboratory: Laboratory) -> None:
     prefill = laboratory.prefill(TOKENS)
     want = np.asarray(tiny.decoder().logits(jnp.asarray(np.concatenate([TOKENS, SAID]).astype(np.int32))))
@@ -43,6 +44,7 @@ def test_attention_that_tokens_receive_sums_to_the_rows(laboratory: Laboratory) 
     np.testing.assert_allclose(np.asarray(prefill.mass_LNK).sum(1), len(TOKENS), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", compress.METHODS)
 def test_budgets_hold_and_the_last_tokens_stay(laboratory: Laboratory, method: str) -> None:
     prefill = laboratory.prefill(TOKENS)

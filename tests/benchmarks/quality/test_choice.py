@@ -114,6 +114,7 @@ def test_judging_normalises_by_length() -> None:
         choice.token_scores(np.full((1, 3), np.nan, np.float32), np.zeros(1, np.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [FULL, Setting("naive"), Setting("epic", 0.3), Setting("fusion", 0.3, 2)])
 def test_options_are_scored_behind_one_prefill_as_behind_one_each(boats: QuestionSet, setting: Setting) -> None:
     """The held prompt gives each option what a request of its own gives, and the answer stays what it was."""

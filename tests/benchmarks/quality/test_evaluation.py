@@ -53,6 +53,7 @@ def test_questions_too_long_for_the_context_are_left_out(boats: QuestionSet) -> 
         assert [q.id for q in work.questions] == [question.id] and work.left_out == 1
 
 
+@pytest.mark.slow
 def test_samples_of_the_limits(boats: QuestionSet) -> None:
     """Full is itself; naive reuses everything; a ratio of one is full again; probes see what was recomputed."""
     fusion = Setting("fusion", 0.3, 2)
@@ -88,6 +89,7 @@ def test_fused_chunks_are_used_and_neighbours_count(boats: QuestionSet) -> None:
     assert not any(behind[0]) and all(behind[1]) and not set(behind[1]) & set(behind[2])
 
 
+@pytest.mark.slow
 def test_no_setting_profits_from_another(boats: QuestionSet) -> None:
     """What a measured request leaves behind is its tenant's own: the order of settings changes nothing."""
     settings = [Setting("prefix"), Setting("set-cache"), NAIVE, Setting("craft", 0.3), Setting("craft", 0.1)]
@@ -124,6 +126,7 @@ def test_keys_are_compared_at_equal_rotation() -> None:
     assert min(keys) > 0.1 and values == pytest.approx([0.5, 0.5])
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_and_repeats_no_sample(boats: QuestionSet) -> None:
     main, sweep = [FULL, NAIVE, Setting("random", 0.15)], [Setting("random", 0.5)]
     calls: list[str] = []

@@ -5,11 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from ragjax.engine import Engine
 
 HERE = Path(__file__).parent
 GPU = os.environ.get("RAGJAX_TEST_GPU") == "1"
@@ -86,6 +91,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quickly))  # for processes that the test starts
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_disable_most_optimizations", quickly)
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """The engine in miniature, with the options of the mark `engine`; at the end its books are clean."""
+    from tests.support import tiny
+
+    mark = request.node.get_closest_marker("engine")
+    with tiny.engine(**(mark.kwargs if mark else {})) as made:
+        yield made
+        made.audit()
 
 
 @pytest.fixture(scope="session")

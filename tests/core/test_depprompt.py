@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -312,13 +312,6 @@ def test_scattered_branches_that_stand_twice_are_read_through_entries_of_their_o
 
 
 # ------------------------------------------------------------------------------------------------ engine
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    with tiny.engine() as made:
-        yield made
-        made.audit()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

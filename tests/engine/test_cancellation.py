@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from ragjax.core import Document, Graph, Message, Rag, Request
 from ragjax.core.cancellation import Cancellation
 from ragjax.engine import Engine
-from tests.support import tiny
 
 WORDS = "some words of a long passage "
 ASKED = (Message("user", "Which?"),)
@@ -27,12 +25,6 @@ REQUESTS = {
         ASKED, rag=Rag(graph=Graph(relation_paths=tuple(("a", f"r{i}", "b") for i in range(20))))
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with tiny.engine() as made:
-        yield made
 
 
 class Gate:

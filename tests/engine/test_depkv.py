@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -34,11 +33,7 @@ PROMPT = DepPrompt(
 )
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    with tiny.engine(lookup=0) as made:
-        yield made
-        made.audit()
+pytestmark = pytest.mark.engine(lookup=0)
 
 
 @pytest.mark.parametrize("positions", ["path", "preorder"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,10 +31,7 @@ TOOL = Tool("weather", "Tells the weather.", json.dumps(SCHEMA))
 SMALL = Tool("now", "", '{"type": "object", "properties": {}, "additionalProperties": false}')
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with tiny.engine(lookup=4) as made:
-        yield made
+pytestmark = pytest.mark.engine(lookup=4)
 
 
 def fits(value: Any) -> bool:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from ragjax.cache import inventory as look
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Document, Inventory
 from ragjax.engine import Engine
-from tests.support import tiny
 
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    """Sixteen pages on the device, and as many in host memory."""
-    with tiny.engine(pages=16, host_bytes=2**17, policy="lru") as engine:
-        yield engine
+pytestmark = pytest.mark.engine(pages=16, host_bytes=2**17, policy="lru")
 
 
 def ask(engine: Engine, name: str, tenant: str = "") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,7 @@ def stuffed(order: tuple[int, ...], shape: str = "stuff", system: str = "") -> t
     return (*opening, Message("user", PROMPTS[shape]([DOCUMENTS[i] for i in order])))
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    with tiny.engine(recognise=True) as made:
-        yield made
-        made.audit()
+pytestmark = pytest.mark.engine(recognise=True)
 
 
 @pytest.mark.slow

@@ -19,13 +19,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    with tiny.engine() as made:
-        yield made
-        made.audit()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 def test_log_probabilities_are_the_model_s(engine: Engine, options: dict[str, Any]) -> None:

@@ -21,13 +21,6 @@ from tests.support.pace import Hold, until
 FORCED = np.array([5, 17, 200, 3, 90], np.int32)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    with tiny.engine() as made:
-        yield made
-        made.audit()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full", "prefix"])
 @pytest.mark.parametrize("max_tokens", [1, 4, 9])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -507,10 +507,7 @@ def exchange(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     monkeypatch.setattr(matcher, "_match", wrong)
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    with tiny.engine(extra=[Selective()]) as made:
-        yield made
+pytestmark = pytest.mark.engine(extra=[Selective()])
 
 
 def measure(engine: Engine, *settings: Setting) -> list[Measurement]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -18,11 +17,7 @@ from ragjax.reuse.naive import Naive
 from tests.support import tiny
 from train.lora import Lora
 
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with tiny.engine(extra=[Naive("block")]) as made:
-        yield made
+pytestmark = pytest.mark.engine(extra=[Naive("block")])
 
 
 def test_answers_over_several_chunks_are_exact_to_block_attention(engine: Engine) -> None:

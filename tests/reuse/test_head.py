@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -15,13 +14,6 @@ from tests.support.dense import dense, dense_naive
 
 TOLERANCE = 2e-4
 STRATEGIES = ("naive", "fusion", "ragjax", "blend", "blend-gradual", "craft", "epic", "h2o")
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    with tiny.engine() as made:
-        yield made
-        made.audit()
 
 
 def with_history(seed: int, turns: int = 1) -> Prompt:

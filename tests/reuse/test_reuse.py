@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -75,11 +74,7 @@ class Repair(Strategy):
         return
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    with tiny.engine(extra=[Repair()]) as made:
-        yield made
-        made.audit()
+pytestmark = pytest.mark.engine(extra=[Repair()])
 
 
 def logits(engine: Engine, prompt: Prompt, strategy: str) -> NDArray[np.float32]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +23,6 @@ from tests.support.fakes import WordEncoder
 from tests.support.files import write_lines
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    with tiny.engine() as made:
-        yield made
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from ragjax.engine import Engine
 from ragjax.models.trained import PACKET_FORMAT, PacketFile
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Setting, divergence
-from ragjax.reuse.packet import PacketFile as Packed
+from ragjax.reuse.packet import Packet
 from ragjax.runner.runner import Runner
 from ragjax.schedule import decoding
 from tests.support import tiny
@@ -41,7 +41,7 @@ def engine() -> Iterator[Engine]:
     rows = np.asarray(decoder.embedding[...], np.float32)[list(LIKE.values())]
     PacketFile(rows[:2], rows[2:], {}).apply(decoder)
     runner = Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
-    with tiny.engine(runner, extra=[Packed(WRAPPER)]) as made:
+    with tiny.engine(runner, extra=[Packet(WRAPPER)]) as made:
         yield made
 
 
@@ -171,7 +171,7 @@ def test_shadow_replay_reads_the_prompt_without_packets() -> None:
     PacketFile(SOFT, np.repeat(SOFT[:1], 3, 0), {}).apply(decoder)
     runner = Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
     prompt = tiny.prompt(3)
-    with tiny.engine(runner, extra=[Packed(WRAPPER)], contract=contract, strategy="packet") as made:
+    with tiny.engine(runner, extra=[Packet(WRAPPER)], contract=contract, strategy="packet") as made:
         answer = made.answer_prompt(prompt, strategy="packet", max_tokens=6)
         wait_for(lambda: len(seen) == 1)
         said = np.array([*answer.tokens, 0][:6], np.int32)
@@ -194,6 +194,6 @@ def test_proposed_tokens_are_those_of_the_text(monkeypatch: pytest.MonkeyPatch) 
     decoder = tiny.decoder()
     PacketFile(SOFT, np.repeat(SOFT[:1], 3, 0), {}).apply(decoder)
     runner = Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
-    with tiny.engine(runner, extra=[Packed(WRAPPER)], lookup=4) as made:
+    with tiny.engine(runner, extra=[Packet(WRAPPER)], lookup=4) as made:
         made.answer_prompt(tiny.prompt(4), strategy="packet", max_tokens=4)
     assert seen and all(tokens.max() < tiny.CONFIG.vocab_size for tokens in seen)

@@ -12,7 +12,7 @@ from ragjax.core import Message, Wrapper
 from ragjax.models.decoder import Decoder
 from ragjax.models.trained import PacketFile
 from ragjax.prompting.chat import chat_prompt
-from ragjax.reuse.packet import PacketFile as Packed
+from ragjax.reuse.packet import Packet
 from ragjax.runner.runner import Runner
 from tests.support import tiny
 from tests.support.plain import tensors_of
@@ -46,7 +46,7 @@ def test_the_engine_says_what_the_arrangement_of_training_says(sample: Sample, p
     decoder = Decoder.from_tensors(tiny.CONFIG, tensors_of(tiny.CONFIG), jnp.dtype("float32"))
     PacketFile(SOFT_SE[:2], SOFT_SE[2:], {}).apply(decoder)
     runner = Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
-    with tiny.engine(runner, extra=[Packed(WRAPPER)]) as engine:
+    with tiny.engine(runner, extra=[Packet(WRAPPER)]) as engine:
         for _ in range(2):  # cold, and then from the cache
             answer = engine.answer_prompt(
                 prompt, strategy="packet" if packets else "naive", continuation=target, max_tokens=1

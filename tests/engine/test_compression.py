@@ -15,7 +15,7 @@ from ragjax.engine import Engine, prepare
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Setting
 from tests.support import tiny
-from tests.support.compressed import SAID, distinct, expected, setting
+from tests.support.eviction import SAID, distinct, expected, setting
 from tests.support.matrix import few
 from tests.support.pace import until
 

@@ -14,7 +14,7 @@ from ragjax.core.layout import Layout
 from ragjax.engine import Engine
 from ragjax.runner.runner import Runner
 from tests.support import tiny
-from tests.support.compressed import SAID, budgets, dense, distinct, expected, setting
+from tests.support.eviction import SAID, budgets, dense, distinct, expected, setting
 from tests.support.pace import Hold
 
 CONFIG = replace(tiny.CONFIG, num_layers=9)  # three stages of three layers

@@ -121,6 +121,7 @@ def _same(a: Answer, b: Answer) -> bool:
 # ------------------------------------------------------------------------------------------------- answers
 
 
+@pytest.mark.slow
 @KINDS
 def test_answers_are_those_without_speculation(kind: index.IndexKind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "TRAIN_AT", 40)
@@ -148,6 +149,7 @@ def test_answers_are_those_without_speculation(kind: index.IndexKind, monkeypatc
     assert all(_same(a, b) for a, b in zip(plain, guessed, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(strategies().keys() - {"dependency", "dependency-preorder"}))
 def test_every_strategy_answers_as_without(
     name: str, scripted: Callable[..., Script], monkeypatch: pytest.MonkeyPatch

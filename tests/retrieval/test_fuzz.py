@@ -19,9 +19,8 @@ from ragjax.retrieval.library import FOLDER, Library
 from ragjax.retrieval.triple_files import read_triples
 from ragjax.retrieval.triples import Alias, Triple
 from tests.support.fakes import WordEncoder
-from tests.support.islands import ISLANDS, open_base
 from tests.support.mutation import EXAMPLES, Spoil, altered, damaged, spoiled, spoils, tried
-from tests.support.shelf import Shelf, open_library
+from tests.support.shelf import ISLANDS, Shelf, open_base, open_library
 
 PAGE = b"""<html><head><meta charset="utf-8"><title>A Map</title><style>p {}</style></head><body><!-- x --><h1>Map</h1>
 <p class="a">Here be <b>seals</b> &amp; gulls.<br>x</p><ul><li>one<li>two</ul><pre> a

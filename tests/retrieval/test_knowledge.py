@@ -21,7 +21,7 @@ from ragjax.retrieval.document import load
 from ragjax.retrieval.index import TRAIN_AT, Ids, IndexKind, VectorIndex, Vectors
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
 from tests.support.fakes import WordEncoder
-from tests.support.islands import ISLANDS, encode_bytes, open_base
+from tests.support.shelf import ISLANDS, encode_bytes, open_base
 
 KINDS = pytest.mark.parametrize("kind", list(IndexKind))
 
@@ -421,7 +421,7 @@ def _run_and_die(directory: Path, kind: IndexKind, line: str, die_in: str) -> No
         from ragjax.retrieval.knowledge import KnowledgeBase
         from pathlib import Path
         from ragjax.core import Document
-        from tests.support.islands import ISLANDS, open_base
+        from tests.support.shelf import ISLANDS, open_base
         base = open_base(Path({str(directory)!r}), index_kind={str(kind)!r})
         if {die_in!r}:
             owner = KnowledgeBase if "." in {die_in!r} else chunk_store

@@ -13,7 +13,7 @@ from ragjax.core import Document, RequestError
 from ragjax.retrieval import index as module
 from ragjax.retrieval.index import NONE, IndexKind, VectorIndex
 from ragjax.retrieval.knowledge import SearchStage
-from tests.support.islands import ISLANDS, open_base
+from tests.support.shelf import ISLANDS, open_base
 
 DIM = 8
 KINDS = pytest.mark.parametrize("kind", list(IndexKind))

@@ -7,7 +7,7 @@ import pytest
 from ragjax.core import Document, RequestError
 from ragjax.retrieval.index import TRAIN_AT, IndexKind
 from ragjax.retrieval.knowledge import BasePart, search_parts
-from tests.support.islands import ISLANDS, open_base
+from tests.support.shelf import ISLANDS, open_base
 
 
 def found(parts: list[BasePart], question: str, k: int, min_score: float | None = None) -> list[tuple[str, int]]:

@@ -9,7 +9,7 @@ from ragjax.core import RequestError
 from ragjax.retrieval.files import QUOTA
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.library import Library
-from tests.support.islands import ISLANDS, open_base
+from tests.support.shelf import ISLANDS, open_base
 
 
 class Shelf:

@@ -113,7 +113,7 @@ class Simulator:
     def _arrival(self, at: int) -> Arrival:
         nodes = self._work.requests[at].nodes
         ends: dict[Hashable, int] = {n: self._ends[n] for n in nodes}
-        return Arrival(self._work.totals[at], ends, partial(self._look, nodes), number=at)
+        return Arrival(total=self._work.totals[at], path=ends, look=partial(self._look, nodes), number=at)
 
     def _look(self, nodes: tuple[int, ...]) -> Look:
         kept: dict[bytes, int] = {}

@@ -97,7 +97,7 @@ class Engine:
             parts.runner,
             parts.cache,
             parts.contract,
-            replays.of,
+            replays,
             max_queue=options.max_queue,
             max_running=options.max_running,
             request_timeout=options.request_timeout,
@@ -111,6 +111,8 @@ class Engine:
         for part in (parts.recorder, parts.disk, parts.shared, parts.transfer):  # the last one is closed first
             if part is not None:
                 self._opened.callback(part.close)
+        if parts.transfer is not None:
+            parts.transfer.notify = self._loop.wake
         if parts.shared is not None:
             parts.shared.listen(self._loop.wake)
         self._odds = Odds()
@@ -482,7 +484,7 @@ class Engine:
 
         def keep(plan: Plan, allocation: Allocation) -> None:
             if (earlier := loop.kept.get(allocation.label)) is not None:  # of a run that failed after this
-                loop.drop(earlier, "the prompt was computed again")
+                loop.kept.drop(earlier, "the prompt was computed again")
             release = partial(_release, loop)
             found.append(DepKV(dressed, strategy, tenant, plan, allocation, allocation.label, release))
             loop.kept[allocation.label] = found[-1]
@@ -591,9 +593,9 @@ def _release(loop: Loop, kv: DepKV) -> None:
     def give_back() -> None:
         if kv.closed:
             return
-        if any(isinstance(t.strategy, Resumed) and t.strategy.kv is kv for t in loop.states()):
+        if any(isinstance(t.strategy, Resumed) and t.strategy.kv is kv for t in loop.requests.live):
             raise RequestError("the KV is in use: close it when what is generated from it is done", param="kv")
-        loop.drop(kv, "the KV was closed")
+        loop.kept.drop(kv, "the KV was closed")
 
     with suppress(ClosedError):  # all was given back when the engine was closed
         loop.call(give_back)

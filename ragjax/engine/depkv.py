@@ -17,6 +17,7 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.outlook import Outlook
 from ragjax.core import Measure, Pass, Plan, Prefill, Prompt, RequestError, SegmentReport, Span, Timings
 from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, report
+from ragjax.schedule.requests import Requests
 
 
 @dataclass(eq=False)
@@ -57,6 +58,24 @@ class DepKV:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class KeptKV(dict[str, DepKV]):
+    """KV that outlives its request, by label; changed in the engine's thread alone."""
+
+    def __init__(self, requests: Requests):
+        self._requests = requests
+
+    def drop(self, kv: DepKV, reason: str) -> None:
+        """Give one back. reason: what its owner is told."""
+        del self[kv.label]
+        kv.closed = reason
+        kv.allocation.close()
+        self._requests.blocked = False
+
+    def drop_all(self, reason: str) -> None:
+        for kv in list(self.values()):
+            self.drop(kv, reason)
 
 
 class Keeping(Strategy):

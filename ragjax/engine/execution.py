@@ -6,6 +6,7 @@ Then the step lands: its tokens are waited for, and become the rows of the next 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,18 +15,24 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import Answer, Chosen, Draw, Measure, Results
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.core import Chosen, DeviceFullError, Draw, Measure, Results
 from ragjax.engine.answer import make_answer
-from ragjax.engine.counters import Counters
-from ragjax.engine.fault import Faults, note_progress
+from ragjax.engine.depkv import KeptKV
 from ragjax.quality.contract import Contract
 from ragjax.runner.runner import Runner, StepResult
 from ragjax.runner.sampling import Logits, Sampled
 from ragjax.schedule import decoding
 from ragjax.schedule.batch import Batch
+from ragjax.schedule.requests import Requests, age
 from ragjax.schedule.rows import PendingCompaction, PendingMove
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
+
+_log = logging.getLogger(__name__)
+
+TICK = 0.005
+"""Seconds between two looks at loads that were given up and have not ended yet."""
 
 
 @dataclass(frozen=True)
@@ -43,32 +50,24 @@ class Flight:
 class Execution:
     """Carries out moves and steps, and has requests go on with what came back.
 
-    recover: the device's memory is lost. fail: end a request with an error. answer: a request has its answer.
-    freed: a request gave pages back that others may have.
+    A fault of a step hits its members alone; after the loss of the device's memory all running requests start again.
     """
 
     def __init__(
         self,
+        requests: Requests,
         runner: Runner,
+        cache: KnowledgeCache,
         scheduler: Scheduler,
         contract: Contract,
-        counters: Counters,
-        faults: Faults,
-        *,
-        recover: Callable[[Exception], None],
-        fail: Callable[[RequestState, Exception], None],
-        answer: Callable[[RequestState, Answer], None],
-        freed: Callable[[], None],
+        kept: KeptKV,
     ):
+        self._requests = requests
         self._runner = runner
+        self._cache = cache
         self._scheduler = scheduler
         self._contract = contract
-        self._counters = counters
-        self._faults = faults
-        self._recover = recover
-        self._fail = fail
-        self._answer = answer
-        self._freed = freed
+        self._kept = kept
         self._flight: Flight | None = None
         self._untold: list[RequestState] = []  # those with tokens whose text is not made yet
         self._first: list[RequestState] = []  # those whose first token is to be chosen
@@ -141,10 +140,10 @@ class Execution:
             self._failed(batch.states, error)
             return True
         elapsed = time.perf_counter() - flight.began
-        self._counters.steps += 1
-        note_progress(batch.states)
+        self._requests.counters.steps += 1
         self._scheduler.preload.note(batch, elapsed)
         for state in batch.states:
+            state.times.progress = flight.began + elapsed
             state.times.stop_waiting(flight.began)  # for a stage; if it waits for the next one, that is noted later
             state.times.compute_ms += elapsed * 1e3
         for state in batch.deliver(logits, measured, flight.outcome.residual, chosen):
@@ -183,23 +182,69 @@ class Execution:
             if not state.ended:
                 self._guarded(state, self._tell)
 
+    def recover(self, error: Exception) -> None:
+        """Make the device's memory anew, which was lost, and start all running requests again.
+
+        Those before their first token are computed again; others continue after the tokens that went out, with what
+        host memory and disk hold (RAGCache, section 6: fault tolerance).
+        """
+        requests = self._requests
+        requests.counters.device_losses += 1
+        _log.error("the device's memory was lost; running requests start again", exc_info=error)
+        # each is put in front of the line: the oldest last
+        for state in sorted(requests.running, key=lambda state: state.times.admitted, reverse=True):
+            requests.retry(state, "the device's memory was lost; the request was computed again", error)
+        self._kept.drop_all("the KV was lost with the device's memory: compute it again")
+        self._runner.reset()
+        self._cache.give_up()
+        while self._cache.loading:
+            self._cache.poll()
+            time.sleep(TICK)
+        self._cache.lose_device()
+
     def _failed(self, states: Sequence[RequestState], error: Exception) -> bool:
         """A step of some requests failed; whether the device's memory is lost."""
         error = self._runner.explained(error)
         if self._runner.lost:
-            self._faults.memory_lost(states, error)
-            self._recover(error)
+            self._note_full(states, error)
+            self.recover(error)
             return True
         if states:
-            self._faults.step_failed(states, error)
+            self._step_failed(states, error)
         return False
+
+    def _step_failed(self, states: Sequence[RequestState], error: Exception) -> None:
+        """Start the members of a failed step again, each in steps of its own; the pool is intact.
+
+        So the one at fault shows: it fails alone, with its error, and the others go on.
+        """
+        self._requests.counters.step_failures += 1
+        _log.error("a step of %d requests failed", len(states), exc_info=error)
+        for state in sorted(states, key=age, reverse=True):  # put back in front of the line, the oldest last
+            if state.suspect and len(states) == 1:
+                self._requests.fail(state, error)
+                continue
+            state.suspect = True
+            self._requests.retry(state, "a step failed; the request was computed again", error)
+
+    def _note_full(self, states: Sequence[RequestState], error: Exception) -> None:
+        """Have the members of a step that found the device full run in steps of their own.
+
+        One that fails so again ends: it would take the pool from all others each time.
+        """
+        if not isinstance(error, DeviceFullError):
+            return
+        for state in states:
+            if state.suspect and len(states) == 1:
+                self._requests.fail(state, error)
+            state.suspect = True
 
     def _guarded(self, state: RequestState, work: Callable[[RequestState], object]) -> None:
         """Do something for one request; an error ends it alone."""
         try:
             work(state)
         except Exception as error:
-            self._fail(state, error)
+            self._requests.fail(state, self._runner.explained(error))
 
     def _advance(self, state: RequestState) -> None:
         """A pass, a move or a decode step of the request is done."""
@@ -228,7 +273,7 @@ class Execution:
         """The prompt's KV and last logits are there."""
         assert state.plan is not None and state.generation is not None
         if state.allocation is not None and state.allocation.gave_back:
-            self._freed()
+            self._requests.free()
         if state.logits is None:
             state.logits = state.plan.logits
         if state.generation.over:  # with the first token, or before it was started again to be compressed
@@ -279,7 +324,7 @@ class Execution:
         decoding.note_proposal(state)
         answer = make_answer(state, self._contract, self._runner.fallbacks)
         state.keep()
-        self._answer(state, answer)
+        self._requests.finish(state, answer)
 
     def _tell(self, state: RequestState) -> None:
         assert state.generation is not None
@@ -293,7 +338,7 @@ class Execution:
         times.first_token = time.perf_counter()
         if not state.background:  # such a one waits for all others
             ttft_ms = (times.first_token - times.arrival) * 1e3
-            self._counters.overhead_ms_last = ttft_ms - times.retrieve_ms - times.compute_ms
+            self._requests.counters.overhead_ms_last = ttft_ms - times.retrieve_ms - times.compute_ms
 
 
 def _last_logits(state: RequestState) -> NDArray[np.float32]:

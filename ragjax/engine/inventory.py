@@ -56,7 +56,7 @@ def inventory_of(
                 holdings=tuple(_holding(held, shown) for held in listing.held),
                 whole=listing.whole,
                 departures=(),
-                requests=loop.recent.of(tenant),
+                requests=loop.requests.recent_of(tenant),
             )
         )
 

@@ -1,4 +1,4 @@
-"""The engine's thread: it admits, steps and cancels requests between steps, and alone touches cache and pool."""
+"""The engine's thread: it starts, steps and ends requests, and alone touches cache and pool."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Answer, ClosedError, Event, RequestError, StepLimits
-from ragjax.engine.counters import Counters
-from ragjax.engine.depkv import DepKV
+from ragjax.core import Answer, ClosedError, DeadlineError, RequestError, StepLimits
+from ragjax.engine.depkv import KeptKV
 from ragjax.engine.execution import Execution
-from ragjax.engine.fault import Faults
-from ragjax.engine.guess import Guesses
-from ragjax.engine.loads import LoadWatch
-from ragjax.engine.places import Places
-from ragjax.engine.recent import Recent
-from ragjax.engine.recovery import renew, restart_all
+from ragjax.engine.replay import Replays
 from ragjax.engine.trace import Recorder
 from ragjax.quality.contract import Contract
 from ragjax.runner.runner import Runner
-from ragjax.schedule.admission import Admission
+from ragjax.schedule.admission import Admission, Allocations
 from ragjax.schedule.order import Order
-from ragjax.schedule.pause import Failed, Pauses
+from ragjax.schedule.pause import Pauses
+from ragjax.schedule.requests import RESTARTS, Requests, age
 from ragjax.schedule.scheduler import Scheduler, StepBudget
 from ragjax.schedule.state import RequestState
 from ragjax.store.transfer import KVTransfer
@@ -40,10 +36,10 @@ TICK = 0.02
 
 
 class Loop:
-    """Requests between their arrival and their end, and the thread that serves them.
+    """The thread that serves requests between their arrival and their end.
 
     Args:
-        replay: the request that runs a finished one again for comparison, or None.
+        replays: run finished requests again for comparison.
         max_queue: requests that may wait.
         max_running: requests that run at a time (0: as many as have room).
         order: in which order requests start (None: as they came).
@@ -52,9 +48,8 @@ class Loop:
         request_timeout: seconds without progress after which a request is started again once, then ends (0: none).
 
     Attributes:
-        counters: what has happened so far. recent: the last requests. faults: of requests whose step failed, or that
-            made no progress.
-        kept: KV that outlives its request, by label; changed in this thread alone.
+        requests: the table of live requests; changed in this thread alone.
+        kept: KV that outlives its request; changed in this thread alone.
     """
 
     def __init__(
@@ -62,7 +57,7 @@ class Loop:
         runner: Runner,
         cache: KnowledgeCache,
         contract: Contract,
-        replay: Callable[[RequestState, Answer], RequestState | None],
+        replays: Replays,
         *,
         max_queue: int,
         load_timeout: float,
@@ -73,41 +68,23 @@ class Loop:
         transfer: KVTransfer | None = None,
         recorder: Recorder | None = None,
     ):
-        self.counters = Counters()
-        self.recent = Recent()
-        self.kept: dict[str, DepKV] = {}
+        self.requests = Requests(cache, max_queue=max_queue, order=order)
+        self.kept = KeptKV(self.requests)
         self._runner = runner
         self._cache = cache
-        self._replay = replay
+        self._replays = replays
         self._transfer = transfer
         self._recorder = recorder
-        self._scheduler = Scheduler(runner.grid, runner.page_size, budget)
-        self._admission = Admission(
-            cache, self._scheduler, stages=runner.stages, reach=runner.reach, max_running=max_running, order=order
-        )
-        self._pauses = Pauses(cache, self._scheduler, self._admission, runner)
-        self.faults = Faults(request_timeout, self._restart, self._fail)
-        self._guesses = Guesses(self.counters, self._arrive, self._settle, lambda state: self._end(state, None))
-        self._places = Places(max_queue)
-        self._execution = Execution(
-            runner,
-            self._scheduler,
-            contract,
-            self.counters,
-            self.faults,
-            recover=self._recover,
-            fail=self._fail,
-            answer=self._answered,
-            freed=self._note_freed,
-        )
-        self._loads = LoadWatch(cache, self.counters.load_fallbacks, load_timeout, self._restart)
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._scheduler = Scheduler(self.requests, runner.grid, runner.page_size, budget)
+        allocations = Allocations(self.requests, cache, self._scheduler.limits, runner.stages, runner.reach)
+        self._admission = Admission(self.requests, cache, allocations, max_running=max_running)
+        self._pauses = Pauses(self.requests, cache, allocations, runner)
+        self._execution = Execution(self.requests, runner, cache, self._scheduler, contract, self.kept)
+        self._watch = Watch(self.requests, cache, runner, load_timeout, request_timeout)
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # over _closed and _inbox: nothing is put in after the end
         self._closed = False
         self._process = os.getpid()
-        self._freed = False  # whether a request that ran gave pages back while the last step landed
-        if transfer is not None:
-            transfer.notify = self.wake
         self._thread = threading.Thread(target=self._run, name="ragjax-engine", daemon=True)
         self._thread.start()
 
@@ -115,28 +92,13 @@ class Loop:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait to be admitted; background ones are not counted."""
-        return self._admission.depth + len(self._pauses.waiting)
-
-    @property
-    def late(self) -> int:
-        """Requests that started before the shared tier had answered all questions about them."""
-        return self._admission.late
-
-    @property
-    def awaits(self) -> tuple[int, int]:
-        """Requests that waited for KV which another was computing, and tokens of it that they found."""
-        return self._admission.awaits, self._admission.awaited_tokens
-
-    @property
-    def pauses(self) -> Pauses:
-        """Requests that gave their pages to older ones."""
-        return self._pauses
+        """Requests that wait to be started or to go on; background ones are not counted."""
+        return len(self.requests.queue) + len(self.requests.paused)
 
     @property
     def running(self) -> int:
-        """Requests that were admitted."""
-        return len(self._scheduler.running)
+        """Requests that were started."""
+        return len(self.requests.running)
 
     @property
     def closed(self) -> bool:
@@ -159,7 +121,7 @@ class Loop:
 
     def holders(self) -> set[str]:
         """Labels under which requests, and what outlives them, hold KV."""
-        return {state.id for state in self._scheduler.running} | set(self.kept)
+        return {state.id for state in self.requests.running} | set(self.kept)
 
     def enqueue(self, state: RequestState, place: object = None) -> None:
         """Have a request served. place: that was held for it.
@@ -170,36 +132,32 @@ class Loop:
         """
         with self._lock:
             self._check_open()
-            self._places.give_back(place)
             if not state.background:
-                self._places.add(state)
-            self._inbox.put(lambda: self._arrive(state))
+                self.requests.limit.enter(state, place)
+            self._inbox.put(partial(self.requests.arrive, state))
 
-    def check_room(self) -> None:
-        """Refuse a request before anything is prepared for it.
+    def hold_place(self) -> object:
+        """Hold a place in the queue for a request that is to be prepared, until it is enqueued or gone.
 
         Raises:
             OverloadError: if the queue is full.
             ClosedError: if nothing is served any more.
         """
-        with self._lock:
-            self._check_open()
-            self._places.check()
+        self._check_open()
+        return self.requests.limit.hold_place()
 
-    def hold_place(self) -> object:
-        """As `check_room`, and hold a place in the queue for the request, until it is enqueued or gone.
+    def check_room(self) -> None:
+        """Refuse a request before anything is prepared for it.
 
         Raises:
-            OverloadError, ClosedError: as `check_room`.
+            OverloadError, ClosedError: as `hold_place`.
         """
-        with self._lock:
-            self._check_open()
-            return self._places.hold()
+        self._check_open()
+        self.requests.limit.check_room()
 
     def give_back(self, place: object) -> None:
-        """A request is gone for which a place was held; nothing happens if it was enqueued."""
-        with self._lock:
-            self._places.give_back(place)
+        """Note that a request is gone for which a place was held; nothing happens if it was enqueued."""
+        self.requests.limit.release_place(place)
 
     def speculate(self, state: RequestState) -> None:
         """Have a request begun whose documents may turn out wrong, when there is room; it is in no queue until then.
@@ -212,7 +170,7 @@ class Loop:
         with self._lock:
             self._check_open()
             state.speculative = True
-            self._inbox.put(lambda: self._guesses.add(state))
+            self._inbox.put(partial(self.requests.offered.add, state))
 
     def confirm(self, state: RequestState, place: object = None) -> None:
         """The documents of a speculation are right: it is a request like any other, and starts if it has not.
@@ -225,19 +183,17 @@ class Loop:
         """
         with self._lock:
             self._check_open()
-            self._places.give_back(place)
-            if not state.ended:
-                self._places.add(state)
+            self.requests.limit.enter(state, place)
             state.times.confirmed = time.perf_counter()
-            self._inbox.put(lambda: self._guesses.confirm(state))
+            self._inbox.put(partial(self.requests.confirm, state))
 
     def note_unlikely(self) -> None:
         """A speculation is not begun, since it would not pay."""
-        self._inbox.put(self._guesses.note_unlikely)
+        self._inbox.put(lambda: self.requests.counters.speculations.update(["unlikely"]))
 
     def refute(self, state: RequestState) -> None:
         """The documents of a speculation are wrong: end it before the next step."""
-        self._inbox.put(lambda: self._guesses.refute(state))
+        self._inbox.put(partial(self.requests.refute, state))
 
     def cancel(self, state: RequestState) -> None:
         """End a request before the next step, without a word to its owner; nothing happens if it has ended."""
@@ -306,19 +262,6 @@ class Loop:
 
     # -------------------------------------------------------------------------------- in this thread
 
-    def states(self) -> list[RequestState]:
-        """Requests of every kind, waiting and running."""
-        offered, paused = self._guesses.waiting, self._pauses.waiting
-        waiting = (*offered, *paused, *self._admission.waiting, *self._admission.background)
-        return [*waiting, *self._scheduler.running]
-
-    def drop(self, kv: DepKV, reason: str) -> None:
-        """Give back KV that was kept."""
-        del self.kept[kv.label]
-        kv.closed = reason
-        kv.allocation.close()
-        self._admission.blocked = False
-
     def _run(self) -> None:
         busy = True
         while self._drain_inbox(busy):
@@ -326,58 +269,91 @@ class Loop:
                 busy = self._iterate()
             except BaseException as error:  # no defect, and no strategy that ends its thread, takes down the others
                 told = error if isinstance(error, Exception) else RuntimeError(f"{error!r} in the engine's thread")
-                for state in self.states():
-                    self._fail(state, told)
-        for state in self.states():
-            self._end(state, ClosedError("the engine was closed"))
+                for state in self.requests.live:
+                    self.requests.fail(state, self._runner.explained(told))
+        for state in self.requests.live:
+            self.requests.end(state, ClosedError("the engine was closed"))
         self._put_away()
 
     def _iterate(self) -> bool:
-        """One iteration, while the device computes the last step, and then the next; whether anything was done."""
+        """One iteration; whether anything was done. The device computes the last step until it lands."""
+        moved = self._receive()
+        self._start_waiting()
+        landed = self._land()
+        return self._launch() or landed or moved
+
+    def _receive(self) -> bool:
+        """Let text out, end requests whose clients left, and take in KV that arrived; whether any was."""
         self._execution.tell()
-        moved = self._look_after()
-        self._freed = False
+        self.requests.end_cancelled()
+        moved = self._cache.poll()
+        if moved:
+            self.requests.blocked = False
+        self._watch.look()
+        return moved
+
+    def _start_waiting(self) -> None:
+        """Start as many requests as there is room for, and have KV of the next ones loaded ahead."""
+        self._start()
+        if not self.requests.paused:
+            self._admission.prefetch()
+
+    def _start(self) -> None:
+        """Have paused requests go on, and then new ones start."""
+        self._copying(self._pauses.resume)
+        if self.requests.paused:
+            return
+        for state, error in self._admission.start_waiting():
+            if error is None:
+                self._execution.begin(state)
+            else:
+                self.requests.fail(state, self._runner.explained(error))
+
+    def _land(self) -> bool:
+        """Wait for the step that was launched, and have its requests go on; whether there was one."""
+        self.requests.freed = False
         landed = self._execution.land()
         self._execution.move()
-        if self._freed:
+        if self.requests.freed:  # another can start in the next step already
             self._start()
         begun = self._execution.choose_first()
-        self._refuse(self._pauses.make_room())
+        for state, answer in self.requests.take_answered():
+            self._after(state, answer)
+        return landed or begun
+
+    def _after(self, state: RequestState, answer: Answer) -> None:
+        """Record an answered request, and have it replayed if it was drawn."""
+        if self._recorder is not None and not state.background:
+            self._recorder.add(
+                state.times.arrival, state.request.tenant, state.strategy.name, state.prompt, len(state.generated)
+            )
+        again = self._replays.of(state, answer)
+        if again is not None:
+            self.requests.arrive(again)
+
+    def _launch(self) -> bool:
+        """Have the device compute the next step; whether there is one, or KV was copied to the tiers below."""
+        self._copying(self._pauses.make_room)
         batch = self._scheduler.next_batch()
         if batch is not None:
             self._execution.launch(batch)
         # copies ahead of need take turns with steps only if steps do not end
-        copied = (batch is None or (self.counters.steps + 1) % REPLICATE_STEPS == 0) and self._cache.replicate()
-        return moved or landed or begun or copied or batch is not None
+        turn = batch is None or (self.requests.counters.steps + 1) % REPLICATE_STEPS == 0
+        copied = turn and self._cache.replicate()
+        return batch is not None or copied
 
-    def _look_after(self) -> bool:
-        """Whatever needs no result of the step that runs: cancel, look after loads, admit; whether KV was moved."""
-        for state in [state for state in self.states() if state.cancelled]:
-            self.counters.cancelled += not (state.speculative or state.background)  # no client asked for it
-            self._end(state, None)
-        moved = self._cache.poll()
-        if moved:
-            self._admission.blocked = False
-        self._loads.check(self._scheduler.running)
-        self.faults.excuse(self.states, self._runner.waited_s)
-        self.faults.check(self.states, time.perf_counter())
-        if self._loads.check_stall(bool(self._scheduler.running), bool(self.states())):
-            self._admission.blocked = False
-        self._start()
-        if not self._pauses.waiting:
-            self._admission.prefetch()
-        return moved
-
-    def _start(self) -> None:
-        """Have paused requests go on, and then new ones start, as many as there is room for."""
-        self._refuse(self._pauses.resume())
-        if not self._pauses.waiting:
-            self._guesses.start(self._pool_size())
-            self._admit()
+    def _copying(self, work: Callable[[], None]) -> None:
+        """Pause or resume requests; their copies may find the device lost."""
+        try:
+            work()
+        except Exception as error:
+            if not self._runner.lost:
+                raise
+            self._execution.recover(error)
 
     def _drain_inbox(self, busy: bool) -> bool:
         """Run what other threads asked for; sleeps while there is nothing to do. False: stop."""
-        wait = TICK if self.states() else None
+        wait = TICK if self.requests.live else None
         while True:
             try:
                 message = self._inbox.get(block=not busy, timeout=wait)
@@ -399,101 +375,101 @@ class Loop:
         except Exception:
             _log.exception("not everything was put on disk")
 
-    def _arrive(self, state: RequestState) -> None:
-        state.times.progress = time.perf_counter()  # its search, which another thread does, is no waiting here
-        try:
-            self._admission.add(state)
-        except Exception as error:
-            self._fail(state, error)
 
-    def _refuse(self, failed: Iterator[Failed]) -> None:
-        """Pause or resume requests, and fail those that can never have their pages; copies may find the device lost."""
-        try:
-            for state, error in failed:
-                self._fail(state, error)
-        except Exception as error:
-            if not self._runner.lost:
-                raise
-            self._recover(error)
+class Watch:
+    """Looks after requests that wait too long: for KV that is loaded, or for any progress.
 
-    def _pool_size(self) -> int:
-        """Requests in front whose prompts are not computed (RAGCache, Algorithm 2: `pool.size`)."""
-        return self._admission.depth + sum(not state.decoding for state in self._scheduler.in_front)
+    Args:
+        load_timeout: seconds that a request waits for KV before it computes it.
+        request_timeout: seconds without progress after which a request is started again once, then ends (0: none).
+    """
 
-    def _admit(self) -> None:
-        for state, error in self._admission.admit():
-            if error is not None:
-                self._fail(state, error)
+    def __init__(
+        self,
+        requests: Requests,
+        cache: KnowledgeCache,
+        runner: Runner,
+        load_timeout: float,
+        request_timeout: float,
+    ):
+        self.request_timeout = request_timeout
+        self._requests = requests
+        self._cache = cache
+        self._runner = runner
+        self._load_timeout = load_timeout
+        self._stalled: float | None = None  # since when requests wait, none runs, and loads are under way
+        self._waited_s = 0.0
+
+    def look(self) -> None:
+        """Look once, at the beginning of an iteration."""
+        self._check_loads(time.perf_counter())
+        if self.request_timeout:
+            self._excuse(self._runner.waited_s)
+            self._check_progress(time.perf_counter())
+        self._check_stall(time.perf_counter())
+
+    def _check_loads(self, now: float) -> None:
+        """Requests whose KV arrived go on; those whose KV will not, or not in time, compute it instead."""
+        for state in [state for state in self._requests.running if not state.decoding]:
+            assert state.allocation is not None
+            if state.allocation.broken is not None:
+                notice = f"KV could not be loaded and was computed instead: {state.allocation.broken}"
+                self._compute_instead(state, "failed", notice)
+            elif state.allocation.ready:
+                state.times.stop_waiting(now)
+            elif state.times.waits_since is None:
+                state.times.waits_since = now
+            elif now - state.times.waits_since > self._load_timeout:
+                notice = f"loading KV took over {self._load_timeout:g} s; it was computed instead"
+                self._compute_instead(state, "slow", notice)
+
+    def _compute_instead(self, state: RequestState, reason: str, notice: str) -> None:
+        fallbacks = self._requests.counters.load_fallbacks
+        if not fallbacks[reason]:
+            _log.warning("%s", notice)
+        fallbacks[reason] += 1
+        state.may_load = False  # a disk that always fails is not asked again for this request
+        self._requests.restart(state, notice)
+
+    def _check_stall(self, now: float) -> None:
+        """Loads that are not done in time give back their pages, for requests that wait while none runs."""
+        requests = self._requests
+        if requests.running or not requests.live or not self._cache.loading:
+            self._stalled = None
+        elif self._stalled is None:
+            self._stalled = now
+        elif now - self._stalled > self._load_timeout and self._cache.give_up():
+            self._stalled = None
+            requests.blocked = False
+
+    def _excuse(self, waited_s: float) -> None:
+        """Exclude compilation time, `waited_s` since the start, from the time without progress."""
+        lost, self._waited_s = waited_s - self._waited_s, waited_s
+        for state in self._requests.live if lost else ():
+            state.times.progress += lost
+
+    def _check_progress(self, now: float) -> None:
+        """Look for requests without progress: none of their rows was computed, or they wait to be started."""
+        asked = [state for state in self._requests.live if not state.background and not state.speculative]
+        late = [state for state in asked if now - state.times.progress > self.request_timeout]
+        timeouts = self._requests.counters.timeouts
+        for state in sorted(late, key=age, reverse=True):
+            if state.running and not state.overdue and state.restarts < RESTARTS:
+                state.overdue, state.times.progress = True, now
+                timeouts["restarted"] += 1
+                notice = f"no progress for {self.request_timeout:g} s; the request was computed again"
+                self._requests.restart(state, notice)
             else:
-                self._execution.begin(state)
+                timeouts["ended"] += 1
+                self._requests.fail(state, self._deadline(state))
 
-    # ------------------------------------------------------------------------------------------ restarts
-
-    def _restart(self, state: RequestState, notice: str) -> None:
-        self._scheduler.remove(state)
-        state.restart(notice)
-        self._admission.put_back(state)
-
-    def _recover(self, error: Exception) -> None:
-        """The device's memory is gone, and with it what was kept: requests start again."""
-        self.counters.device_losses += 1
-        restart_all(self._scheduler.running, error, self._restart, self._fail)
-        for kv in list(self.kept.values()):
-            self.drop(kv, "the KV was lost with the device's memory: compute it again")
-        renew(self._runner, self._cache)
-
-    # -------------------------------------------------------------------------------------------- ends
-
-    def _answered(self, state: RequestState, answer: Answer) -> None:
-        if state.speculative:
-            state.answer = answer
-            self._end(state, answer)
-        else:
-            self._settle(state, answer)
-
-    def _settle(self, state: RequestState, answer: Answer) -> None:
-        """Count a request that has its answer, end it, and have it replayed if it was drawn."""
-        self._count(state)
-        self.recent.add(state, answer)
-        self._end(state, answer)
-        again = self._replay(state, answer)
-        if again is not None:
-            self._arrive(again)
-
-    def _count(self, state: RequestState) -> None:
-        self.counters.add(state)
-        if self._recorder is not None and not state.background:
-            self._recorder.add(
-                state.times.arrival, state.request.tenant, state.strategy.name, state.prompt, len(state.generated)
-            )
-
-    def _fail(self, state: RequestState, error: Exception) -> None:
-        error = self._runner.explained(error)
-        if not isinstance(error, RequestError):  # such a one is the client's
-            self.counters.errors += not (state.speculative or state.background)
-            _log.error("request failed", exc_info=error)
-        self._end(state, error)
-
-    def _note_freed(self) -> None:
-        """A running request gave pages back: look at once whether another can start."""
-        self._admission.blocked, self._freed = False, True
-
-    def _end(self, state: RequestState, last: Event | BaseException | None) -> None:
-        """Take a request out of the engine, give back what it holds, and tell its owner."""
-        if state.ended:
-            return
-        with self._lock:
-            state.ended = True
-            self._places.remove(state)
-        if state.running:
-            self._note_freed()
-        state.stop()
-        self._scheduler.remove(state)
-        self._admission.remove(state)
-        self._pauses.remove(state)
-        self._guesses.remove(state)
-        if last is not None:
-            state.sink(last)
+    def _deadline(self, state: RequestState) -> DeadlineError:
+        waited = "while others had its pages" if state.paused is not None else "while it waited to be started"
+        where = "since it was started again" if state.overdue else waited
+        return DeadlineError(
+            f"the request made no progress for {self.request_timeout:g} s {where}: send fewer requests at a time, "
+            "try again later, or raise --request-timeout"
+        )
 
 
 def _own_thread() -> RequestError:

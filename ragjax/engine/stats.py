@@ -33,7 +33,7 @@ def stats_of(
 
 
 def _requests(loop: Loop) -> Stats:
-    counters = loop.counters
+    counters = loop.requests.counters
     return {
         "requests_total": dict(counters.requests),
         "prompt_tokens_total": counters.prompt_tokens,
@@ -43,14 +43,14 @@ def _requests(loop: Loop) -> Stats:
         "cancelled_total": counters.cancelled,
         "errors_total": counters.errors,
         "steps_total": counters.steps,
-        "step_failures_total": loop.faults.steps,
-        "request_timeouts_total": dict(loop.faults.timeouts),
-        "pauses_total": loop.pauses.paused,
-        "resumes_total": loop.pauses.resumed,
-        "paused": len(loop.pauses.waiting),
+        "step_failures_total": counters.step_failures,
+        "request_timeouts_total": dict(counters.timeouts),
+        "pauses_total": counters.pauses,
+        "resumes_total": counters.resumes,
+        "paused": len(loop.requests.paused),
         "load_fallbacks_total": dict(counters.load_fallbacks),
-        "awaits_total": loop.awaits[0],
-        "awaited_tokens_total": loop.awaits[1],
+        "awaits_total": counters.awaits,
+        "awaited_tokens_total": counters.awaited_tokens,
         "device_losses_total": counters.device_losses,
         "speculations_total": dict(counters.speculations),
         "dropped_tokens_total": counters.dropped_tokens,
@@ -108,7 +108,7 @@ def _shared(shared: SharedTier, loop: Loop) -> Stats:
         "remote_bytes": standing.bytes,
         "remote_questions_total": counts.get("asked", 0),
         "remote_found_total": counts.get("found", 0),
-        "remote_late_total": loop.late,
+        "remote_late_total": loop.requests.counters.late,
         "remote_reads_total": counts.get("reads", 0),
         "remote_read_bytes_total": counts.get("read_bytes", 0),
         "remote_missing_total": counts.get("missing", 0),

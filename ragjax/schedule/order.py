@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ragjax.cache.outlook import Look
@@ -20,18 +20,14 @@ SIGHT = 2 * WINDOW
 """Waiting requests among which an order chooses, from the oldest on."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Waiting:
-    """A waiting request as an order sees it.
+    """A waiting request as an order sees it."""
 
-    total: tokens of its prompt. path: the end of each segment, in tokens, by a name of all tokens up to there.
-    look: what of it is kept now. overtaken: requests that came later and started before it.
-    """
-
-    total: int
-    path: Mapping[Hashable, int]
-    look: Callable[[], Look]
-    overtaken: int = 0
+    total: int = 0  # tokens of its prompt
+    path: Mapping[Hashable, int] = field(default_factory=dict)  # end of each segment, by a name of all tokens up to it
+    look: Callable[[], Look] = Look  # what of it is kept now
+    overtaken: int = 0  # requests that came later and started before it
 
     @property
     def cached(self) -> int:

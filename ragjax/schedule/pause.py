@@ -9,7 +9,7 @@ order; its preempted requests are computed again, or swapped out as here: Kwon e
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -20,9 +20,14 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import OutOfPages, RequestError, Run, Span
 from ragjax.reuse.base import Allocation
 from ragjax.schedule import decoding
-from ragjax.schedule.admission import Admission
-from ragjax.schedule.scheduler import Scheduler
-from ragjax.schedule.state import Paused, RequestState
+from ragjax.schedule.admission import Allocations, stop_background
+from ragjax.schedule.requests import Requests, age
+from ragjax.schedule.state import Paused, Phase, RequestState
+
+_log = logging.getLogger(__name__)
+
+RECOMPUTED = "its KV made room for older requests and was computed again"
+"""Notice of a request that was stopped while the copies of paused requests had no room."""
 
 
 class Copier(Protocol):
@@ -50,6 +55,7 @@ def suspend(state: RequestState, copier: Copier) -> None:
     state.paused = Paused(pages, copier.download(pages), state.allocation.decode_tokens)
     state.allocation.close()
     state.allocation = None
+    state.phase = Phase.PAUSED
     state.times.pauses += 1
 
 
@@ -89,56 +95,35 @@ def _relocate(state: RequestState, moved: Mapping[int, int]) -> None:
         state.rows.relocate(moved, state.reader.allocation.page_size)
 
 
-_log = logging.getLogger(__name__)
-
-RECOMPUTED = "its KV made room for older requests and was computed again"
-"""Notice of a request that was stopped while the copies of paused requests had no room."""
-
-Failed = tuple[RequestState, RequestError]
-"""A request that can never have the pages it needs, and what to tell its owner."""
-
-
 class Pauses:
-    """Sees to it that decoding requests have slots for their next tokens.
+    """Sees to it that decoding requests have slots for their next tokens."""
 
-    Attributes:
-        waiting: paused requests, oldest first.
-        paused, resumed: how often a request was. stopped: how often one gave way before its prompt was computed.
-    """
-
-    def __init__(self, cache: KnowledgeCache, scheduler: Scheduler, admission: Admission, copier: Copier):
-        self.waiting: list[RequestState] = []
-        self.paused = self.resumed = self.stopped = 0
+    def __init__(self, requests: Requests, cache: KnowledgeCache, allocations: Allocations, copier: Copier):
+        self._requests = requests
         self._cache = cache
-        self._scheduler = scheduler
-        self._admission = admission
+        self._allocations = allocations
         self._copier = copier
 
     @property
     def pages(self) -> int:
         """Pages that paused requests hold in host memory."""
-        return sum(len(state.paused.pages) for state in self.waiting if state.paused is not None)
-
-    def remove(self, state: RequestState) -> None:
-        """Let a request go; nothing happens if it is not here."""
-        self.waiting = [other for other in self.waiting if other is not state]
+        return sum(len(state.paused.pages) for state in self._requests.paused if state.paused is not None)
 
     # ------------------------------------------------------------------------------------------- pause
 
-    def make_room(self, tokens: int = 1) -> Iterator[Failed]:
-        """Slots for the next `tokens` tokens of every decoding request, oldest first; the youngest give way.
+    def make_room(self, tokens: int = 1) -> None:
+        """Find slots for the next `tokens` tokens of every decoding request, oldest first; the youngest give way.
 
-        Call it between steps. Yields requests that no page can be had for even though nobody else runs.
+        Call it between steps. A request fails if no page can be had for it even though nobody else runs.
         """
-        for state in sorted(self._scheduler.in_front or self._scheduler.running, key=_rank):
+        requests = self._requests
+        for state in sorted(requests.in_front or requests.running, key=_rank):
             while state.running and state.decoding and not self._grown(state, tokens):
-                victim = max(
-                    self._scheduler.running, key=lambda other: (other.background, other.speculative, *age(other))
-                )
-                if victim is state and len(self._scheduler.running) == 1:
+                victim = max(requests.running, key=lambda other: (other.background, other.speculative, *age(other)))
+                if victim is state and len(requests.running) == 1:
                     if self._cache.give_up():
                         continue
-                    yield state, self._refusal(state)
+                    requests.fail(state, self._refusal(state))
                     break
                 self._give_way(victim)
 
@@ -157,7 +142,7 @@ class Pauses:
     def _give_way(self, state: RequestState) -> None:
         """Take back all that a request holds."""
         if state.background or not state.decoding:
-            self.stopped += 1
+            self._requests.counters.stops += 1
             self._stop(state, RECOMPUTED if len(state.generated) else "")
         elif self.pages >= self._cache.pool.capacity:
             self._stop(state, RECOMPUTED)
@@ -171,9 +156,7 @@ class Pauses:
             self._not_copied(error)
             self._stop(state, RECOMPUTED)
             return
-        self._scheduler.remove(state)
-        self.waiting = sorted([*self.waiting, state], key=age)
-        self.paused += 1
+        self._requests.pause(state)
 
     def _not_copied(self, error: Exception) -> None:
         """A request's KV could not be copied, for want of memory as a rule: it is nobody else's affair."""
@@ -184,39 +167,35 @@ class Pauses:
     def _stop(self, state: RequestState, notice: str) -> None:
         self._start_again(state, notice)
         if not state.background:
-            self._admission.blocked = True  # until somebody ends: it would be stopped again
+            self._requests.blocked = True  # until somebody ends: it would be stopped again
 
     def _start_again(self, state: RequestState, notice: str) -> None:
-        self._scheduler.remove(state)
-        state.restart("")
+        self._requests.restart(state)
         if notice and notice not in state.notices:
             state.notices.append(notice)
-        self._admission.put_back(state)
 
     # ------------------------------------------------------------------------------------------ resume
 
-    def resume(self) -> Iterator[Failed]:
-        """Let paused requests go on, oldest first, while there is room; yields those that never can."""
-        while self.waiting:
-            state = self.waiting[0]
+    def resume(self) -> None:
+        """Let paused requests go on, oldest first, while there is room; those that never can fail."""
+        requests = self._requests
+        while requests.paused:
+            state = requests.paused[0]
             try:
-                restore(state, self._admission.allocation(state), self._copier)
+                restore(state, self._allocations.make(state, Allocation), self._copier)
             except OutOfPages:
-                if self._admission.stop_background():
+                if stop_background(requests):
                     continue
-                if self._scheduler.running or self._cache.loading:
+                if requests.running or self._cache.loading:
                     return
-                yield state, self._refusal(state)
-                self.remove(state)
+                requests.fail(state, self._refusal(state))
                 continue
             except Exception as error:
                 self._not_copied(error)
-                self.remove(state)
                 self._start_again(state, RECOMPUTED)
                 continue
-            self.waiting.remove(state)
-            self._scheduler.add(state)
-            self.resumed += 1
+            requests.start(state)
+            requests.counters.resumes += 1
 
     def _refusal(self, state: RequestState) -> RequestError:
         param = "messages" if state.request.prompt is None else "prompt"
@@ -228,11 +207,6 @@ class Pauses:
             param=param,
             code="context_length_exceeded",
         )
-
-
-def age(state: RequestState) -> tuple[float, str]:
-    """Requests in the order in which they arrived."""
-    return state.times.arrival, state.id
 
 
 def _rank(state: RequestState) -> tuple[bool, bool, float, str]:

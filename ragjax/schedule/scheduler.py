@@ -1,7 +1,7 @@
-"""Which rows run next. The scheduler owns the running requests; admission (`admission.py`) decides who runs.
+"""Chooses the rows that run next, among the running requests; admission (`admission.py`) decides who runs.
 
 A step has the next tokens of all decoding requests, as far as they have room, and beside them as many prefill rows as
-the budget allows (`budget.py`): a long prompt does not stop those who decode, nor they it. A move of cached KV has no
+the budget allows (`StepBudget`): a long prompt does not stop those who decode, nor they it. A move of cached KV has no
 rows: whoever owns the device carries it out.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ragjax.core import Grid, RowShape, StepLimits
 from ragjax.core.step import PREFILL_ROWS
 from ragjax.schedule.batch import Batch, Group, find_groups, pack, rows_of
+from ragjax.schedule.requests import Requests
 from ragjax.schedule.rows import PendingRows
 from ragjax.schedule.state import RequestState
 
@@ -165,46 +166,30 @@ BLOCK_ROWS = 48
 
 
 class Scheduler:
-    """Running requests and whose turn it is.
+    """Chooses whose turn it is among the running requests.
 
-    grid: shapes of steps. budget: of a step in which requests decode.
+    Args:
+        grid: shapes of steps.
+        budget: of a step in which requests decode.
 
-    running: requests that were started, in the order in which their turn comes. preload: which of them begin before all
-    KV that they read has arrived.
+    Attributes:
+        preload: which requests begin before all KV that they read has arrived.
     """
 
-    def __init__(self, grid: Grid, page_size: int, budget: StepBudget | None = None):
+    def __init__(self, requests: Requests, grid: Grid, page_size: int, budget: StepBudget | None = None):
+        self.requests = requests
         self.grid = grid
         self.budget = budget or StepBudget()
         self.preload = Preload(self.budget.keys)
         self.limits = StepLimits(grid.entries[-1], page_size)
-        self.running: list[RequestState] = []
         self._decoded_last = self._suspected_last = False
         self._alone = [shape for shape in grid.rows if shape.block < FEW and not shape.mixed]
         self._mixed = [shape for shape in grid.rows if shape.mixed]
         self._most = max((min(shape.rows, FEW - 1) for shape in self._alone), default=1)
 
-    def add(self, state: RequestState) -> None:
-        """Take a started request in."""
-        self.running.append(state)
-
-    def remove(self, state: RequestState) -> None:
-        """Let a request go; nothing happens if it is not here."""
-        self.running = [other for other in self.running if other is not state]
-
-    @property
-    def in_front(self) -> list[RequestState]:
-        """Running requests that are not in the background."""
-        return [state for state in self.running if not state.background]
-
-    @property
-    def in_background(self) -> list[RequestState]:
-        """Running requests in the background."""
-        return [state for state in self.running if state.background]
-
     def _active(self) -> list[RequestState]:
         """Requests in the background rest while any other runs."""
-        return self.in_front or self.running
+        return self.requests.in_front or self.requests.running
 
     def next_batch(self) -> Batch | None:
         """The next step's rows, or None when no request has rows, or all wait for KV that is being loaded.
@@ -341,7 +326,7 @@ class Scheduler:
             if rows < 0 or entries < 0:
                 break
             chosen.append(state)
-        self.running = [state for state in self.running if state not in chosen] + chosen
+        self.requests.running = [state for state in self.requests.running if state not in chosen] + chosen
         return chosen
 
     def _within(self, states: list[RequestState], entries: int) -> list[RequestState]:

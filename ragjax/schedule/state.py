@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +37,7 @@ from ragjax.quality.report import Setting
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.compaction import compressed
 from ragjax.schedule.lookup import Lookup
+from ragjax.schedule.order import Waiting
 from ragjax.schedule.rows import PassReader, PendingCompaction, PendingMove, PendingRows
 
 if TYPE_CHECKING:
@@ -113,71 +115,81 @@ class Times:
         return (max(self.first_token, self.confirmed) - self.arrival) * 1e3
 
 
+class Phase(Enum):
+    """Stages of a request's life."""
+
+    WAITING = "waiting"  # to be started, for the first time or again
+    RUNNING = "running"  # it holds pages
+    PAUSED = "paused"  # its KV is in host memory, while others have its pages
+    ENDED = "ended"
+
+
+@dataclass
+class Inquired:
+    """The questions that the shared tier was asked for a waiting request."""
+
+    until: float  # when the request waits no longer for answers, `time.monotonic()` seconds
+    open: Collection[str] = ()  # those that its last look ahead raised
+    over: bool = False
+
+
 @dataclass(eq=False)
-class RequestState:
-    """One request, from its arrival to its last token.
+class RequestState(Waiting):
+    """One request, from its arrival to its last token."""
 
-    What is asked: id, request, prompt (as the strategy has the model read it), plain (the same as it was made),
-    strategy, ratio (share of chunk tokens to recompute), compression (None: tokens of the answer see the whole prompt),
-    generation (None: only the prompt is computed), sink.
-
-    What came of it: logits (of the prompt's last token, float32 [V]), scores (logits that predict each token of the
-    request's continuation, float32 [n, V]), shadowed (logits [V] of its first steps, if it is to be replayed), notices,
-    facts (relation paths of the prompt), reports (the account of every segment of the prompt as it was asked, by the
-    first start that computed all of it: later ones find what that one kept), lossy (whether KV that it found lost
-    precision at rest).
-
-    What it holds while it runs: allocation, known (logits of the prompt's last token, [V], if the prefill told them
-    early), first (the token chosen by them), plan (once the prompt is computed), rows or move (what waits for a step),
-    decoded (tokens generated since it was started), tail_N (their slots, int32, once there may be any). may_load:
-    whether it may use KV that must be loaded; a request that waited in vain computes it. restarts: how often it was
-    started again. suspect: a step that it was in failed, so it runs alone until it is past that place. overdue: it was
-    started again because it made no progress. paused: its KV, while others have its pages. lookup: what it proposes
-    beside each token that it decodes (None: nothing). sampler: how its tokens are chosen.
-
-    Begun before its search had ended: speculative (its documents are not confirmed yet), answer (what it ended with
-    while they were not). passed: rows of its finished passes that began at the first layer.
-    """
-
+    # what is asked
     id: str
     request: Request
-    prompt: Prompt
-    plain: Prompt
+    prompt: Prompt  # as the strategy has the model read it
+    plain: Prompt  # the same as it was made
     strategy: Strategy
-    ratio: float | None = None
-    compression: Compression | None = None
-    generation: Generation | None = None
+    ratio: float | None = None  # share of chunk tokens to recompute
+    compression: Compression | None = None  # None: tokens of the answer see the whole prompt
+    generation: Generation | None = None  # None: only the prompt is computed
     sink: Sink = lambda event: None
     times: Times = field(default_factory=Times)
+    sampler: Sampler | None = None  # chooses its tokens
+    lookup: Lookup | None = None  # proposes tokens beside each that it decodes; None: nothing
 
-    logits: NDArray[np.float32] | None = None
-    scores: NDArray[np.float32] | None = None
-    shadowed: list[NDArray[np.float32]] | None = None
-    notices: list[str] = field(default_factory=list)
-    facts: tuple[FactReport, ...] = ()
-    reports: tuple[SegmentReport, ...] = ()
-    lossy: bool = False
+    # where it stands
+    phase: Phase = Phase.WAITING
+    cancelled: bool = False  # its client left; set by any thread
+    restarts: int = 0  # times that a fault had it started again
+    may_load: bool = True  # use KV that must be loaded; a request that waited in vain computes it
+    suspect: bool = False  # a step that it was in failed: it runs alone until it is past that place
+    overdue: bool = False  # it was started again because it made no progress
+    speculative: bool = False  # begun before its search had ended, its documents are not confirmed yet
+    answer: Answer | None = None  # which it ended with while they were not
 
-    cancelled: bool = False
-    speculative: bool = False
-    answer: Answer | None = None
-    passed: int = 0
-    may_load: bool = True
-    restarts: int = 0
-    suspect: bool = False
-    overdue: bool = False
-    ended: bool = False
+    # while it waits (and the fields of `Waiting`)
+    awaited: Mapping[bytes, int] = field(default_factory=dict)  # pieces that others compute: tokens by name
+    tried: bool = False  # it was matched and counted, and found no room
+    ahead: int | None = None  # pages of the loads that were ordered for it; None: nothing was looked up ahead
+    inquiry: Inquired | None = None
+
+    # what it holds while it runs
     allocation: Allocation | None = None
-    known: NDArray[np.float32] | None = None
-    first: Chosen | None = None
-    plan: Plan | None = None
-    rows: PendingRows | None = None
-    move: PendingMove | PendingCompaction | None = None
-    paused: Paused | None = None
-    lookup: Lookup | None = None
-    sampler: Sampler | None = None
-    decoded: list[int] = field(default_factory=list)
-    tail_N: NDArray[np.int32] | None = None
+    rows: PendingRows | None = None  # they wait for a step; or
+    move: PendingMove | PendingCompaction | None = None  # it waits for its KV
+    known: NDArray[np.float32] | None = None  # logits [V] of the prompt's last token, if the prefill told them early
+    first: Chosen | None = None  # the token chosen by them
+    plan: Plan | None = None  # once the prompt is computed
+    decoded: list[int] = field(default_factory=list)  # tokens generated since it was started
+    tail_N: NDArray[np.int32] | None = None  # their slots, once there may be any
+    paused: Paused | None = None  # its KV while it is paused
+    passed: int = 0  # rows of its finished passes that began at the first layer
+
+    # what came of it
+    logits: NDArray[np.float32] | None = None  # of the prompt's last token, [V]
+    scores: NDArray[np.float32] | None = None  # logits that predict each token of the continuation, [n, V]
+    shadowed: list[NDArray[np.float32]] | None = None  # logits [V] of its first steps, if it is to be replayed
+    notices: list[str] = field(default_factory=list)
+    facts: tuple[FactReport, ...] = ()  # relation paths of the prompt
+    # the account of every segment as it was asked, by the first start that computed all of it: later ones find what
+    # that one kept
+    reports: tuple[SegmentReport, ...] = ()
+    lossy: bool = False  # KV that it found lost precision at rest
+
     _exact_before: set[str | None] = field(default_factory=set)  # of plans whose tokens went out before a restart
     _reader: PassReader | None = None
     _prefill: Prefill | None = None
@@ -257,8 +269,13 @@ class RequestState:
 
     @property
     def running(self) -> bool:
-        """Whether it was started."""
-        return self.allocation is not None
+        """Whether it was started, and has its pages."""
+        return self.phase is Phase.RUNNING
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has its answer or its error, or nobody waits for one."""
+        return self.phase is Phase.ENDED
 
     @property
     def decoding(self) -> bool:
@@ -322,10 +339,12 @@ class RequestState:
         except OutOfPages:
             self.stop()
             raise
+        self.phase = Phase.RUNNING
 
     def adopt(self, allocation: Allocation) -> None:
         """Hold this from now on; nothing was held before."""
         assert self.allocation is None
+        self.phase = Phase.RUNNING
         self.allocation, self._reader = allocation, replace(self.reader, allocation=allocation)
 
     def advance(self, moved: Results | None = None) -> None:
@@ -389,6 +408,8 @@ class RequestState:
 
     def stop(self) -> None:
         """End the prefill and give everything back. Safe between any two steps, and more than once."""
+        if self.phase is not Phase.ENDED:
+            self.phase = Phase.WAITING
         if self._prefill is not None:
             self._prefill.close()
         if self.allocation is not None:

@@ -179,7 +179,7 @@ def test_the_first_token_is_told_before_the_prompt_is_compressed(
         compact, seen = engine._runner.compact, []
 
         def watched(*given: Any) -> Any:
-            (state,) = engine._loop._scheduler.running
+            (state,) = engine._loop.requests.running
             seen.append((tuple(state.generated.tolist()), state.times.first_token > 0))
             return compact(*given)
 

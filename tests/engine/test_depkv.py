@@ -98,7 +98,7 @@ def test_an_audit_would_find_it_if_nobody_knew_of_it(engine: Engine) -> None:
 
 def test_a_lost_device_takes_it_along(engine: Engine) -> None:
     kv = engine.compute_depkv(PROMPT)
-    engine._loop.call(lambda: engine._loop._recover(RuntimeError("lost")))
+    engine._loop.call(lambda: engine._loop._execution.recover(RuntimeError("lost")))
     with pytest.raises(RequestError, match="compute it again"):
         engine.generate_with_depkv(kv, max_tokens=2)
     assert engine.generate_with_depkv(engine.compute_depkv(PROMPT), max_tokens=2).exact_to == "dependency"

@@ -112,7 +112,7 @@ def test_concurrent_requests_answer_as_they_do_alone(seed: int) -> None:
         with Hold(engine):
             for thread in threads:
                 thread.start()
-            until(lambda: len(engine._loop._places.counted) == len(prompts))
+            until(lambda: len(engine._loop.requests.limit.counted) == len(prompts))
         for thread in threads:
             thread.join()
         engine.audit()
@@ -171,7 +171,7 @@ def test_who_stands_behind_a_cancelled_request_is_served() -> None:
         long = lasting(engine, tiny.prompt(1), max_tokens=300)
         large = engine.begin_prompt(tiny.prompt(2, 20, (200, 200, 87)), max_tokens=50)
         small = engine.begin_prompt(tiny.prompt(3, 5, (5,), 5), max_tokens=1)
-        until(lambda: engine._loop._admission.blocked)
+        until(lambda: engine._loop.requests.blocked)
         large.cancel()
         assert small.result(60).tokens and not long.done()
         long.cancel()

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 from ragjax.core import Answer, DeadlineError, Event, OverloadError, Prompt, Request, Sampling, Step
-from ragjax.engine import Engine, fault, loop
+from ragjax.core.overload import Overload
+from ragjax.engine import Engine, execution, loop
 from ragjax.engine.depkv import Resumed
-from ragjax.engine.fault import Faults
-from ragjax.engine.overload import Overload
+from ragjax.engine.loop import Watch
 from ragjax.engine.prepare import Preparation
+from ragjax.schedule import requests
 from ragjax.schedule.batch import Batch
+from ragjax.schedule.requests import Counters
 from ragjax.schedule.state import RequestState, Times
 from tests.support import tiny
 from tests.support.pace import Hold, lasting, until
@@ -127,7 +129,7 @@ def test_what_is_in_the_background_is_in_no_figure_of_requests() -> None:
         with steps(engine, failing_on_poison), pytest.raises(RuntimeError, match="the step failed"):
             engine.answer_prompt(poisoned(tiny.prompt(2)), strategy="full", max_tokens=2, background=True)
         lasting(engine, tiny.prompt(3), strategy="full", max_tokens=500, background=True)
-        engine._loop.call(lambda: engine._loop.cancel(engine._loop.states()[0]))
+        engine._loop.call(lambda: engine._loop.cancel(engine._loop.requests.live[0]))
         until(lambda: not engine._loop.running)
         stats = engine.stats()
         assert stats["step_failures_total"] and stats["overhead_ms_last"] == overhead
@@ -167,26 +169,29 @@ def test_time_in_which_a_program_is_compiled_is_nobodys_lack_of_progress(monkeyp
     with pytest.raises(ZeroDivisionError):
         programs.get("other", 1)
     assert programs.waited_s - before >= 0.02
-    waiting = SimpleNamespace(times=Times(arrival=5.0))
-    faults = Faults(3.0, lambda *_: None, lambda *_: None)
+    waiting = SimpleNamespace(times=Times(arrival=5.0), background=True, speculative=False)
+    live: Any = SimpleNamespace(live=[waiting], running=[], counters=Counters())
+    device: Any = SimpleNamespace(waited_s=0.0)
+    watch = Watch(live, SimpleNamespace(loading=0), device, 3.0, 3.0)  # type: ignore[arg-type]
     for waited_s, progress in ((0.0, 5.0), (4.0, 9.0), (4.0, 9.0), (6.0, 11.0)):
-        faults.excuse(lambda: [waiting], waited_s)  # type: ignore[list-item,return-value]
+        device.waited_s = waited_s
+        watch.look()
         assert waiting.times.progress == progress
 
 
 def test_one_without_progress_is_started_again_once_and_then_ends() -> None:
     with tiny.engine(request_timeout=100.0) as engine:
         assert engine.answer_prompt(tiny.prompt(0), max_tokens=3).tokens
-        rests, faults = engine._loop._scheduler.next_batch, engine._loop.faults
+        rests, watch = engine._loop._scheduler.next_batch, engine._loop._watch
         engine._loop._scheduler.next_batch = lambda: None  # type: ignore[method-assign]
-        faults._timeout = 0.3  # only now: a slow machine makes no progress for as long
+        watch.request_timeout = 0.3  # only now: a slow machine makes no progress for as long
         began = time.perf_counter()
         with pytest.raises(DeadlineError, match=r"no progress for 0.3 s"):
             engine.answer_prompt(tiny.prompt(1), max_tokens=3)
         assert time.perf_counter() - began >= 0.6
         engine.audit()
         assert engine.stats()["request_timeouts_total"] == {"restarted": 1, "ended": 1}
-        faults._timeout = 100.0
+        watch.request_timeout = 100.0
         engine._loop._scheduler.next_batch = rests  # type: ignore[method-assign]
         assert engine.answer_prompt(tiny.prompt(1), max_tokens=3).tokens
 
@@ -195,13 +200,13 @@ def test_one_that_goes_on_after_its_restart_says_so() -> None:
     with tiny.engine(request_timeout=100.0) as engine:
         alone = engine.answer_prompt(tiny.prompt(1), strategy="full", max_tokens=20).tokens
         scheduler, rests, count = engine._loop._scheduler, engine._loop._scheduler.next_batch, 0
-        faults = engine._loop.faults
+        watch, timeouts = engine._loop._watch, engine._loop.requests.counters.timeouts
 
         def stuck() -> Any:
             nonlocal count
             count += 1
-            sticks = count > 10 and not faults.timeouts
-            faults._timeout = 0.3 if sticks else 100.0
+            sticks = count > 10 and not timeouts
+            watch.request_timeout = 0.3 if sticks else 100.0
             return None if sticks else rests()
 
         scheduler.next_batch = stuck  # type: ignore[method-assign]
@@ -212,8 +217,8 @@ def test_one_that_goes_on_after_its_restart_says_so() -> None:
 
 def test_waiting_in_the_queue_has_an_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    for module in (fault, loop):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
+    for module in (execution, loop, requests):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic))
     with tiny.engine(request_timeout=0.4, max_running=1) as engine:
 
         def slow(run: Callable[[Step], Any], step: Step) -> Any:
@@ -251,7 +256,7 @@ def test_pages_are_free_within_one_step_after_a_client_left(where: str, monkeypa
 
         def reached(state: RequestState) -> bool:
             if where == "paused":
-                return bool(loop.pauses.waiting)
+                return bool(loop.requests.paused)
             if where == "queued":
                 return loop.waiting == 1
             return loop.running == 2 and (where == "prompt" or bool(said))
@@ -261,7 +266,7 @@ def test_pages_are_free_within_one_step_after_a_client_left(where: str, monkeypa
                 there.set()
                 assert gone.wait(60)  # it leaves while this step begins
             if left.is_set():
-                after.append(found[0].running or found[0].paused is not None or found[0] in loop.states())
+                after.append(found[0].running or found[0].paused is not None or found[0] in loop.requests.live)
             step(batch)
 
         def noted(state: RequestState, place: object = None) -> None:

@@ -83,8 +83,8 @@ def test_what_repeats_itself_takes_fewer_steps() -> None:
         runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
         with tiny.engine(runner, lookup=lookup) as engine:
             answers.append([engine.answer_prompt(tiny.prompt(n), strategy="full", max_tokens=300) for n in range(3)])
-            took.append(engine._loop.counters.steps)
-            counted = engine._loop.counters.lookup_tokens
+            took.append(engine._loop.requests.counters.steps)
+            counted = engine._loop.requests.counters.lookup_tokens
             assert (0 < counted["accepted"] <= counted["proposed"]) if lookup else not counted
     for one, other in zip(*answers, strict=True):
         same(one, other)
@@ -100,7 +100,7 @@ def test_tokens_per_step_counts_every_decode_step(tokens: int) -> None:
     """The last step counts too; the first token is the prompt's and belongs to no decode step."""
     runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
     with tiny.engine(runner, lookup=6) as engine:
-        counters, took, said = engine._loop.counters, list[int](), list[Answer]()
+        counters, took, said = engine._loop.requests.counters, list[int](), list[Answer]()
         for most in (1, tokens):
             before = counters.steps
             said.append(engine.answer_prompt(tiny.prompt(0), strategy="full", max_tokens=most))
@@ -164,7 +164,7 @@ def test_penalties_count_accepted_tokens(temperature: float) -> None:
         with tiny.engine(runner, lookup=lookup) as engine:
             options = {"strategy": "full", "max_tokens": 120, "seed": 4, **asked}
             answers.append([engine.answer_prompt(tiny.prompt(n), **options) for n in range(3)])
-            accepted = engine._loop.counters.lookup_tokens["accepted"] if lookup else 0
+            accepted = engine._loop.requests.counters.lookup_tokens["accepted"] if lookup else 0
     assert accepted > 0
     for one, other in zip(*answers, strict=True):
         same(one, other)

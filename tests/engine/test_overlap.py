@@ -155,14 +155,14 @@ def test_who_leaves_while_the_device_computes_is_left_out(
 
         def landed() -> bool:
             flight = execution._flight
-            if flight is not None and not left and flight.batch.logit_rows and loop.counters.steps > 1:
+            if flight is not None and not left and flight.batch.logit_rows and loop.requests.counters.steps > 1:
                 found = [part.state for part in flight.batch.parts if part.state.decoding is decoding]
                 for state in found[:1]:
                     left.append(state)
                     if how == "end":
-                        loop._end(state, RuntimeError("it left"))
+                        loop.requests.end(state, RuntimeError("it left"))
                     else:
-                        loop._restart(state, "")
+                        loop.requests.restart(state)
             return land()
 
         monkeypatch.setattr(execution, "land", landed)
@@ -213,7 +213,7 @@ def test_nobody_sleeps_while_a_request_waits_for_a_place(tokens: int, monkeypatc
 
         def drained(busy: bool) -> bool:
             if not busy:
-                slept.append(len(loop.states()))
+                slept.append(len(loop.requests.live))
             return drain(busy)
 
         monkeypatch.setattr(loop, "_drain_inbox", drained)

@@ -74,7 +74,7 @@ def test_a_paused_request_may_leave() -> None:
         with Hold(engine):
             old = engine.begin_prompt(tiny.prompt(0), max_tokens=120)
             young = engine.begin_prompt(tiny.prompt(1), max_tokens=120)
-            paused = Hold(engine, lambda: engine._loop.pauses.waiting)
+            paused = Hold(engine, lambda: engine._loop.requests.paused)
         with paused:
             young.cancel()
         assert len(old.result().tokens) == 120
@@ -88,9 +88,9 @@ def test_paused_requests_survive_a_lost_device() -> None:
     with tiny.engine(pages=24) as engine:
         with Hold(engine):
             futures = [engine.begin_prompt(tiny.prompt(i), strategy="full", max_tokens=120) for i in range(2)]
-            paused = Hold(engine, lambda: engine._loop.pauses.waiting)
+            paused = Hold(engine, lambda: engine._loop.requests.paused)
         with paused:
-            engine._loop._inbox.put(lambda: engine._loop._recover(RuntimeError("lost")))
+            engine._loop._inbox.put(lambda: engine._loop._execution.recover(RuntimeError("lost")))
         assert [future.result(60).tokens for future in futures] == alone
         assert engine.stats()["device_losses_total"] == 1
         engine.audit()

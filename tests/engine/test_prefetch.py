@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragjax.core import Answer, Prompt
+from ragjax.core import Answer, Prompt, Request
 from ragjax.core.limits import StepLimits
 from ragjax.core.tiers import Tier
 from ragjax.engine import Engine
-from ragjax.schedule.admission import PREFETCH, Prefetch, Preview
+from ragjax.schedule.admission import PREFETCH, Allocations, Prefetch, Preview
 from ragjax.store.disk import DiskStore
 from tests.support import tiny
 from tests.support.matrix import few
 from tests.support.pace import lasting, until
+from tests.support.states import table
 from tests.support.transfers import PAGE, Bench, FakeDiskIndex, tokens
 
 GIGA = 2**30
@@ -85,11 +86,13 @@ def test_loads_of_a_look_ahead_are_given_up_for_their_pages() -> None:
 class Asks:
     """A waiting request for a causal prompt, as far as a look ahead sees it."""
 
-    may_load, ratio = True, None
+    id, request = "ahead", Request()
+    may_load, ratio, decode_tokens, forced_tokens = True, None, 1, 0
 
     def __init__(self, ids: list[int]):
         self.whole_prompt = tokens(*ids)
         self.strategy = self
+        self.ahead: int | None = None
 
     def prefill(self, prompt: Any, allocation: Preview, ratio: None) -> Iterator[None]:
         allocation.prefix(prompt)
@@ -98,11 +101,8 @@ class Asks:
 
 
 def looking(bench: Bench) -> Prefetch:
-    def preview(state: object) -> Preview:
-        limits = StepLimits(64, PAGE)
-        return Preview(bench.cache, tenant="", label="ahead", decode_tokens=1, limits=limits, stages=(0, 1))
-
-    return Prefetch(bench.cache, preview)
+    requests = table(bench.cache)
+    return Prefetch(requests, bench.cache, Allocations(requests, bench.cache, StepLimits(64, PAGE), (0, 1)))
 
 
 def test_what_a_nearer_request_needs_stays_while_a_farther_ones_is_brought() -> None:
@@ -121,7 +121,7 @@ def test_what_a_nearer_request_needs_stays_while_a_farther_ones_is_brought() -> 
     bench.cache.free(running)
     prefetch.run([far])  # type: ignore[list-item]
     assert bench.cache.loading == 0  # it was looked after once
-    prefetch.forget(far)  # type: ignore[arg-type]
+    far.ahead = None
     prefetch.run([near, far])  # type: ignore[list-item]
     assert bench.cache.loading == 1
     bench.settle()
@@ -201,8 +201,7 @@ def test_no_more_is_loaded_than_a_share_of_the_pool(filled: Path) -> None:
         for seed in range(4):
             engine.begin_prompt(tiny.prompt(seed), max_tokens=1)
         until(lambda: arrived(engine))
-        prefetch = engine._loop._admission._prefetch
-        assert 0 < sum(prefetch._taken.values()) <= PREFETCH * 80
+        assert 0 < sum(state.ahead or 0 for state in engine._loop.requests.queue) <= PREFETCH * 80
         running.cancel()
 
 

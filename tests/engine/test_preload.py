@@ -237,7 +237,7 @@ def test_a_client_leaves_between_two_stages(
         pending = engine.begin_prompt(tiny.prompt(0), strategy="prefix", max_tokens=4)
         gates.let()
         until(lambda: ran)
-        [state] = engine._loop.states()
+        [state] = engine._loop.requests.live
         engine._loop.cancel(state)
         until(lambda: state.ended)
         del pending

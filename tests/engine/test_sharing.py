@@ -16,7 +16,7 @@ from ragjax.core import Answer, Kind, Prompt, Segment
 from ragjax.core.depprompt import DepPrompt, LinearNode, TreeNode
 from ragjax.engine import Engine
 from ragjax.reuse import strategies
-from ragjax.schedule.admission import Computing
+from ragjax.schedule.admission import InFlight
 from tests.support import tiny
 from tests.support.executor import Executor
 from tests.support.matrix import few
@@ -164,7 +164,7 @@ def test_who_waited_goes_on_when_the_first_leaves(name: str, seed: int) -> None:
                 assert answer.exact_to != "full" or answer.tokens == expected[i]
         engine.answer_prompt(CHUNKED, strategy="full", max_tokens=1)
         engine.audit()
-        assert not engine._loop._admission.waiting
+        assert not engine._loop.waiting
 
 
 def test_who_waited_goes_on_when_the_first_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_tenants_wait_for_nobody_elses_private_knowledge() -> None:
 
 def test_only_running_requests_that_compute_their_prompts_are_waited_for() -> None:
     """Whatever became of the KV: who decodes computes it no more."""
-    computing, look = Computing(), partial(Look, {}, {b"piece": 7, b"other": 9})
+    computing, look = InFlight(), partial(Look, {}, {b"piece": 7, b"other": 9})
     for change in ({"decoding": True}, {"running": False}):
         owner: Any = SimpleNamespace(background=False, running=True, decoding=False)
         computing.begin(owner, [b"piece"])

@@ -205,7 +205,7 @@ def soak(seconds: float, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatc
 
     random = np.random.default_rng(seed)
     store = DiskStore.open(folder, b"tiny", about={}, max_bytes=2_000_000)
-    for name in ("ragjax.engine.fault", "ragjax.engine.loop", "ragjax.engine.loads"):
+    for name in ("ragjax.engine.execution", "ragjax.engine.loop", "ragjax.schedule.requests"):
         # pytest keeps every record, and with it the frames of its error and all that they hold
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
     disk = Unreliable(store, np.random.default_rng(seed + 1))
@@ -307,7 +307,7 @@ def ask(engine: Engine, prompt: Prompt, **options: Any) -> Asked:
 
 def quiet(engine: Engine) -> None:
     """Wait until nobody runs or waits."""
-    while engine._loop.states():
+    while engine._loop.requests.live:
         time.sleep(0.01)
 
 

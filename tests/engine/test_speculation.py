@@ -105,7 +105,7 @@ def _counted(engine: Engine) -> tuple[int, int, int]:
 
 def _is_clean(engine: Engine) -> bool:
     loop = engine._loop
-    _until(lambda: not loop.states() and not loop._places.counted and not loop._guesses.waiting)
+    _until(lambda: not loop.requests.live and not loop.requests.limit.counted and not loop.requests.offered.waiting)
     engine.audit()
     return True
 
@@ -136,7 +136,7 @@ def test_answers_are_those_without_speculation(kind: index.IndexKind, monkeypatc
         def slow(base: KnowledgeBase, question: str, k: int, n: int) -> Iterator[SearchStage]:
             for stage in whole(base, question, k, n):
                 engine._loop.call(lambda: None)  # what was offered before has arrived
-                _until(lambda: not engine._loop._guesses.waiting)
+                _until(lambda: not engine._loop.requests.offered.waiting)
                 yield stage
 
         monkeypatch.setattr(KnowledgeBase, "stages", slow)
@@ -180,7 +180,7 @@ def test_figure_11(scripted: Callable[..., Script]) -> None:
         started: list[object] = []
 
         def begun(number: int) -> None:
-            running = engine._loop._scheduler
+            running = engine._loop.requests
             if number in (1, 2):  # what was offered last has started
                 _until(lambda: running.running and running.running[0] not in started)
                 started.append(running.running[0])
@@ -299,7 +299,7 @@ def test_a_guess_that_cannot_be_served_does_no_harm(scripted: Callable[..., Scri
         def begun(number: int) -> None:
             if number == 2:
                 engine._loop.call(lambda: None)
-                _until(lambda: not engine._loop._guesses.waiting)
+                _until(lambda: not engine._loop.requests.offered.waiting)
 
         scripted(LONG, TWO, TWO, gate=begun)
         assert engine.answer("Which?", max_tokens=2).tokens and _counted(engine) == (1, 0, 0)
@@ -327,7 +327,7 @@ def test_a_guess_that_fails_in_the_engine_is_computed_anew(
 
         def failed(number: int) -> None:
             if number:
-                _until(lambda: not failures and not engine._loop.states())
+                _until(lambda: not failures and not engine._loop.requests.live)
                 engine._loop.call(lambda: None)  # the guess is told
 
         scripted(TWO, TWO, gate=failed)
@@ -364,7 +364,7 @@ def test_a_guess_begins_when_the_pool_has_room(
 
         def room(number: int) -> None:
             if number == 1:
-                _until(lambda: engine._loop._guesses.waiting)
+                _until(lambda: engine._loop.requests.offered.waiting)
                 for future in busy:
                     future.cancel()
                 _until(lambda: offered[0].running or offered[0].ended)
@@ -385,7 +385,7 @@ def test_a_guess_is_in_no_queue_until_it_is_confirmed(scripted: Callable[..., Sc
                 _until(lambda: engine._loop.running)
                 second = pool.submit(engine.answer, "Which other?", max_tokens=400)
                 _until(lambda: engine._loop.waiting)
-                assert not engine._loop._places.counted
+                assert not engine._loop.requests.limit.counted
                 with Hold(engine):
                     others = [engine.begin_prompt(tiny.prompt(i), max_tokens=1) for i in range(2)]
                     with pytest.raises(OverloadError):
@@ -482,7 +482,7 @@ def test_engine_that_closes_during_a_search(scripted: Callable[..., Script]) -> 
 
     def gate(number: int) -> None:
         if number == 1:
-            _until(lambda: engine._loop.states())
+            _until(lambda: engine._loop.requests.live)
             closed.set()
             _until(lambda: engine._loop.closed and not engine._loop._thread.is_alive())
 

@@ -40,7 +40,7 @@ from ragjax.schedule import decoding
 from ragjax.schedule.scheduler import Scheduler
 from tests.support import tiny
 from tests.support.executor import Executor, model
-from tests.support.states import Started
+from tests.support.states import Started, table
 
 pytestmark = pytest.mark.slow
 
@@ -197,18 +197,18 @@ class Bench:
     def __init__(self, made: Runner):
         self.runner = made
         self.cache = KnowledgeCache(b"tiny", PagePool(PAGES, PAGE), LRU())
-        self.scheduler = Scheduler(made.grid, PAGE)
+        self.scheduler = Scheduler(table(), made.grid, PAGE)
         self.shared: set[bool] = set()  # whether steps of several tasks measured, and steps within a pass
         self.split: set[bool] = set()
 
     def start(self, script: Script, prompt: Prompt, ratio: float | None = None) -> Started:
-        label = f"task {len(self.scheduler.running)}"
+        label = f"task {len(self.scheduler.requests.running)}"
         allocation = Allocation(
             self.cache, tenant="", label=label, decode_tokens=8, limits=self.scheduler.limits, stages=self.runner.stages
         )
         task = Started(prompt, script, allocation, ratio)
         task.begin()
-        self.scheduler.running.append(task)
+        self.scheduler.requests.running.append(task)
         return task
 
     def run(self) -> None:

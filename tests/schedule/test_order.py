@@ -17,7 +17,7 @@ from ragjax.schedule.order import ORDERS, WINDOW, Queue, Waiting
 def fixed(total: int, cached: int, path: Sequence[str] = ()) -> Waiting:
     """A request of which so much is kept."""
     ends = {"/".join(path[: i + 1]): i + 1 for i in range(len(path))}
-    return Waiting(total, ends, lambda: Look({b"": cached}))
+    return Waiting(total=total, path=ends, look=lambda: Look({b"": cached}))
 
 
 class Documents:
@@ -32,7 +32,10 @@ class Documents:
         self.computed = 0
 
     def waiting(self, document: str) -> Waiting:
-        return Waiting(self.sizes[document] + 1, {document: 1}, lambda: Look({b"": self.kept.get(document, 0)}))
+        def look() -> Look:
+            return Look({b"": self.kept.get(document, 0)})
+
+        return Waiting(total=self.sizes[document] + 1, path={document: 1}, look=look)
 
     def serve(self, document: str) -> bool:
         """Whether nothing of the document had to be computed."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ragjax.core import NEVER, Kind, OutOfPages, Run, Span
 from ragjax.reuse import Full, Naive, Prefix
-from ragjax.schedule.admission import Admission
+from ragjax.schedule.admission import Admission, Allocations
 from ragjax.schedule.pause import RECOMPUTED, Pauses
 from ragjax.schedule.rows import PageTable
 from tests.support.bench import PAGE, STAGES, Bench, knowledge_prompt, make_prompt, read_table, simple
@@ -49,14 +49,16 @@ class Serving(Bench):
 
     def __init__(self, pages):
         super().__init__(pages)
-        self.admission = Admission(self.cache, self.scheduler, stages=STAGES)
-        self.pauses = Pauses(self.cache, self.scheduler, self.admission, Copies(self.device))
+        allocations = Allocations(self.requests, self.cache, self.scheduler.limits, STAGES)
+        self.admission = Admission(self.requests, self.cache, allocations)
+        self.pauses = Pauses(self.requests, self.cache, allocations, Copies(self.device))
         self.ended, self.failed = {}, []
 
     def ask(self, prompt, strategy, limit, background=False):
         self.count += 1
         state = Asked(f"r{self.count:03}", prompt, strategy, limit, arrival=self.count, background=background)
-        self.admission.add(state)
+        state.sink = lambda event: self.failed.append(state.id)
+        self.requests.arrive(state)
         return state
 
     def advance(self, task):
@@ -69,27 +71,21 @@ class Serving(Bench):
         self.end(state)
 
     def end(self, state):
-        state.stop()
-        for owner in (self.scheduler, self.admission, self.pauses):
-            owner.remove(state)
-        self.admission.blocked = False
+        self.requests.end(state, None)
+        self.requests.blocked = False
 
     def iterate(self):
         """One iteration of the loop; whether anything is left to do."""
-        for state, _ in self.pauses.resume():
-            self.failed.append(state.id)
-            self.end(state)
-        if not self.pauses.waiting:
-            for _, error in self.admission.admit():
+        self.pauses.resume()
+        if not self.requests.paused:
+            for _, error in self.admission.start_waiting():
                 assert error is None, error
-        for state, _ in self.pauses.make_room():
-            self.failed.append(state.id)
-            self.end(state)
+        self.pauses.make_room()
         self.step()
-        live = {state.id for state in self.scheduler.running}
+        live = {state.id for state in self.requests.running}
         self.cache.audit(live=live)
-        assert all(state.paused is not None and not state.running for state in self.pauses.waiting)
-        return bool(live or self.pauses.waiting or self.admission.waiting or self.admission.background)
+        assert all(state.paused is not None and not state.running for state in self.requests.paused)
+        return bool(live or self.requests.paused or list(self.requests.queue) or self.requests.background)
 
 
 def test_a_request_takes_pages_as_it_decodes():
@@ -132,7 +128,7 @@ def test_a_background_request_that_made_room_keeps_nobody_waiting():
     bench.iterate()
     for state, blocked in ((states[1], False), (states[0], True)):
         bench.pauses._stop(state, "")
-        assert bench.admission.blocked == blocked
+        assert bench.requests.blocked == blocked
 
 
 def test_the_first_page_of_the_tail_is_there_when_a_prompt_fills_its_pages():
@@ -176,10 +172,10 @@ def test_the_youngest_gives_way_and_goes_on_where_it_was():
     old, young = bench.ask(simple(9, 1), Full(), limit=25), bench.ask(simple(9, 2), Full(), limit=25)
     paused = set()
     while bench.iterate():
-        paused |= {state.id for state in bench.pauses.waiting}
+        paused |= {state.id for state in bench.requests.paused}
     assert paused == {young.id} and not old.times.pauses
     assert bench.ended == {old.id: 25, young.id: 25}
-    assert bench.pauses.paused == bench.pauses.resumed > 0
+    assert bench.requests.counters.pauses == bench.requests.counters.resumes > 0
     assert bench.device.computed[young.id] == 9 + 24, "nothing was computed twice"
 
 
@@ -187,13 +183,13 @@ def test_a_paused_request_goes_on_before_a_new_one_starts():
     bench = Serving(12)
     bench.ask(simple(9, 1), Full(), limit=25)
     young = bench.ask(simple(9, 2), Full(), limit=25)
-    while not bench.pauses.waiting:
+    while not bench.requests.paused:
         bench.iterate()
     new = bench.ask(simple(2, 3), Full(), limit=1)
     while not new.running and new.id not in bench.ended:
         assert bench.iterate()
-        assert young.running or bench.pauses.waiting or young.id in bench.ended
-        assert not (bench.pauses.waiting and new.running)
+        assert young.running or bench.requests.paused or young.id in bench.ended
+        assert not (bench.requests.paused and new.running)
     while bench.iterate():
         pass
     assert len(bench.ended) == 3
@@ -208,7 +204,7 @@ def test_the_background_gives_way_first():
     assert background.running and all(state.running for state in front)
     while not all(state.id in bench.ended for state in front):
         assert bench.iterate()
-    assert not bench.pauses.paused and bench.pauses.stopped == 1
+    assert not bench.requests.counters.pauses and bench.requests.counters.stops == 1
     while bench.iterate():
         pass
     assert background.id in bench.ended
@@ -233,9 +229,9 @@ def test_who_is_still_in_its_prompt_starts_again():
         bench.iterate()
     young = bench.ask(simple(40, 2), Full(), limit=2)
     young.held = True
-    while not bench.pauses.stopped:
+    while not bench.requests.counters.stops:
         assert bench.iterate()
-    assert not young.running and not bench.pauses.paused
+    assert not young.running and not bench.requests.counters.pauses
     young.held = False
     while bench.iterate():
         pass
@@ -248,10 +244,12 @@ def test_one_that_cannot_grow_though_it_is_alone_fails_and_says_why():
     while not state.decoding:
         bench.iterate()
     held = bench.cache.reserve(bench.cache.pool.reclaimable_pages * PAGE, "kept")
-    while not (errors := [error for failed, error in bench.pauses.make_room() if failed is state]):
+    errors = []
+    state.sink = errors.append
+    while not errors:
+        bench.pauses.make_room()
         bench.step()
-    assert "max_tokens" in str(errors[0]) and errors[0].code == "context_length_exceeded"
-    bench.end(state)
+    assert "max_tokens" in str(errors[0]) and errors[0].code == "context_length_exceeded" and state.ended
     bench.cache.free(held)
     bench.cache.audit(live=())
 
@@ -261,7 +259,7 @@ def test_room_that_nobody_who_runs_holds_is_known_at_the_start():
     bench = Serving(12)
     held = bench.cache.reserve(5 * PAGE, "kept")
     state = bench.ask(simple(9, 1), Full(), limit=30)
-    ((refused, error),) = list(bench.admission.admit())
+    ((refused, error),) = list(bench.admission.start_waiting())
     assert refused is state and "lower max_tokens" in str(error)
     bench.end(state)
     bench.cache.free(held)
@@ -294,7 +292,7 @@ def test_where_copies_have_no_room_the_youngest_is_computed_again(monkeypatch):
     old, young = bench.ask(simple(9, 1), Full(), limit=25), bench.ask(simple(9, 2), Full(), limit=25)
     while bench.iterate():
         pass
-    assert bench.ended == {old.id: 25, young.id: 25} and not bench.pauses.paused
+    assert bench.ended == {old.id: 25, young.id: 25} and not bench.requests.counters.pauses
     assert young.notices == [RECOMPUTED] and not old.notices
 
 
@@ -302,10 +300,10 @@ def test_a_paused_request_that_leaves_gives_everything_back():
     bench = Serving(12)
     bench.ask(simple(9, 1), Full(), limit=25)
     young = bench.ask(simple(9, 2), Full(), limit=25)
-    while not bench.pauses.waiting:
+    while not bench.requests.paused:
         bench.iterate()
     bench.end(young)
-    assert young.paused is None and not bench.pauses.waiting
+    assert young.paused is None and not bench.requests.paused
     while bench.iterate():
         pass
     assert len(bench.ended) == 1

@@ -32,6 +32,7 @@ from tests.support.bench import (
     text,
     work_on,
 )  # fmt: skip
+from tests.support.states import table
 
 # -------------------------------------------------------------------------------------- entry table
 
@@ -212,7 +213,7 @@ def measuring(what, layers, rows=5):
     ],
 )
 def test_what_passes_measure_says_whether_they_share_a_step(first, second, shared):
-    scheduler = Scheduler(SMALL, PAGE)
+    scheduler = Scheduler(table(), SMALL, PAGE)
     for task, measure in zip(fixed_tasks(scheduler, [5, 5]), (first, second), strict=True):
         task.rows.measure = measure
     batch = scheduler.next_batch()
@@ -222,7 +223,7 @@ def test_what_passes_measure_says_whether_they_share_a_step(first, second, share
 
 
 def test_each_takes_the_layers_that_it_measures():
-    scheduler = Scheduler(SMALL, PAGE)
+    scheduler = Scheduler(table(), SMALL, PAGE)
     tasks = fixed_tasks(scheduler, [5, 5])
     for task, layers in zip(tasks, ((0, 1), (1, 2)), strict=True):
         task.rows.measure = measuring(Measure.DEVIATION, layers)
@@ -239,7 +240,7 @@ def test_each_takes_the_layers_that_it_measures():
 
 
 def test_passes_through_other_layers_share_no_step():
-    scheduler = Scheduler(SMALL, PAGE)
+    scheduler = Scheduler(table(), SMALL, PAGE)
     tasks = fixed_tasks(scheduler, [5, 5])
     tasks[1].rows.layers = (0, 1)
     assert [len(scheduler.next_batch().parts) for _ in range(2)] == [1, 1]
@@ -250,7 +251,7 @@ def test_decoding_goes_on_where_the_prompt_ends():
     task = bench.start(prompt, strategy, limit=6)
     bench.step()
     seen = []
-    while bench.scheduler.running:
+    while bench.scheduler.requests.running:
         work = task.rows
         seen.append((int(work.index[0]), int(work.position[0]), int(work.slot[0]), work.context))
         bench.step()
@@ -356,7 +357,7 @@ def test_close_gives_everything_back_at_any_point(strategy, warm):
         bench.cache.audit(live=(task.id,))
         for _ in range(steps):
             bench.step()
-        ended = not bench.scheduler.running
+        ended = not bench.scheduler.requests.running
         task.stop()
         task.stop()
         bench.cache.audit(live=())
@@ -421,7 +422,7 @@ class Fixed:
 
 def fixed_tasks(scheduler, rows, **options):
     tasks = [Fixed(n, **options).task for n in rows]
-    scheduler.running += tasks
+    scheduler.requests.running += tasks
     return tasks
 
 
@@ -433,7 +434,7 @@ def run_fixed(scheduler, costs=COSTS):
         batches.append(batch)
         score = np.zeros((1, *batch.step.index_SC.shape), np.float32)
         for task in batch.deliver(np.zeros((len(batch.logit_rows), 1), np.float32), score):
-            scheduler.running.remove(task)
+            scheduler.requests.running.remove(task)
         assert len(batches) < 2000
     return spent, batches
 
@@ -443,8 +444,8 @@ def test_buckets_waste_less_than_half_for_any_number_of_rows():
     task = Fixed(600).task
     for total in range(1, 601):
         task.rows.done = 600 - total
-        scheduler = Scheduler(Grid(), PAGE)
-        scheduler.running.append(task)
+        scheduler = Scheduler(table(), Grid(), PAGE)
+        scheduler.requests.running.append(task)
         spent, batches = run_fixed(scheduler)
         single = next((COSTS[rows] for rows in COSTS if rows >= total), least_cost(total))
         worst[total] = max(spent / least_cost(total), spent / single)
@@ -454,7 +455,7 @@ def test_buckets_waste_less_than_half_for_any_number_of_rows():
 
 @pytest.mark.parametrize(("count", "rows"), [(8, 8), (16, 8), (20, 2), (5, 100), (3, 33), (2, 250)])
 def test_requests_together_cost_no_more_than_one_after_another(count, rows):
-    scheduler = Scheduler(Grid(), PAGE)
+    scheduler = Scheduler(table(), Grid(), PAGE)
     fixed_tasks(scheduler, [rows] * count)
     together, _ = run_fixed(scheduler)
     assert together <= count * min(COSTS[bucket] for bucket in COSTS if bucket >= rows)
@@ -463,7 +464,7 @@ def test_requests_together_cost_no_more_than_one_after_another(count, rows):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=7))
 def test_a_batch_never_mixes_requests_in_a_block(lefts):
-    scheduler = Scheduler(SMALL, PAGE)
+    scheduler = Scheduler(table(), SMALL, PAGE)
     tasks = fixed_tasks(scheduler, lefts)
     _, batches = run_fixed(scheduler, dict.fromkeys((2, 4, 16, 64), 1))
     computed = {id(task): [] for task in tasks}
@@ -483,7 +484,7 @@ def test_a_batch_never_mixes_requests_in_a_block(lefts):
 def test_prompts_are_computed_in_the_shapes_of_a_gpu(group):
     """However many query heads share a KV head, a shape is left for prefill, alone and beside decoding tokens."""
     grid = Grid(rows=Grid.gpu_rows(group), entries=(64, 256))
-    scheduler = Scheduler(grid, PAGE)
+    scheduler = Scheduler(table(), grid, PAGE)
     fixed_tasks(scheduler, [100])
     alone = scheduler.next_batch()
     fixed_tasks(scheduler, [1], decoding=True)
@@ -508,8 +509,8 @@ def test_decode_and_prefill_take_turns():
     for seed in range(6):
         bench.start(simple(100, 10 + seed), Full(), limit=2)
     bench.kinds.clear()
-    while any(not task.decoding for task in bench.scheduler.running):
-        assert any(task.decoding for task in bench.scheduler.running)
+    while any(not task.decoding for task in bench.scheduler.requests.running):
+        assert any(task.decoding for task in bench.scheduler.requests.running)
         bench.step()
     assert len(bench.kinds) > 10
     assert all(a != b for a, b in zip(bench.kinds, bench.kinds[1:], strict=False))
@@ -527,7 +528,7 @@ def test_no_step_mixes_decoding_and_prefill():
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 13), st.booleans())
 def test_every_decoding_request_is_served_in_turn(count, busy):
-    scheduler = Scheduler(SMALL, PAGE)
+    scheduler = Scheduler(table(), SMALL, PAGE)
     tasks = fixed_tasks(scheduler, [1] * count, decoding=True)
     if busy:
         fixed_tasks(scheduler, [2000])
@@ -568,7 +569,7 @@ def test_decoding_goes_on_in_every_step_while_others_are_prefilled():
     count=st.integers(1, 12),
 )
 def test_the_budget_bounds_prefill_beside_decoding_tokens(budget, lefts, count):
-    scheduler = Scheduler(MIXED, PAGE, budget)
+    scheduler = Scheduler(table(), MIXED, PAGE, budget)
     fixed_tasks(scheduler, [1] * count, decoding=True)
     prefilling = fixed_tasks(scheduler, lefts)
     batch = scheduler.next_batch()
@@ -583,7 +584,7 @@ def test_a_step_grows_with_the_prompts_that_are_computed():
     """Whoever waits for the first token counts: two prompts get twice the rows that one gets beside decoding tokens."""
     taken = []
     for prompts in (1, 2):
-        scheduler = Scheduler(MIXED, PAGE, StepBudget(9, keys=10**6))
+        scheduler = Scheduler(table(), MIXED, PAGE, StepBudget(9, keys=10**6))
         fixed_tasks(scheduler, [1], decoding=True)
         fixed_tasks(scheduler, [16] * prompts)
         parts = [piece for piece in scheduler.next_batch().parts if not piece.state.decoding]
@@ -594,7 +595,7 @@ def test_a_step_grows_with_the_prompts_that_are_computed():
 @pytest.mark.parametrize(("clients", "share", "rows"), [(1, 0.2, 4), (1, 0.0, 2), (7, 0.9, 40), (7, 0.1, 8)])
 def test_tokens_are_proposed_where_they_are_worth_the_larger_step(clients, share, rows):
     """Of 7 requests with 3 proposed tokens each, a step of 40 rows is worth 19 accepted tokens, and not 2."""
-    scheduler = Scheduler(Grid(rows=((2, 2), (4, 4), (8, 1), (40, 4)), entries=(8, 96), logits=(2, 4)), PAGE)
+    scheduler = Scheduler(table(), Grid(rows=((2, 2), (4, 4), (8, 1), (40, 4)), entries=(8, 96), logits=(2, 4)), PAGE)
     tasks = fixed_tasks(scheduler, [4] * clients, decoding=True)
     for task in tasks:
         task.rows.proposed, task.lookup = 3, Lookup(6, share=share)
@@ -607,7 +608,7 @@ def test_tokens_are_proposed_where_they_are_worth_the_larger_step(clients, share
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 90)), min_size=1, max_size=12), st.integers(1, 96))
 def test_rows_and_entries_of_a_mixed_step_have_room(decoding, entries):
-    scheduler = Scheduler(MIXED, PAGE)
+    scheduler = Scheduler(table(), MIXED, PAGE)
     for rows, read in decoding:
         (task,) = fixed_tasks(scheduler, [min(rows, 4)], entries=read, decoding=True)
         task.rows.proposed = task.rows.left - 1
@@ -619,7 +620,7 @@ def test_rows_and_entries_of_a_mixed_step_have_room(decoding, entries):
 
 
 def test_a_prefill_that_leaves_layers_out_takes_turns_with_decoding():
-    scheduler = Scheduler(MIXED, PAGE)
+    scheduler = Scheduler(table(), MIXED, PAGE)
     fixed_tasks(scheduler, [1], decoding=True)
     (task,) = fixed_tasks(scheduler, [2000])
     task.rows.layers = (0, 1)
@@ -656,7 +657,7 @@ def test_the_oldest_request_is_prefilled_first():
 @settings(max_examples=40, deadline=None)
 @given(entries=st.lists(st.integers(1, 96), min_size=1, max_size=8))
 def test_entries_never_exceed_the_largest_bucket(decoding, entries):
-    scheduler = Scheduler(SMALL, PAGE)
+    scheduler = Scheduler(table(), SMALL, PAGE)
     for n in entries:
         fixed_tasks(scheduler, [1], entries=n, decoding=decoding)
     _, batches = run_fixed(scheduler, dict.fromkeys((2, 4, 16, 64), 1))
@@ -678,7 +679,7 @@ def test_a_request_that_fits_never_exceeds_the_entries():
 
 
 def test_what_fits_is_told_beforehand():
-    scheduler = Scheduler(SMALL, PAGE)
+    scheduler = Scheduler(table(), SMALL, PAGE)
     assert scheduler.limits.holds(94 * PAGE, 1) and not scheduler.limits.holds(94 * PAGE + 1, 1)
     assert scheduler.limits.holds(90 * PAGE, 3) and not scheduler.limits.holds(90 * PAGE, 4)
 
@@ -698,17 +699,17 @@ def test_many_requests_see_exactly_their_own_keys(grid, seed):
         chunks = random.permutation(4)[: random.integers(0, 4)] + 1
         prompt = knowledge_prompt(int(random.integers(9, 12)), tuple(int(c) for c in chunks))
         waiting.append((prompt, (Full, Prefix, Naive)[random.integers(3)](), int(random.integers(1, 7))))
-    while waiting or bench.scheduler.running:
+    while waiting or bench.scheduler.requests.running:
         if waiting and random.random() < 0.4:
             try:
                 bench.start(*waiting[-1])
                 waiting.pop()
             except OutOfPages:
-                assert bench.scheduler.running
-        if bench.scheduler.running and random.random() < 0.05:
-            bench.stop(bench.scheduler.running[random.integers(len(bench.scheduler.running))])
+                assert bench.scheduler.requests.running
+        if bench.scheduler.requests.running and random.random() < 0.05:
+            bench.stop(bench.scheduler.requests.running[random.integers(len(bench.scheduler.requests.running))])
         bench.step()
-        bench.cache.audit(live={task.id for task in bench.scheduler.running})
+        bench.cache.audit(live={task.id for task in bench.scheduler.requests.running})
     bench.cache.audit(live=())
     bench.cache.clear()
     assert bench.cache.metrics.pages_used == 0

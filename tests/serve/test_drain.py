@@ -70,5 +70,5 @@ def test_who_runs_and_who_waits_gets_the_grace_time(over: bool) -> None:
         ends = [events_of(answer)[-1] if answer.status_code == 200 else answer.json() for answer in answers]
         expected = ["[DONE]"] if not over else ["stopping"]
         assert [end if end == "[DONE]" else end["error"]["code"] for end in ends] == expected * 8
-        assert engine._loop.closed and not engine._loop.states()
+        assert engine._loop.closed and not engine._loop.requests.live
         engine._cache.audit(())

@@ -13,7 +13,7 @@ from ragjax.core import NEVER, Grid, Kind, Prompt, Segment
 from ragjax.reuse.base import Allocation
 from ragjax.schedule import decoding
 from ragjax.schedule.scheduler import Scheduler
-from tests.support.states import Started
+from tests.support.states import Started, table
 
 PAGE = 4
 STAGES = (0, 1, 2)
@@ -136,7 +136,8 @@ class Bench:
 
     def __init__(self, pages=200, grid=SMALL):
         self.cache = KnowledgeCache(b"model", PagePool(pages, PAGE), LRU())
-        self.scheduler = Scheduler(grid, PAGE)
+        self.requests = table(self.cache)
+        self.scheduler = Scheduler(self.requests, grid, PAGE)
         self.device = Device(pages, grid)
         self.limits = {}
         self.kinds = []  # of each step: whether its tasks were decoding, and whether it measured mass
@@ -154,7 +155,7 @@ class Bench:
     def start(self, prompt, strategy, limit=4):
         task = self.task(prompt, strategy, limit)
         task.begin()
-        self.scheduler.running.append(task)
+        self.requests.running.append(task)
         return task
 
     def step(self):
@@ -185,7 +186,7 @@ class Bench:
 
     def stop(self, task):
         task.stop()
-        self.scheduler.running.remove(task)
+        self.requests.running.remove(task)
 
     def run(self, most=10_000):
         """Steps until nothing is left to do; the batches."""
@@ -193,7 +194,7 @@ class Bench:
         while (batch := self.step()) is not None:
             batches.append(batch)
             assert len(batches) < most
-        assert not self.scheduler.running
+        assert not self.requests.running
         self.cache.audit(live=())
         return batches
 

@@ -35,15 +35,15 @@ class Hold:
     def __init__(self, engine: Engine, when: Callable[[], object] = lambda: True):
         self._reached, self._over = threading.Event(), threading.Event()
         loop = engine._loop
-        look_after = loop._look_after
+        receive = loop._receive
 
         def held() -> bool:
             if not self._reached.is_set() and when():
                 self._reached.set()
                 self._over.wait(2 * LIMIT)
-            return look_after()
+            return receive()
 
-        loop._look_after = held  # type: ignore[method-assign]
+        loop._receive = held  # type: ignore[method-assign]
         loop.wake()
 
     def __enter__(self) -> None:

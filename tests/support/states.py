@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+from ragjax.cache.policy.lru import LRU
 
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.pool import PagePool
 from ragjax.core import Kind, Prompt, Request, Segment
 from ragjax.reuse.base import Allocation, Strategy
+from ragjax.schedule.requests import Requests
 from ragjax.schedule.state import RequestState, Times
+
+
+def table(cache: KnowledgeCache | None = None) -> Requests:
+    """A table of requests over a cache (None: one that holds nothing)."""
+    return Requests(cache or KnowledgeCache(b"model", PagePool(2, 4), LRU()), max_queue=1000)
 
 
 class Started(RequestState):

@@ -77,7 +77,7 @@ class Measure(StrEnum):
     """
 
     LOGITS = "logits"
-    """float32 [n, vocab] for the rows named in `Pass.logits`."""
+    """float32 [n, vocab] for the rows named in `Pass.logits`; [n, 0] if nobody reads them on the host."""
     KEY_SCORE = "key_score"
     """float32 [layers, context]: probability that each token received, summed over the asking rows."""
     VALUED_SCORE = "valued_score"

@@ -81,6 +81,8 @@ class KeptKV(dict[str, DepKV]):
 class Keeping(Strategy):
     """Another strategy, whose plan and allocation go to `keep` and outlive the request; it generates nothing."""
 
+    reads_logits = True  # the first token of every answer is chosen by them
+
     def __init__(self, inner: Strategy, keep: Callable[[Plan, Allocation], None]):
         self.name, self.measures, self.selective = inner.name, inner.measures, inner.selective
         self.early_end = inner.early_end

@@ -23,7 +23,7 @@ from ragjax.quality.contract import Contract
 from ragjax.runner.runner import Runner, StepResult
 from ragjax.runner.sampling import Logits, Sampled
 from ragjax.schedule import decoding
-from ragjax.schedule.batch import Batch
+from ragjax.schedule.batch import Batch, ScheduledRows
 from ragjax.schedule.requests import Requests, age
 from ragjax.schedule.rows import PendingCompaction, PendingMove
 from ragjax.schedule.scheduler import Scheduler
@@ -70,15 +70,11 @@ class Execution:
         self._kept = kept
         self._flight: Flight | None = None
         self._untold: list[RequestState] = []  # those with tokens whose text is not made yet
-        self._first: list[RequestState] = []  # those whose first token is to be chosen
 
     def move(self) -> None:
-        """Carry out moves and compactions of requests whose KV has arrived, until each has rows to compute.
-
-        A request whose first token can be chosen has it first.
-        """
+        """Carry out moves and compactions of requests whose KV has arrived, until each has rows to compute."""
         for state in self._scheduler.moving():
-            while state.can_move and not state.awaits_first and (move := state.move) is not None:
+            while state.can_move and (move := state.move) is not None:
                 try:
                     moved = self._copy(move)
                 except Exception as error:
@@ -120,7 +116,7 @@ class Execution:
             return None, (), None
         logits = self._runner.predict(outcome, batch.logit_rows)
         draws = decoding.draws(batch)
-        wanted = [part.state.wants_logits or not part.rows.sampled for part in batch.parts for _ in part.logit_rows]
+        wanted = [_reads_logits(part) for part in batch.parts for _ in part.logit_rows]
         sampled = None
         if any(draw is not None for draw in draws):
             sampled = self._runner.sample(logits, [draw or Draw() for draw in draws])
@@ -153,27 +149,6 @@ class Execution:
     def begin(self, state: RequestState) -> None:
         """A request was started; maybe its prompt needs no pass."""
         self._guarded(state, self._go_on)
-
-    def choose_first(self) -> bool:
-        """Have the first token chosen of requests whose prompts' last logits are known: they are on the host.
-
-        Whether there were any.
-        """
-        first = [state for state in self._first if state.running and state.awaits_first]
-        self._first = [state for state in self._first if state.paused is not None]
-        if not first:
-            return False
-        logits_NV = [_last_logits(state) for state in first]
-        try:
-            logits = self._runner.upload_logits(logits_NV)
-            chosen = self._runner.sample(logits, [decoding.first_draw(state) for state in first]).read()
-        except Exception as error:
-            self._failed(first, error)
-            return True
-        for state, logits_V, one in zip(first, logits_NV, chosen, strict=True):
-            take = self._take if state.plan is not None else self._take_early
-            self._guarded(state, partial(take, chosen=one, logits_V=logits_V))
-        return True
 
     def tell(self) -> None:
         """Make the text of tokens that have none yet, and let it out."""
@@ -244,7 +219,10 @@ class Execution:
         try:
             work(state)
         except Exception as error:
-            self._requests.fail(state, self._runner.explained(error))
+            if self._runner.lost:
+                self._failed([state], error)
+            else:
+                self._requests.fail(state, self._runner.explained(error))
 
     def _advance(self, state: RequestState) -> None:
         """A pass, a move or a decode step of the request is done."""
@@ -254,7 +232,7 @@ class Execution:
         state.suspect = False  # it is past the place where a step failed
         if state.wants_scores:
             decoding.take_scores(state)
-            self._await_first(state)
+            self._take_first(state)
             return
         assert state.rows is not None
         rows = state.rows
@@ -266,8 +244,11 @@ class Execution:
         """The prefill is a step further, or done."""
         if state.plan is not None:
             self._prompt_done(state)
-        elif state.awaits_first:
-            self._await_first(state)
+        elif state.tells_early:
+            assert state.known is not None
+            state.first = self._first_of(state, state.known)
+            self._push(state, state.first, state.known)
+            self._untold.append(state)
 
     def _prompt_done(self, state: RequestState) -> None:
         """The prompt's KV and last logits are there."""
@@ -278,18 +259,26 @@ class Execution:
             state.logits = state.plan.logits
         if state.generation.over:  # with the first token, or before it was started again to be compressed
             self._finish(state)
-        elif state.first is None:
-            if not decoding.score(state):
-                self._await_first(state)
-            elif not state.times.first_token:
-                self._note_first_token(state)  # it could be chosen now: scores are none of the time that it took
-        else:
+        elif state.first is not None:
             decoding.decode(state, state.first.token)
+        elif not decoding.score(state):
+            self._take_first(state)
+        elif not state.times.first_token:
+            self._note_first_token(state)  # it is chosen already: scores are none of the time that it took
 
-    def _await_first(self, state: RequestState) -> None:
-        """Its first token is chosen before the next step."""
-        if state not in self._first:
-            self._first.append(state)
+    def _take_first(self, state: RequestState) -> None:
+        """Go on with the token behind the prompt."""
+        assert state.plan is not None
+        self._take(state, self._first_of(state, state.plan.logits), state.plan.logits)
+
+    def _first_of(self, state: RequestState, logits_V: NDArray[np.float32]) -> Chosen:
+        """The token behind the prompt: the step that computed the prompt's last row chose it.
+
+        KV that was held needs no step (`engine/depkv.py`): its logits are on the host.
+        """
+        if state.chosen is not None:
+            return state.chosen
+        return self._runner.sample(self._runner.upload_logits([logits_V]), [decoding.first_draw(state)]).read()[0]
 
     def _take(self, state: RequestState, chosen: Chosen, logits_V: NDArray[np.float32] | None) -> bool:
         """Go on with the next token, or end; whether the one behind it is there already."""
@@ -303,12 +292,6 @@ class Execution:
             return True
         decoding.decode(state, chosen.token)
         return False
-
-    def _take_early(self, state: RequestState, chosen: Chosen, logits_V: NDArray[np.float32]) -> None:
-        """The first token is chosen, and told, before the prefill is done; then decoding goes on from it, or ends."""
-        state.first = chosen
-        self._push(state, chosen, logits_V)
-        self._untold.append(state)
 
     def _push(self, state: RequestState, chosen: Chosen, logits_V: NDArray[np.float32] | None) -> None:
         """The next token is chosen by these logits, which are kept for a replay."""
@@ -341,7 +324,8 @@ class Execution:
             self._requests.counters.overhead_ms_last = ttft_ms - times.retrieve_ms - times.compute_ms
 
 
-def _last_logits(state: RequestState) -> NDArray[np.float32]:
-    known = state.known if state.plan is None else state.plan.logits
-    assert known is not None
-    return known
+def _reads_logits(part: ScheduledRows) -> bool:
+    """Whether logits of a request's rows are read on the host."""
+    if part.rows.sampled:
+        return part.state.wants_logits
+    return part.state.decoding or part.state.reads_logits

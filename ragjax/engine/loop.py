@@ -316,10 +316,9 @@ class Loop:
         self._execution.move()
         if self.requests.freed:  # another can start in the next step already
             self._start()
-        begun = self._execution.choose_first()
         for state, answer in self.requests.take_answered():
             self._after(state, answer)
-        return landed or begun
+        return landed
 
     def _after(self, state: RequestState, answer: Answer) -> None:
         """Record an answered request, and have it replayed if it was drawn."""

@@ -49,6 +49,8 @@ class Strategy(ABC):
     preprocessed: whether it takes preprocessed chunks where there are some.
     steady: whether an answer is the same whatever requests ran before; only then may a request be begun on a guess.
     exact: whether chunks are to it tokens like any others, so that cutting a prompt into more of them gains nothing.
+    reads_logits: whether it looks at the values of logits that a pass hands back. Otherwise they stay on the device
+    unless the request wants them, and it gets an array [n, 0] for its plan.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Strategy(ABC):
     preprocessed: bool = False
     steady: bool = True
     exact: bool = False
+    reads_logits: bool = False
 
     @abstractmethod
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:

@@ -152,7 +152,7 @@ class Batch:
             logits: float32 [n, V] of `logit_rows`, or [V] of some of them by number.
             measured: what the step's measure asked for, float32 [layers, ...].
             residual: what the step left of its rows.
-            chosen: tokens for `logit_rows`; they count where rows are sampled.
+            chosen: tokens for `logit_rows`; they count where rows are sampled, and behind a prompt.
         """
         done, taken = [], 0
         for part in self.parts:
@@ -164,7 +164,7 @@ class Batch:
                 number = rows.logits_at[row]
                 if logits is not None and (not isinstance(logits, Mapping) or at in logits):
                     rows.logits[number] = logits[at]
-                if chosen is not None and rows.sampled:
+                if chosen is not None and (rows.sampled or number == rows.first_at):
                     rows.chosen[number] = chosen[at]
             if rows.measure_now is not None:
                 assert measured is not None and self.step.measure is not None

@@ -112,11 +112,14 @@ def draws(batch: Batch) -> list[Draw | None]:
     """How a token is chosen by each row of logits; None where it is not."""
     found: list[Draw | None] = []
     for part in batch.parts:
-        if not part.rows.sampled:
-            found += [None] * len(part.logit_rows)
+        state, rows = part.state, part.rows
+        if rows.sampled:
+            of_rows = _draws(state, rows.token[1:])
+            found += [of_rows[row] for row in part.logit_rows]
             continue
-        of_rows = _draws(part.state, part.rows.token[1:])
-        found += [of_rows[row] for row in part.logit_rows]
+        for row in part.logit_rows:
+            first = rows.logits_at[row] == rows.first_at and state.wants_first
+            found.append(first_draw(state) if first else None)
     return found
 
 

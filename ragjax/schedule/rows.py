@@ -243,8 +243,8 @@ class PendingRows:
     its arrays those of the rows, [n], and of the table, [S, C]; segments as the prompt has. measured: per layer of the
     measure, by token index, [..., context], or by row. ended: which rows each step computed and what it left, if layers
     are left. done: rows computed. proposed: how many of the last rows are only proposed. sampled: the results are
-    tokens, chosen on the device; logits then come only where they are wanted. logits, chosen: results by number,
-    float32 [V] and tokens.
+    tokens, chosen on the device; logits then come only where they are wanted. first_at: number of the result by which
+    the token behind the prompt is chosen, on the device too. logits, chosen: results by number, float32 [V] and tokens.
     """
 
     token: NDArray[np.int32]
@@ -263,6 +263,7 @@ class PendingRows:
     done: int = 0
     proposed: int = 0
     sampled: bool = False
+    first_at: int | None = None
     logits: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     chosen: dict[int, Chosen] = field(default_factory=dict)
     _measured: list[NDArray[np.float32]] = field(default_factory=list)  # in layers before these
@@ -359,7 +360,11 @@ class PendingRows:
         """What a pass with these measures gets, once all rows are computed."""
         found: dict[Measure, NDArray[np.float32]] = {}
         if self.logits_at:
-            found[Measure.LOGITS] = np.stack([self.logits[i] for i in range(len(self.logits_at))])
+            numbers = range(len(self.logits_at))
+            on_host = all(i in self.logits for i in numbers)
+            found[Measure.LOGITS] = (
+                np.stack([self.logits[i] for i in numbers]) if on_host else np.zeros((len(numbers), 0), np.float32)
+            )
         if self.measure is not None:
             measured = [*self._measured, *([] if self.measured is None else [self.measured])]
             found |= _by_measure(self.measure.what, np.concatenate(measured))
@@ -412,6 +417,7 @@ class PassReader:
             slot=slot[rows],
             table=table,
             logits_at={int(row): i for i, row in enumerate(at)},
+            first_at=next((i for i, index in enumerate(asked.logits) if index == len(self.prompt) - 1), None),
             context=len(self.prompt),
             layers=layers,
             residual=self._residual(rows, layers[0], before),

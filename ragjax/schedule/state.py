@@ -171,8 +171,9 @@ class RequestState(Waiting):
     allocation: Allocation | None = None
     rows: PendingRows | None = None  # they wait for a step; or
     move: PendingMove | PendingCompaction | None = None  # it waits for its KV
-    known: NDArray[np.float32] | None = None  # logits [V] of the prompt's last token, if the prefill told them early
-    first: Chosen | None = None  # the token chosen by them
+    chosen: Chosen | None = None  # the token behind the prompt, chosen in the step that computed its last row
+    known: NDArray[np.float32] | None = None  # logits [V] of that row, if the prefill told them before its end
+    first: Chosen | None = None  # the token behind the prompt, if it went out before the prefill's end
     plan: Plan | None = None  # once the prompt is computed
     decoded: list[int] = field(default_factory=list)  # tokens generated since it was started
     tail_N: NDArray[np.int32] | None = None  # their slots, once there may be any
@@ -250,6 +251,17 @@ class RequestState(Waiting):
         return self.shadowed is not None and len(self.shadowed) < STEPS
 
     @property
+    def wants_first(self) -> bool:
+        """Whether the token behind the prompt is to be chosen."""
+        return self.first is None and self.generation is not None and not self.generation.over
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether logits of the prompt's last token are read on the host."""
+        wanted = self.request.want_logits or self.shadowed is not None or self.wants_scores
+        return wanted or self.strategy.reads_logits
+
+    @property
     def wants_scores(self) -> bool:
         """Whether its continuation is to be computed before anything is generated."""
         return self.request.continuation is not None and len(self.request.continuation) > 0 and self.scores is None
@@ -283,13 +295,9 @@ class RequestState(Waiting):
         return self.plan is not None
 
     @property
-    def awaits_first(self) -> bool:
-        """Whether its first token can be chosen now, and is not."""
-        if self.plan is not None:
-            return self.rows is None and self.first is None
-        if self.generation is not None and self.generation.over:
-            return False
-        return self.known is not None and self.first is None and not self.wants_scores
+    def tells_early(self) -> bool:
+        """Whether the token behind the prompt can go out now, before the prefill's end."""
+        return self.known is not None and self.wants_first and not self.wants_scores
 
     @property
     def ready(self) -> bool:
@@ -357,6 +365,8 @@ class RequestState(Waiting):
         if self.move is None:
             assert self.rows is not None and not self.rows.left
             self.passed += len(self.rows.token) if not self.rows.layers[0] else 0
+            if self.rows.first_at is not None:
+                self.chosen = self.rows.chosen.get(self.rows.first_at)
             self._before = self.rows
             results = self.rows.results(self._measures)
         self._go_on(results)
@@ -414,7 +424,8 @@ class RequestState(Waiting):
             self._prefill.close()
         if self.allocation is not None:
             self.allocation.close()
-        self.allocation = self.rows = self.move = self.paused = self._prefill = self._before = self.known = None
+        self.allocation = self.rows = self.move = self.paused = self._prefill = self._before = None
+        self.chosen = self.known = None
 
     def restart(self, notice: str) -> None:
         """Give back what it holds, to be started again; tokens that went out already stay as they are.

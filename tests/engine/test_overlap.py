@@ -62,7 +62,7 @@ def test_text_goes_out_while_the_device_computes_the_next_token(monkeypatch: pyt
 
 
 def test_tokens_alone_cross_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits do for a prompt's last token, which the strategy gets; not for those behind it."""
+    """Also the first one is chosen on the device; the logits that it is chosen by come only to those who want them."""
     fetched: list[int] = []
     read = Logits.read
 
@@ -74,8 +74,11 @@ def test_tokens_alone_cross_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Logits, "read", watched)
     with tiny.engine() as engine:
         answer = engine.answer_prompt(tiny.prompt(0), strategy="full", max_tokens=20, logprobs=3)
-    assert len(answer.tokens) == len(answer.logprobs) > 5
-    assert sum(fetched) == 1 and len(fetched) >= len(answer.tokens)
+        assert len(answer.tokens) == len(answer.logprobs) > 5
+        assert sum(fetched) == 0 and len(fetched) >= len(answer.tokens)
+        wanting = engine.answer_prompt(tiny.prompt(0), strategy="full", max_tokens=20, logprobs=3, want_logits=True)
+    assert sum(fetched) == 1 and wanting.tokens == answer.tokens and wanting.logprobs == answer.logprobs
+    assert wanting.logits is not None and int(wanting.logits.argmax()) == answer.tokens[0]
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])

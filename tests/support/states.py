@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from ragjax.cache.policy.lru import LRU
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.policy.base import LRU
 from ragjax.cache.pool import PagePool
 from ragjax.core import Kind, Prompt, Request, Segment
 from ragjax.reuse.base import Allocation, Strategy

@@ -248,7 +248,7 @@ class Execution:
             assert state.known is not None
             state.first = self._first_of(state, state.known)
             self._push(state, state.first, state.known)
-            self._untold.append(state)
+            self._tell(state)  # before the prompt is compressed
 
     def _prompt_done(self, state: RequestState) -> None:
         """The prompt's KV and last logits are there."""

@@ -40,12 +40,12 @@ from ragjax.core import (
     Tokens,
 )
 from ragjax.core.cancellation import Cancellation
+from ragjax.core.overload import Overload
 from ragjax.engine import Engine
 from ragjax.engine.build import budget_of, contract_of, strategies_of
 from ragjax.engine.compose import Composer
 from ragjax.engine.knowledge import ENCODER, Knowledge
 from ragjax.engine.measurement import alpha_of
-from ragjax.engine.overload import Overload
 from ragjax.engine.stats import Stats
 from ragjax.models.hub import resolve
 from ragjax.models.tokenizer import Tokenizer

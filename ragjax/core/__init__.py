@@ -20,7 +20,7 @@ from ragjax.core.errors import (
     RequestError,
     VisibilityError,
 )
-from ragjax.core.filter import Attributes, Comparison, Compound, Filter, Scalar
+from ragjax.core.filter import Attributes, Filter, Scalar
 from ragjax.core.inventory import Departure, Holding, Inventory, Replicas, Served, Sharing
 from ragjax.core.library import (
     CHUNK_TOKENS,
@@ -97,8 +97,6 @@ __all__ = [
     "Chunk",
     "ClosedError",
     "Compaction",
-    "Comparison",
-    "Compound",
     "Compression",
     "ConfigError",
     "Counts",

@@ -19,7 +19,7 @@ _ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Filter:
     """An attribute compared with a value, or for "in" and "nin" with several."""
 
     kind: Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
@@ -38,22 +38,6 @@ class Comparison:
             return there and any(_like(found, value) and _ORDERS[self.kind](found, value) for value in values)
         equal = there and any(_like(found, value) and found == value for value in values)
         return equal is (self.kind in ("eq", "in"))
-
-
-@dataclass(frozen=True)
-class Compound:
-    """All of these filters, or any of them."""
-
-    kind: Literal["and", "or"]
-    filters: tuple[Filter, ...]
-
-    def holds(self, attributes: Attributes) -> bool:
-        """Whether it is so of a file."""
-        held = (part.holds(attributes) for part in self.filters)
-        return all(held) if self.kind == "and" else any(held)
-
-
-Filter = Comparison | Compound
 
 
 def _like(one: Scalar, other: Scalar) -> bool:

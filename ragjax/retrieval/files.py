@@ -19,8 +19,6 @@ QUOTA = 2**30
 """Bytes of files that a tenant may keep unless somebody says otherwise."""
 LEAST_BYTES = 4096
 """What a file counts as, at least: a quota bounds the number of files too."""
-LONGEST_WAIT = 3600.0
-"""Seconds for which the thread that removes files waits at a time, as the clock may be set meanwhile."""
 
 
 class Files:
@@ -37,8 +35,6 @@ class Files:
         self._quota = quota
         self._expiring = threading.Lock()
         self._due: int | None = None
-        self._alarm: threading.Timer | None = None
-        self._ended = False
 
     def upload(self, tenant: str, name: str, purpose: str, content: bytes, seconds: int | None = None) -> File:
         """Keep a file. seconds: until it expires; None: it does not.
@@ -70,7 +66,7 @@ class Files:
             raise RequestError(reason, param="file", code="quota_exceeded")
         if seconds is not None:
             with self._expiring:
-                self._look_ahead()
+                self._due = self._catalog.next_expiry()
         return file
 
     def files(self, tenant: str, purpose: str | None = None, part: Slice = WHOLE) -> list[File]:
@@ -109,14 +105,14 @@ class Files:
         self._discard(self.file(tenant, file).id)
 
     def expire(self) -> None:
-        """Delete the files whose time is over. All that shows files calls it, and an alarm where nobody asks."""
+        """Delete the files whose time is over. All that shows files calls it."""
         if self._due is None or self._now() < self._due:
             return
         with self._expiring:
             if self._due is None:
                 return
             gone = [(store, file) for file in self._catalog.expired(int(self._now())) for store in self._remove(file)]
-            self._look_ahead()
+            self._due = self._catalog.next_expiry()
         for store, file in gone:
             self._intake.forget(store, file)
 
@@ -131,33 +127,8 @@ class Files:
     def _begin(self) -> None:
         """Have files expire from now on, those that should have meanwhile at once."""
         with self._expiring:
-            self._look_ahead()
+            self._due = self._catalog.next_expiry()
         self.expire()
-
-    def _end(self) -> None:
-        """Have nothing expire any more."""
-        with self._expiring:
-            self._ended = True
-            self._set(None)
-
-    def _look_ahead(self) -> None:
-        if not self._ended:
-            self._set(self._catalog.next_expiry())
-
-    def _ring(self) -> None:
-        self.expire()
-        with self._expiring:
-            self._set(self._due)
-
-    def _set(self, due: int | None) -> None:
-        """Note when the next file expires, and set the alarm."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._due, self._alarm = due, None
-        if due is not None:
-            self._alarm = threading.Timer(min(max(due - self._now(), 1.0), LONGEST_WAIT), self._ring)
-            self._alarm.daemon = True
-            self._alarm.start()
 
 
 def hexadecimal() -> str:

@@ -82,7 +82,6 @@ class Library(Files):
 
     def close(self) -> None:
         """Stop reading files. What was not finished goes on when the library is opened again."""
-        self._end()
         self._intake.close()
         self._catalog.close()
 

@@ -20,7 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from ragjax import core
 from ragjax.serve import page
 from ragjax.serve.description import describe
-from ragjax.serve.embedding import Embedder, EmbeddingBody, embeddings
+from ragjax.serve.embedding import Embedder, EmbeddingBody
 from ragjax.serve.error import ApiError, api_error
 from ragjax.serve.ignored_fields import take_ignored
 from ragjax.serve.inventory import Looks
@@ -32,7 +32,7 @@ from ragjax.serve.responses_api import Reply
 from ragjax.serve.schema.chat import ChatBody, CompletionBody
 from ragjax.serve.schema.response import ResponseBody
 from ragjax.serve.server import Drain, Limits
-from ragjax.serve.stream import EventStream, TypedStream, merged, while_connected
+from ragjax.serve.stream import EventStream, TypedStream, merged, respond
 
 if TYPE_CHECKING:
     from ragjax.cluster.fleet import Service
@@ -240,7 +240,7 @@ class _Endpoints:
         events = self._events(asked, request.state.arrived)
         if body.stream:
             return TypedStream(reply.told(events), reply.failed)
-        return JSONResponse(await while_connected(reply.whole(events), request.receive))
+        return await respond(reply.whole(events), request)
 
     def _sources(self, body: ResponseBody, tenant: str) -> tuple[core.Source, ...]:
         """Where the search of a response looks, and for which files."""
@@ -259,8 +259,7 @@ class _Endpoints:
         name, notices = self._engine.embedding_model, take_ignored(body, strict=self._strict)
         if body.model != name:
             raise _no_model(body.model, name)
-        embedded = await while_connected(self._embedder.embed(request.state.tenant, body), request.receive)
-        return JSONResponse(embeddings(body, embedded, notices))
+        return await respond(self._embedder.answer(request.state.tenant, body, notices), request)
 
     async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:
         notices = take_ignored(body, strict=self._strict)
@@ -271,7 +270,7 @@ class _Endpoints:
         events = merged([self._events(one, request.state.arrived) for one in asked])
         if body.stream:
             return EventStream(chunks(form, events, body.include_usage))
-        return JSONResponse(await while_connected(whole(form, events), request.receive))
+        return await respond(whole(form, events), request)
 
     async def _events(self, request: core.Request, arrived: float) -> AsyncGenerator[core.Event, None]:
         """The engine's events, their times observed; nothing is submitted before the first is asked for.

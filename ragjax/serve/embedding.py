@@ -150,6 +150,17 @@ class Embedder:
             finally:
                 cancellation.cancel()  # of effect only if the thread is still at work
 
+    async def answer(self, tenant: str, body: EmbeddingBody, notices: Sequence[str]) -> Json:
+        """Embeds the texts; returns the response's body, whose field `rag` holds the notices if there are any."""
+        embedded = await self.embed(tenant, body)
+        rows = embedded.vectors.astype("<f4")
+        coded = body.encoding_format == "base64"
+        made = [base64.b64encode(row.tobytes()).decode() if coded else row.tolist() for row in rows]
+        data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(made)]
+        usage = {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens}
+        told = {"rag": {"notices": list(notices)}} if notices else {}
+        return {"object": "list", "data": data, "model": body.model, "usage": usage, **told}
+
     def _embed(self, body: EmbeddingBody, check: Callable[[], None]) -> core.Embedded:
         begun = time.perf_counter()
         try:
@@ -171,14 +182,3 @@ class Embedder:
         """End the thread, after the batch at hand; what waits is cancelled."""
         self._turns.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-def embeddings(body: EmbeddingBody, embedded: core.Embedded, notices: Sequence[str]) -> Json:
-    """The response. notices: of what the body said in vain; the field `rag` holds them if there are any."""
-    rows = embedded.vectors.astype("<f4")
-    coded = body.encoding_format == "base64"
-    made = [base64.b64encode(row.tobytes()).decode() if coded else row.tolist() for row in rows]
-    data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(made)]
-    usage = {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens}
-    told = {"rag": {"notices": list(notices)}} if notices else {}
-    return {"object": "list", "data": data, "model": body.model, "usage": usage, **told}

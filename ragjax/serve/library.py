@@ -7,7 +7,7 @@ import mimetypes
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
@@ -21,7 +21,7 @@ from ragjax.core import RequestError
 from ragjax.serve.error import ApiError
 from ragjax.serve.ignored_fields import take_ignored
 from ragjax.serve.response import Json
-from ragjax.serve.schema.store import AttachmentBody, BatchBody, NoteBody, SearchBody, StoreBody, StoreChange
+from ragjax.serve.schema.store import AttachmentBody, SearchBody, StoreBody, StoreChange
 
 if TYPE_CHECKING:
     from ragjax.cluster.fleet import Service
@@ -157,12 +157,7 @@ class LibraryEndpoints:
             ("GET", f"{store}/files", self.attachments),
             ("GET", f"{store}{file}/content", self.passages),
             ("GET", f"{store}{file}", self.attachment),
-            ("POST", f"{store}{file}", self.note),
             ("DELETE", f"{store}{file}", self.detach),
-            ("POST", f"{store}/file_batches", self.attach_batch),
-            ("GET", f"{store}/file_batches/{{batch_id}}", self.batch),
-            ("GET", f"{store}/file_batches/{{batch_id}}/files", self.batch_files),
-            ("POST", f"{store}/file_batches/{{batch_id}}/cancel", self.cancel),
         ):
             router.add_api_route(path, endpoint, methods=[method], response_model=None)
         return router
@@ -305,9 +300,14 @@ class LibraryEndpoints:
         before: str | None = None,
     ) -> Json:
         """List the files of a store."""
-        tenant, page = _tenant(request), Page(order, limit, after, before)
-        self._engine.library.store(tenant, vector_store_id)
-        return self._listed(page, tenant, vector_store_id, None, filter)
+        tenant, library = _tenant(request), self._engine.library
+        library.store(tenant, vector_store_id)
+        return Page(order, limit, after, before).of(
+            partial(library.attachments, tenant, vector_store_id, None, filter),
+            partial(library.attachment, tenant, vector_store_id),
+            lambda one: one.file,
+            _attachment,
+        )
 
     def attachment(self, request: Request, vector_store_id: str, file_id: str) -> Json:
         """One file of a store."""
@@ -319,47 +319,10 @@ class LibraryEndpoints:
         shown = [{"type": "text", "text": chunk.text} for chunk in chunks]
         return {"object": "vector_store.file_content.page", "data": shown, "has_more": False, "next_page": None}
 
-    def note(self, request: Request, vector_store_id: str, file_id: str, body: NoteBody) -> Json:
-        """Change the attributes of a file of a store."""
-        return _attachment(self._engine.library.note(_tenant(request), vector_store_id, file_id, body.attributes or {}))
-
     def detach(self, request: Request, vector_store_id: str, file_id: str) -> Json:
         """Take a file out of a store; the file stays."""
         self._engine.library.detach(_tenant(request), vector_store_id, file_id)
         return {"id": file_id, "object": "vector_store.file.deleted", "deleted": True}
-
-    def attach_batch(self, request: Request, vector_store_id: str, body: BatchBody) -> Json:
-        """Put files into a store together."""
-        tenant = _tenant(request)
-        made = self._engine.library.attach(tenant, body.to_core(vector_store_id), batch=True)
-        assert made is not None
-        return self._batch(tenant, made)
-
-    def batch(self, request: Request, vector_store_id: str, batch_id: str) -> Json:
-        """What became of the files of a batch."""
-        tenant = _tenant(request)
-        return self._batch(tenant, self._engine.library.batch(tenant, vector_store_id, batch_id))
-
-    def cancel(self, request: Request, vector_store_id: str, batch_id: str) -> Json:
-        """Read no more files of a batch; those that were read stay."""
-        tenant = _tenant(request)
-        return self._batch(tenant, self._engine.library.cancel(tenant, vector_store_id, batch_id))
-
-    def batch_files(
-        self,
-        request: Request,
-        vector_store_id: str,
-        batch_id: str,
-        filter: core.State | None = None,
-        limit: Limit = 20,
-        order: Order = "desc",
-        after: str | None = None,
-        before: str | None = None,
-    ) -> Json:
-        """List the files of a batch."""
-        tenant = _tenant(request)
-        self._engine.library.batch(tenant, vector_store_id, batch_id)
-        return self._listed(Page(order, limit, after, before), tenant, vector_store_id, batch_id, filter)
 
     # -------------------------------------------------------------------------------------------- objects
 
@@ -373,34 +336,12 @@ class LibraryEndpoints:
             "name": store.name,
             "description": store.description,
             "usage_bytes": usage,
-            "file_counts": _counts(counts),
+            "file_counts": {**asdict(counts), "total": counts.total},
             "status": status,
             "expires_after": None if store.days is None else {"anchor": "last_active_at", "days": store.days},
             "expires_at": store.expires,
             "last_active_at": store.active,
             "metadata": dict(store.metadata),
-        }
-
-    def _listed(self, page: Page, tenant: str, store: str, batch: str | None, state: core.State | None) -> Json:
-        """Files of a store; the given ids may be of files in other states."""
-        library = self._engine.library
-        return page.of(
-            partial(library.attachments, tenant, store, batch, state),
-            partial(library.attachment, tenant, store, batch=batch),
-            lambda one: one.file,
-            _attachment,
-        )
-
-    def _batch(self, tenant: str, batch: core.Batch) -> Json:
-        counts, _ = self._engine.library.counts(tenant, batch.store, batch.id)
-        over = "cancelled" if counts.cancelled else "completed"
-        return {
-            "id": batch.id,
-            "object": "vector_store.file_batch",
-            "created_at": batch.created,
-            "vector_store_id": batch.store,
-            "status": "in_progress" if counts.in_progress else over,
-            "file_counts": _counts(counts),
         }
 
 
@@ -445,11 +386,6 @@ def _file(file: core.File) -> Json:
         "status": "processed",
         "status_details": None,
     }
-
-
-def _counts(counts: core.Counts) -> Json:
-    names = ("in_progress", "completed", "failed", "cancelled", "total")
-    return {name: getattr(counts, name) for name in names}
 
 
 def _attachment(one: core.Attachment) -> Json:

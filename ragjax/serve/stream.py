@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from fastapi.responses import StreamingResponse
+from fastapi import Request
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -19,8 +20,17 @@ from ragjax.serve.response import Json, Numbered
 T = TypeVar("T")
 
 
-async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """The result of `work`; it is cancelled, and its clean-up awaited, as soon as the client leaves.
+async def respond(work: Coroutine[Any, Any, Json], request: Request) -> JSONResponse:
+    """Answers with what `work` returns, once it is complete.
+
+    Raises:
+        ClientDisconnect: if the client left first.
+    """
+    return JSONResponse(await _while_connected(work, request.receive))
+
+
+async def _while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Returns what `work` returns; it is cancelled, and its clean-up awaited, as soon as the client leaves.
 
     Raises:
         ClientDisconnect: if the client left first.
@@ -63,7 +73,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream (ASGI)."""
-        await while_connected(self._run(scope, send), receive)
+        await _while_connected(self._run(scope, send), receive)
 
     _end = b"data: [DONE]\n\n"
 
@@ -97,7 +107,12 @@ async def _send_event(send: Send, chunk: Json) -> None:
 
 
 async def merged(streams: Sequence[AsyncGenerator[core.Event, None]]) -> AsyncGenerator[Numbered, None]:
-    """The events of all choices as they come. The first error ends all of them, as does closing this."""
+    """Yields the events of all choices as they come. The first error ends all of them, as does closing this."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as events:
+            async for one in events:
+                yield 0, one
+        return
     queue: asyncio.Queue[tuple[int, core.Event | Exception | None]] = asyncio.Queue()
     tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
     try:

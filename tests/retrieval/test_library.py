@@ -19,11 +19,11 @@ from reportlab.pdfgen.canvas import Canvas
 from ragjax.core import (
     Attachment,
     Chunk,
-    Comparison,
     ConfigError,
     Counts,
     DamageError,
     File,
+    Filter,
     MissingError,
     RequestError,
     Slice,
@@ -172,8 +172,8 @@ def test_no_texts_are_read_to_tell_of_an_own_store(monkeypatch: pytest.MonkeyPat
     assert [one.file for one in library.attachments("", "isles", part=Slice(2, "isle/0"))] == ["isle/1", "isle/2"]
     part = Slice(2, before="isle/3", last=True)
     assert [one.file for one in library.attachments("", "isles", part=part)] == ["isle/1", "isle/2"]
-    assert library.within("", "isles", Comparison("eq", "a", 1)) == frozenset()
-    assert library.within("", "isles", Comparison("ne", "a", 1)) is None
+    assert library.within("", "isles", Filter("eq", "a", 1)) == frozenset()
+    assert library.within("", "isles", Filter("ne", "a", 1)) is None
     assert statements and not any("chunks" in statement for statement in statements)
     del statements[:]
     assert library.counts("", "isles") == (counts, size) and not statements
@@ -207,9 +207,9 @@ def test_filters_find_what_stands_far_behind_the_nearest() -> None:
     for n in range(12):
         put(library, store, f"honey honey number {n}", attributes={"year": float(n)})
     far = put(library, store, "salt in blue boxes", attributes={"year": 99.0})
-    wanted = Comparison("gte", "year", 99)
+    wanted = Filter("gte", "year", 99)
     assert [p.chunk.document_id for p in library.search("", store, ["honey"], 1, wanted)] == [far]
-    assert found(library, store, "honey", wanted=Comparison("gt", "year", 99)) == []
+    assert found(library, store, "honey", wanted=Filter("gt", "year", 99)) == []
     near = library.search("", store, ["honey number 3", "salt"], 13, None, 0.2)
     assert far in {p.chunk.document_id for p in near} and all(p.score >= 0.2 for p in near)
     assert [p.score for p in near] == sorted((p.score for p in near), reverse=True)
@@ -269,30 +269,6 @@ def test_a_file_expires(tmp_path: Path) -> None:
     shelf.close()
     kept_bytes = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"honey" in kept_bytes and b"salt in blue boxes" not in kept_bytes
-
-
-def test_a_file_expires_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    alarms: list[tuple[float, Callable[[], None]]] = []
-
-    class Alarm:
-        def __init__(self, wait: float, ring: Callable[[], None]):
-            alarms.append((wait, ring))
-
-        def start(self) -> None: ...
-        def cancel(self) -> None: ...
-
-    monkeypatch.setattr("ragjax.retrieval.files.threading.Timer", Alarm)
-    now = 0.0
-    library, _ = open_library(now=lambda: now)
-    file = library.upload("", "a.md", "assistants", b"honey", 7200)
-    assert [wait for wait, _ in alarms] == [3600]
-    now = 3600.0
-    alarms[-1][1]()
-    assert [wait for wait, _ in alarms] == [3600, 3600] and library._catalog.content(file.id) == b"honey"
-    now = 7200.0
-    alarms[-1][1]()
-    assert library._catalog.content(file.id) is None and len(alarms) == 2
-    library.close()
 
 
 def test_a_file_is_discarded_that_no_store_has() -> None:

@@ -90,17 +90,6 @@ def test_token_ids_are_one_prompt(shared: Served) -> None:
     assert shared.post("/v1/completions", json={"model": "fake", "prompt": [1] * 1000}).status_code == 200
 
 
-def test_the_filters_of_a_search_are_counted_in_all(shared: Served) -> None:
-    one = {"type": "eq", "key": "a", "value": 1}
-    within = [{"type": "or", "filters": [one] * 62}] * 4 + [one] * 3
-    for filters, status in ((within, 200), ([*within, one], 400)):
-        asked = {"query": "x", "filters": {"type": "and", "filters": filters}}
-        response = shared.post("/v1/vector_stores/demo/search", json=asked)
-        assert response.status_code == status, response.text
-    error = error_of(response)
-    assert error["param"] == "filters" and "there are 257 filters of all levels" in error["message"]
-
-
 def test_a_stores_description_is_as_short_as_a_name(shared: Served) -> None:
     error = error_of(shared.post("/v1/vector_stores", json={"description": "x" * (NAME_CHARS + 1)}))
     assert error["param"] == "description" and f"at most {NAME_CHARS} characters" in error["message"]

@@ -36,14 +36,14 @@ def answered(served: Served) -> Counter[tuple[str, str]]:
 
 
 def known(served: Served) -> dict[str, Any]:
-    """Values that are served: of what is there, a store with a file that came in a batch, and something to ask."""
+    """Values that are served: of what is there, a store with a file, and something to ask."""
     client = served.client(timeout=120)
     file = client.files.create(file=("a.md", b"# A\n\nThe lighthouse is red."), purpose="assistants").id
     store = client.vector_stores.create(name="s").id
-    batch = client.vector_stores.file_batches.create_and_poll(store, file_ids=[file], poll_interval_ms=10)
-    assert batch.file_counts.completed == 1
+    attached = client.vector_stores.files.create_and_poll(file, vector_store_id=store, poll_interval_ms=10)
+    assert attached.status == "completed"
     models = client.models.list().data
-    names = {"model": models[0].id, "file_id": file, "vector_store_id": store, "batch_id": batch.id}
+    names = {"model": models[0].id, "file_id": file, "vector_store_id": store}
     ask = "Is the lighthouse red?"
     return {**names, "input": ask, "prompt": ask, "query": ask, "messages": [{"role": "user", "content": ask}]}
 

@@ -40,7 +40,7 @@ from ragjax.serve.schema.chat import (
     typed,
 )
 from ragjax.serve.schema.rag import ChatRag
-from ragjax.serve.schema.store import MOST_RESULTS, Filters, Ranking
+from ragjax.serve.schema.store import MOST_RESULTS, FilterBody, Ranking
 
 Status = Literal["in_progress", "completed", "incomplete", "searching", "failed"]
 
@@ -210,7 +210,7 @@ class SearchTool(Body):
     type: Literal["file_search"]
     vector_store_ids: Annotated[list[FilledName], Field(min_length=1, max_length=MOST_STORES)]
     max_num_results: Annotated[int, Field(ge=1, le=MOST_RESULTS)] | None = None
-    filters: Filters | None = None
+    filters: FilterBody | None = None
     ranking_options: Ranking | None = None
 
 

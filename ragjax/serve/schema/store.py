@@ -20,78 +20,23 @@ from ragjax.serve.schema.body import (
     refuse_beside,
 )
 
-MOST = 64
-"""Filters in an `and` or `or`, and values of `in` and `nin`, at most."""
-DEPTH = 8
-"""Levels of `and` and `or`, at most."""
-ALL = 256
-"""Filters of all levels, at most, each value of `in` and `nin` counted: all are compared with each file of a store."""
+MOST_VALUES = 64
+"""Values of `in` and `nin`, at most."""
 
 
-class Comparison(Body):
-    """An attribute compared with a value."""
+class FilterBody(Body):
+    """Which files may be found: an attribute compared with a value."""
 
     type: Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
     key: Key
     value: Annotated[
-        Annotated[Scalar, Tag("<one>")] | Annotated[list[Scalar], Field(max_length=MOST), Tag("<several>")],
+        Annotated[Scalar, Tag("<one>")] | Annotated[list[Scalar], Field(max_length=MOST_VALUES), Tag("<several>")],
         Discriminator(lambda value: "<several>" if isinstance(value, list | tuple) else "<one>"),
     ]
 
-    def to_core(self, depth: int = 0) -> core.Filter:
-        """The same for the engine."""
+    def to_core(self) -> core.Filter:
         value = tuple(self.value) if isinstance(self.value, list) else self.value
-        return core.Comparison(self.type, self.key, value)
-
-
-class Compound(Body):
-    """All of these filters, or any of them."""
-
-    type: Literal["and", "or"]
-    filters: Annotated[list[Filter], Field(min_length=1, max_length=MOST, fail_fast=True)]
-
-    def to_core(self, depth: int = 0) -> core.Filter:
-        """The same for the engine.
-
-        Raises:
-            core.RequestError: if it is nested too deeply.
-        """
-        if depth == DEPTH:
-            raise core.RequestError(f"filters are nested more than {DEPTH} levels deep", param="filters")
-        return core.Compound(self.type, tuple(part.to_core(depth + 1) for part in self.filters))
-
-
-def filters_in(given: object) -> int:
-    """Filters of all levels, as parsed from JSON and not yet validated; one with several values counts as so many."""
-    found, left = 0, [given]
-    while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            value, parts = one.get("value"), one.get("filters")
-            found += len(value) if isinstance(value, list) and value else 1
-            left += parts if isinstance(parts, list) else []
-    return found
-
-
-def _few(given: object) -> object:
-    if (count := filters_in(given)) > ALL:
-        raise ValueError(
-            f"there are {count} filters of all levels, values of in and nin counted; at most {ALL} are taken"
-        )
-    return given
-
-
-def _kind(given: object) -> str:
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    return "<compound>" if kind in ("and", "or") else "<comparison>"
-
-
-Filter = Annotated[
-    Annotated[Comparison, Tag("<comparison>")] | Annotated[Compound, Tag("<compound>")], Discriminator(_kind)
-]
-Compound.model_rebuild()
-Filters = Annotated[Filter, BeforeValidator(_few, json_schema_input_type=Filter)]
-"""The filter of a search, as a whole."""
+        return core.Filter(self.type, self.key, value)
 
 
 MOST_FILES = 500
@@ -153,41 +98,10 @@ class AttachmentBody(ClosedBody):
         return core.Attachment(store, self.file_id, 0, attributes=self.attributes or {}, chunk_tokens=size)
 
 
-class BatchBody(ClosedBody):
-    """Body of POST /v1/vector_stores/{store}/file_batches: ids of files with one note, or files with a note each."""
-
-    file_ids: FileIds | None = None
-    files: Annotated[list[AttachmentBody], Field(max_length=MOST_FILES, fail_fast=True)] | None = None
-    attributes: Attributes | None = None
-    chunking_strategy: Chunking | None = None
-
-    def to_core(self, store: str) -> list[core.Attachment]:
-        """The same for the engine.
-
-        Raises:
-            core.RequestError: for no files, or files given in both ways or twice.
-        """
-        if bool(self.file_ids) is bool(self.files):
-            raise core.RequestError("give file_ids or files, one of them", param="file_ids", code="invalid_value")
-        if self.files and (self.attributes is not None or self.chunking_strategy is not None):
-            raise core.RequestError("with files, each has its own attributes", param="files", code="invalid_value")
-        given = self.files or [
-            AttachmentBody(file_id=file, attributes=self.attributes, chunking_strategy=self.chunking_strategy)
-            for file in self.file_ids or ()
-        ]
-        return _to_core(given, store)
-
-
 def _to_core(given: Sequence[AttachmentBody], store: str) -> list[core.Attachment]:
     if len({one.file_id for one in given}) < len(given):
         raise core.RequestError("a file is given twice", param="file_ids", code="invalid_value")
     return [one.to_core(store) for one in given]
-
-
-class NoteBody(ClosedBody):
-    """Body of POST /v1/vector_stores/{store}/files/{file}: other attributes."""
-
-    attributes: Attributes | None
 
 
 class StoreBody(ClosedBody):
@@ -243,6 +157,6 @@ class SearchBody(ClosedBody):
         BeforeValidator(_queries, json_schema_input_type=str | list[str]),
     ]
     max_num_results: Annotated[int, Field(ge=1, le=MOST_RESULTS)] | None = None
-    filters: Filters | None = None
+    filters: FilterBody | None = None
     ranking_options: Ranking | None = None
     rewrite_query: Literal[False] | None = None

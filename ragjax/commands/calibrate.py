@@ -30,11 +30,10 @@ from ragjax.commands.wording import error_line
 from ragjax.core import ConfigError, RagjaxError, Tokens
 from ragjax.engine import Engine
 from ragjax.engine.measurement import alpha_path
-from ragjax.quality.alpha import Alpha, least
-from ragjax.quality.report import divergence
+from ragjax.quality.report import Alpha, divergence
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.craft import Craft
-from ragjax.reuse.full import Full
+from ragjax.reuse.exact import Full
 
 GRID = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.5, 2.0)
 """Alphas that are considered. CCI is at least 0.5, so that 2 recomputes whole what shares nothing with its past."""
@@ -211,6 +210,20 @@ def search(engine: Engine, desired: Desired, questions: Sequence[str]) -> tuple[
 
         found = least(GRID, good)
     return list(trials.values()), None if found is None else trials[found]
+
+
+def least(grid: Sequence[float], good: Callable[[float], bool]) -> float | None:
+    """The least of ascending values that is good, by bisection; None if not even the largest is.
+
+    Quality is taken to rise with alpha, as eq. 13 does; few values are tried, and what lies between is trusted.
+    """
+    if not good(grid[-1]):
+        return None
+    low, high = -1, len(grid) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if good(grid[middle]) else (middle, high)
+    return grid[high]
 
 
 def _print(trials: Sequence[Trial], desired: Desired) -> None:

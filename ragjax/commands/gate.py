@@ -51,7 +51,7 @@ from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.report import EXACT, Budget, Measurement, Report, Setting, divergence
 from ragjax.reuse import DEPENDENCY, strategies
 from ragjax.reuse.base import Strategy
-from ragjax.reuse.packet import NAME as PACKET
+from ragjax.reuse.naive import PACKET
 
 RATIOS = (0.0, 0.05, 0.15, 0.3)
 """Recompute ratios measured of selective strategies, besides their own choice."""

@@ -32,7 +32,7 @@ from ragjax.quality.report import Budget, Setting
 from ragjax.reuse import compaction
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
-from ragjax.reuse.packet import NAME as PACKET
+from ragjax.reuse.naive import PACKET
 from ragjax.runner.device import (
     cpu_features,
     is_wide,

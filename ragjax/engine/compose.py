@@ -22,8 +22,8 @@ from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import SearchStage
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Strategy
-from ragjax.reuse.packet import NAME as PACKET
-from ragjax.reuse.prefix import Prefix
+from ragjax.reuse.exact import Prefix
+from ragjax.reuse.naive import PACKET
 
 PATH_CHARS = 64
 """Characters of given relation paths for each token of the context, at most: all are encoded to see how many fit."""

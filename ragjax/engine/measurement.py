@@ -12,8 +12,7 @@ from pathlib import Path
 
 from ragjax.core import ConfigError
 from ragjax.models.hub import cache_dir
-from ragjax.quality.alpha import Alpha
-from ragjax.quality.report import Budget, Report, Setting
+from ragjax.quality.report import Alpha, Budget, Report, Setting
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.craft import Craft
 

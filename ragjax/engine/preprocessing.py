@@ -1,7 +1,7 @@
 """Preprocessing: every chunk of a knowledge base is computed behind its nearest neighbours, before anybody asks.
 
 FusionRAG, section 3.1: passages that are retrieved together are alike, so what a chunk would see beside others can be
-put into its KV offline. `ragjax.reuse.preprocessing` says what is computed; here is what is computed when. Chunks go
+put into its KV offline. `ragjax.reuse.fuse` says what is computed; here is what is computed when. Chunks go
 through the engine a few at a time, behind all other requests. What is kept already is not computed again, so a run that
 was stopped goes on where it was, and when documents come or go only chunks whose neighbours changed are computed.
 
@@ -25,8 +25,8 @@ from ragjax.engine import Engine
 from ragjax.prompting.chat import chat_prompt, chunk_segment
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.base import Strategy
+from ragjax.reuse.fuse import Fuse
 from ragjax.reuse.fusion import NEIGHBOURS
-from ragjax.reuse.preprocessing import Fuse
 
 _GROUP = 8  # jobs in flight together, as many as the engine runs in background; a kill can cost their marks
 

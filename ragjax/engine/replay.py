@@ -11,7 +11,7 @@ from ragjax.core import Answer, Delta, Event, Grounded, Request, Sampling
 from ragjax.engine.prepare import Preparation
 from ragjax.quality.contract import QUEUE, Contract
 from ragjax.quality.report import divergence
-from ragjax.reuse.full import Full
+from ragjax.reuse.exact import Full
 from ragjax.schedule.state import RequestState
 
 _log = logging.getLogger(__name__)

@@ -1,17 +1,14 @@
 """Reuse strategies by name; a method of your own registers itself in `STRATEGIES`."""
 
 from ragjax.core import Wrapper
-from ragjax.reuse.anchor import Anchored, Valued
 from ragjax.reuse.base import STRATEGIES, ModelTraits, Strategy
 from ragjax.reuse.blend import Deviation
 from ragjax.reuse.craft import Craft
 from ragjax.reuse.dependency import Dependency
-from ragjax.reuse.full import Full
-from ragjax.reuse.fusion import Fused, QueryGuided
-from ragjax.reuse.naive import Naive
-from ragjax.reuse.packet import Packet
-from ragjax.reuse.prefix import Prefix
-from ragjax.reuse.prophet import Prophetic
+from ragjax.reuse.exact import Full, Prefix
+from ragjax.reuse.fusion import Fused, Prophetic, QueryGuided
+from ragjax.reuse.naive import Naive, Packet
+from ragjax.reuse.ragjax import Anchored, Valued
 from ragjax.reuse.repair import Selective
 from ragjax.reuse.stitch import Isolated
 

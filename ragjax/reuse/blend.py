@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from ragjax.core import Measure, Pass, Prompt, Span
 from ragjax.reuse.base import indices
-from ragjax.reuse.repair import Choice, Selector, chunk_tokens
-from ragjax.reuse.select import top
+from ragjax.reuse.repair import Choice, Selector, chunk_tokens, top
 from ragjax.reuse.stitch import Stitched
 
 Of = Literal["key", "value", "both"]

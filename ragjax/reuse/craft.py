@@ -1,6 +1,6 @@
 """craft: chunks keep their KV with the attention it was computed by, which tells how much to mend elsewhere.
 
-Source: Cache-Craft (arXiv:2502.15734), section 3; its arithmetic is in `influence.py` and `focus.py`. A chunk that is
+Source: Cache-Craft (arXiv:2502.15734), section 3; its arithmetic is in `influence.py`. A chunk that is
 met for the first time is computed whole, behind all that stands before it in that prompt, and kept as a variant with
 what was measured. Later its best variant is put in place and CFO * |C| tokens are recomputed, those that had looked
 most at what stood before them; CFO = alpha * CCI * (1 - adjusted overlap). A request's ratio sets alpha, so that the
@@ -47,7 +47,6 @@ from ragjax.core import (
     Tokens,
 )
 from ragjax.reuse.base import Allocation, indices, match_spans, owner_of, report, segments_of
-from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.head import (
     ChunkStrategy,
@@ -59,9 +58,20 @@ from ragjax.reuse.head import (
     match_head,
     system_length,
 )
-from ragjax.reuse.influence import Influence, before, quotas, record, variant_digest
-from ragjax.reuse.ranking import VARIANT, ChunkVariants, Overhead, rank
-from ragjax.reuse.select import share
+from ragjax.reuse.influence import (
+    VARIANT,
+    ChunkVariants,
+    Focus,
+    Influence,
+    Overhead,
+    before,
+    find_focus,
+    quotas,
+    rank,
+    record,
+    variant_digest,
+)
+from ragjax.reuse.repair import share
 from ragjax.reuse.stitch import alone, asking, check, query_spans
 
 TAU = 1.0

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.match import Candidate
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Prompt, Results
 from ragjax.reuse.base import segments_of
-from ragjax.reuse.repair import Choice, Selector
-from ragjax.reuse.select import top
+from ragjax.reuse.repair import Choice, Selector, shares, top
 from ragjax.reuse.stitch import Isolated, Stitched, alone
 
 METHOD = "fusion"
@@ -65,3 +66,20 @@ class QueryGuided(Selector):
         results = yield stitched.ask(self.measures, measured=last, asking=stitched.question)
         (measured,) = self.measures
         return top(results[measured][-1, stitched.chunks], stitched.chunks, count)
+
+
+class Prophetic(Selector):
+    """Tokens of the highest mean share of the question's attention, over all layers (ProphetKV, arXiv 2602.02579).
+
+    The paper's abstract and figures were at hand, and not its equations: the fusion is the mean over layers, each
+    layer's scores over the chunks scaled to 1, so that no layer counts for more because less of its attention goes
+    elsewhere.
+    """
+
+    measures = frozenset({Measure.KEY_SCORE})
+
+    def choose(self, stitched: Stitched, count: int) -> Choice:
+        """One pass: the query segments over the chunks as they are, measured in all layers."""
+        results = yield stitched.ask(self.measures, asking=stitched.question)
+        score_LN = np.asarray(results[Measure.KEY_SCORE][:, stitched.chunks], np.float64)
+        return top(shares(score_LN).mean(0), stitched.chunks, count)  # a layer that gives nothing counts nothing

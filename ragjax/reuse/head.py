@@ -17,7 +17,7 @@ from ragjax.cache.outlook import Causal, Outlook, Part
 from ragjax.core import Kind, Plan, Prefill, Prompt, RequestError, Run, Span, Tokens
 from ragjax.core.tiers import Tier
 from ragjax.reuse.base import Allocation, Strategy, segments_of
-from ragjax.reuse.prefix import Prefix
+from ragjax.reuse.exact import Prefix
 
 
 class ChunkStrategy(Strategy):

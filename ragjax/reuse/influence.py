@@ -1,4 +1,5 @@
-"""How much a chunk's KV depends on what was before it, and how much of it holds elsewhere (Cache-Craft, section 3).
+"""The arithmetic of Cache-Craft, section 3: how much a chunk's KV depends on what was before it, which of its variants
+serves in a prompt (3.3), and which chunks the question looks at (3.2.2, eq. 15, Algorithm 1).
 
 Equations 3, 4 and 6 to 12 and 14 (arXiv:2502.15734), heads averaged. The system prompt, with the first token of all, is
 left out of the prefix, because an attention sink would outweigh the rest. Every other segment before the chunk counts,
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -18,7 +19,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from ragjax.cache.outlook import Keyed, Look
+from ragjax.cache.tree import KnowledgeTree, Node
 from ragjax.core import Kind, Prompt, Tokens
+from ragjax.core.tiers import Record
 
 Floats = NDArray[np.float64]
 
@@ -211,3 +215,97 @@ def _filled(weight: Floats, length: NDArray[np.int64], share: Floats, count: int
 
 def _prior(prompt: Prompt, index: int) -> tuple[int, ...]:
     return tuple(i for i in range(index) if prompt.segments[i].kind is not Kind.SYSTEM)
+
+
+# ---------------------------------------------------------------------------------------------------- variants
+
+
+Overhead = Callable[[Influence, Sequence[bytes]], float]
+"""What mending a variant takes, before alpha, where these segments stand before it."""
+
+VARIANT = "craft"
+"""Method under which variants are kept, whichever of the strategies made them."""
+
+
+@dataclass(frozen=True)
+class ChunkVariants:
+    """A part of an outlook: a chunk, preprocessed or as a variant; one that is missing is computed under `name`."""
+
+    fused: Keyed
+    name: bytes
+    tokens: int
+    serving: Callable[[], bool]
+
+    def look(self, tree: KnowledgeTree) -> Look:
+        """Part of `Part`."""
+        look = self.fused.look(tree)
+        return Look({self.name: self.tokens}) if look.missing and self.serving() else look
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A variant of a chunk: its key, what it was computed behind, and what mending it would take before alpha."""
+
+    key: bytes
+    behind: bytes
+    overhead: float
+
+
+def rank(
+    kept: Iterable[Node | Record], prior: Sequence[bytes], overhead: Overhead = Influence.mismatch, tau: float = 1.0
+) -> list[Variant]:
+    """A chunk's variants that serve here, that which takes the least mending first.
+
+    kept: oldest first. prior: digests of the segments that stand before the chunk now. tau: a variant that was computed
+    behind others serves up to this overhead.
+    """
+    here = variant_digest(prior)
+    read = ((each.key, Influence.decode(each.meta)) for each in kept)
+    found = [Variant(key, variant_digest(i.before), overhead(i, prior)) for key, i in read if i is not None]
+    serving = (variant for variant in found if variant.overhead <= tau or variant.behind == here)
+    return sorted(serving, key=lambda variant: (variant.overhead, variant.behind != here))
+
+
+# ------------------------------------------------------------------------------------------------------- focus
+
+
+WINDOW = 3
+"""Layers in a row that must agree (w; the paper names no value)."""
+
+
+@dataclass(frozen=True)
+class Focus:
+    """The chunks in focus, and the layer after which they were known, counted from 1 (L*)."""
+
+    chunks: frozenset[int]
+    layer: int
+
+
+def find_focus(inter_LZ: NDArray[np.floating], window: int = WINDOW) -> Focus | None:
+    """The first set of chunks that the window's layers agree on; None if they never do.
+
+    inter_LZ: attention that the question's tokens gave to each chunk in each layer so far, [layers, chunks].
+    Fewer than three chunks are all in focus, from the start.
+    """
+    if inter_LZ.shape[1] < 3:
+        return Focus(frozenset(range(inter_LZ.shape[1])), 0)
+    sets = [_foremost(cumulated_Z) for cumulated_Z in np.cumsum(inter_LZ, axis=0, dtype=np.float64)]
+    for layer in range(window, len(sets) + 1):
+        if len(set(sets[layer - window : layer])) == 1:
+            return Focus(sets[layer - 1], layer)
+    return None
+
+
+def _foremost(cumulated_Z: NDArray[np.float64]) -> frozenset[int]:
+    """Lines 4 to 9 for one layer: cut the descending scores where the entropy of their gaps grows most.
+
+    As printed, with indices from 1: i* is the i in [1, k - 2] with the largest -p log p of gap i + 1, and the top i*
+    chunks are in focus. Chunks that no gap tells apart are all in focus.
+    """
+    order = np.argsort(-cumulated_Z, kind="stable")
+    gap = -np.diff(cumulated_Z[order])
+    if gap.sum() <= 0:
+        return frozenset(range(len(order)))
+    share = gap / gap.sum()
+    growth = -share[1:] * np.log(np.where(share[1:] > 0, share[1:], 1.0))
+    return frozenset(int(i) for i in order[: 1 + int(np.argmax(growth))])

@@ -1,4 +1,4 @@
-"""naive: every chunk is computed once behind the system prompt alone and reused anywhere, unrepaired.
+"""naive and packet: every chunk is computed once behind the system prompt alone and reused anywhere, unrepaired.
 
 Sources: TurboRAG (arXiv 2410.07590) and PromptCache (2311.04934), the full reuse of FusionRAG section 2.2. A chunk
 attends to the system prompt and to itself; it is computed at the position right behind the system prompt and moved
@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ragjax.core import Exactness, Measure, Prefill, Prompt
+from ragjax.core import Exactness, Measure, Prefill, Prompt, Wrapper
 from ragjax.reuse.base import Allocation
-from ragjax.reuse.stitch import Isolated, Source, SourceStrategy, prepare
+from ragjax.reuse.stitch import Isolated, Source, SourceStrategy, alone, prepare
+
+PACKET = "packet"
+"""Name of the strategy."""
 
 
 class Naive(SourceStrategy):
@@ -41,3 +44,23 @@ class Naive(SourceStrategy):
         if plan.exact_to is not None or allocation.lossy:
             return plan
         return replace(plan, exact_to=self._exact_to)
+
+
+class Packet(Naive):
+    """packet: full reuse of chunks between soft tokens that make up for what they did not see (arXiv 2604.13226).
+
+    A chunk is computed behind the system prompt alone, between a header and a trailer whose embeddings were trained for
+    the model (`models/trained.py`), and kept with them; one that stands alone needs none. The paper computes its
+    documents without a system prompt. Answers are exact to "packet": what this arrangement gives.
+    """
+
+    name = PACKET
+
+    def __init__(self, wrapper: Wrapper):
+        """wrapper: the tokens around each chunk."""
+        super().__init__("packet", Isolated("packet"))
+        self._wrapper = wrapper
+
+    def dress(self, prompt: Prompt) -> Prompt:
+        """Every chunk in its packet; a chunk that stands alone stays as it is."""
+        return prompt if alone(prompt) else self._wrapper.dressed(prompt)

@@ -11,15 +11,16 @@ add a selection, write a `Selector`; what it measures comes back from the passes
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ragjax.core import ConfigError, Kind, Measure, Move, Pass, Prefill, Prompt, Results, Tokens
 from ragjax.core.check import is_number
 from ragjax.reuse.base import LOGITS, Allocation, segments_of
-from ragjax.reuse.select import share
 from ragjax.reuse.stitch import Source, SourceStrategy, Stitched, prepare
 
 RATIO = 0.15
@@ -115,3 +116,24 @@ def _choice(selector: Selector, stitched: Stitched, count: int) -> Choice:
 def chunk_tokens(prompt: Prompt) -> int:
     """Tokens of all chunks."""
     return sum(len(prompt.segments[i]) for i in segments_of(prompt, Kind.CHUNK))
+
+
+def share(ratio: float, tokens: int) -> int:
+    """Tokens that a ratio in [0, 1] stands for: ceil(ratio * tokens), for what the ratio says in decimal."""
+    return min(tokens, math.ceil(ratio * tokens - 1e-9))
+
+
+def shares(raw_SN: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Each row divided by its sum; zeros where that is 0."""
+    sum_S1 = raw_SN.sum(1, keepdims=True)
+    share_SN: NDArray[np.float64] = np.divide(raw_SN, sum_S1, out=np.zeros_like(raw_SN), where=sum_S1 > 0)
+    return share_SN
+
+
+def top(scores: NDArray[np.floating], candidates: Tokens, count: int) -> Tokens:
+    """The `count` candidates (token indexes, ascending, int32 [n]) of highest score (float [n]), ascending.
+
+    Ties go to the earlier token.
+    """
+    best = np.argsort(-np.asarray(scores, np.float64), kind="stable")[:count]
+    return candidates[np.sort(best)]

@@ -10,9 +10,9 @@ import pytest
 from numpy.typing import NDArray
 
 from ragjax.commands import calibrate
-from ragjax.commands.calibrate import GRID, Desired, Trial, candidates, search, word_f1
+from ragjax.commands.calibrate import GRID, Desired, Trial, candidates, least, search, word_f1
 from ragjax.core import Answer, ConfigError, SegmentReport, Timings
-from ragjax.quality.alpha import Alpha, least
+from ragjax.quality.report import Alpha
 
 ALPHA = Alpha(0.3, "ab", "tiny", "float32", "F1=0.9", 0.93, 60, 0.2)
 

@@ -9,8 +9,7 @@ import pytest
 
 from ragjax.core import ConfigError
 from ragjax.engine import Engine
-from ragjax.reuse.full import Full
-from ragjax.reuse.prefix import Prefix
+from ragjax.reuse.exact import Full, Prefix
 
 
 def test_a_strategy_goes_by_its_own_name() -> None:

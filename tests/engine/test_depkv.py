@@ -11,7 +11,7 @@ from ragjax.cache.pool import AuditError
 from ragjax.core import Grid, Kind, Prompt, RequestError, Segment
 from ragjax.core.depprompt import DepPrompt, LinearNode, Positions, TreeNode
 from ragjax.engine import Engine
-from ragjax.reuse.full import Full
+from ragjax.reuse.exact import Full
 from ragjax.runner.runner import Runner
 from tests.support import tiny
 from tests.support.pace import resting

@@ -36,8 +36,7 @@ from ragjax.core import (
 from ragjax.engine import Engine
 from ragjax.engine.build import _compile
 from ragjax.reuse import strategies
-from ragjax.reuse.full import Full
-from ragjax.reuse.prefix import Prefix
+from ragjax.reuse.exact import Full, Prefix
 from ragjax.runner.runner import Runner
 from ragjax.schedule.batch import Batch
 from ragjax.schedule.generation import Generation

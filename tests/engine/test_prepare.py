@@ -10,7 +10,7 @@ import pytest
 
 from ragjax.core import Kind, Prompt, RequestError, Segment
 from ragjax.engine import Engine
-from ragjax.reuse.full import Full
+from ragjax.reuse.exact import Full
 from tests.support import tiny
 
 LAST = tiny.CONFIG.vocab_size - 1

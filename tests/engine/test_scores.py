@@ -12,7 +12,7 @@ import pytest
 from ragjax.core import Kind as SegmentKind
 from ragjax.core import Prompt, RequestError, Segment
 from ragjax.engine import Engine
-from ragjax.reuse.full import Full
+from ragjax.reuse.exact import Full
 from ragjax.schedule import decoding
 from ragjax.schedule.state import RequestState
 from tests.support import tiny

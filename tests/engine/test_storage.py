@@ -24,7 +24,7 @@ from ragjax.core.tiers import Record
 from ragjax.engine import Engine
 from ragjax.engine.trace import Recorder
 from ragjax.reuse.base import Allocation
-from ragjax.reuse.full import Full
+from ragjax.reuse.exact import Full
 from ragjax.store.disk import DiskStore
 from ragjax.store.transfer import KVTransfer
 from tests.support import tiny

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from ragjax.core import ConfigError
-from ragjax.quality.alpha import Alpha
-from ragjax.quality.report import Measurement, Report, Setting
+from ragjax.quality.report import Alpha, Measurement, Report, Setting
 from tests.support.mutation import EXAMPLES, altered, damaged, tried
 
 CREATED = "2026-01-01T00:00:00+00:00"

@@ -37,15 +37,13 @@ from ragjax.engine import Engine
 from ragjax.engine import build as loading
 from ragjax.engine.measurement import alpha_path, report_of, report_path
 from ragjax.engine.preprocessing import preprocess
-from ragjax.quality.alpha import Alpha
 from ragjax.quality.contract import FAR, LEAST, QUEUE, STEPS, WINDOW, Contract, Monitor, Verdict
-from ragjax.quality.report import PREFIX, Budget, Measurement, Report, Setting, bounds, divergence
+from ragjax.quality.report import PREFIX, Alpha, Budget, Measurement, Report, Setting, bounds, divergence
 from ragjax.reuse import strategies
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.craft import Craft
-from ragjax.reuse.full import Full
+from ragjax.reuse.exact import Full, Prefix
 from ragjax.reuse.naive import Naive
-from ragjax.reuse.prefix import Prefix
 from tests.support import tiny
 from tests.support.pace import until
 

@@ -16,7 +16,7 @@ from ragjax.cache.pool import PagePool
 from ragjax.core import NEVER, Kind, Prompt, Segment, intervals
 from ragjax.reuse import strategies
 from ragjax.reuse.craft import Craft
-from ragjax.reuse.prefix import Prefix
+from ragjax.reuse.exact import Prefix
 from tests.support.executor import Executor
 
 SYSTEM, QUESTION = 6, 5

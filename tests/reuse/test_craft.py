@@ -18,10 +18,8 @@ from ragjax.cache.policy.craft import LOWEST_CFO
 from ragjax.core import Answer, Kind, Measure, Move, OutOfPages, Pass, Prompt, RequestError, Segment
 from ragjax.reuse import strategies
 from ragjax.reuse.craft import Craft
-from ragjax.reuse.focus import Focus, find_focus
-from ragjax.reuse.influence import Influence, before, digest, disorder, quotas, record
-from ragjax.reuse.preprocessing import Fuse
-from ragjax.reuse.ranking import VARIANT
+from ragjax.reuse.fuse import Fuse
+from ragjax.reuse.influence import VARIANT, Focus, Influence, before, digest, disorder, find_focus, quotas, record
 from tests.support import tiny
 from tests.support.disks import open_store
 from tests.support.executor import Array, Done, Executor, Model, model, softmax

@@ -10,8 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ragjax.core import Kind, Prompt, Segment
-from ragjax.reuse.focus import Focus, find_focus
-from ragjax.reuse.influence import Influence, before, digest, disorder, quotas, record
+from ragjax.reuse.influence import Focus, Influence, before, digest, disorder, find_focus, quotas, record
 from tests.support import tiny
 
 LAYERS = 4

@@ -16,7 +16,7 @@ from ragjax.engine import Engine
 from ragjax.models.trained import PACKET_FORMAT, PacketFile
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Setting, divergence
-from ragjax.reuse.packet import Packet
+from ragjax.reuse.naive import Packet
 from ragjax.runner.runner import Runner
 from ragjax.schedule import decoding
 from tests.support import tiny

@@ -35,10 +35,10 @@ from ragjax.engine.preprocessing import Job, PreprocessReport, fuse, fuse_all, p
 from ragjax.prompting.chat import chat_prompt
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.base import Allocation
+from ragjax.reuse.fuse import Fuse
 from ragjax.reuse.fusion import METHOD
 from ragjax.reuse.influence import Influence
 from ragjax.reuse.naive import Naive
-from ragjax.reuse.preprocessing import Fuse
 from ragjax.store.disk import DiskStore
 from tests.support import tiny
 from tests.support.executor import Executor, model

@@ -22,8 +22,7 @@ from ragjax.reuse import strategies
 from ragjax.reuse.base import segments_of
 from ragjax.reuse.blend import Deviation, Of
 from ragjax.reuse.fusion import NEIGHBOURS, Fused, QueryGuided
-from ragjax.reuse.repair import Selective
-from ragjax.reuse.select import share, shares, top
+from ragjax.reuse.repair import Selective, share, shares, top
 from ragjax.reuse.stitch import Isolated
 from tests.support import tiny
 from tests.support.executor import Array, Executor, Model, model, softmax

@@ -12,7 +12,7 @@ from ragjax.core import Message, Wrapper
 from ragjax.models.decoder import Decoder
 from ragjax.models.trained import PacketFile
 from ragjax.prompting.chat import chat_prompt
-from ragjax.reuse.packet import Packet
+from ragjax.reuse.naive import Packet
 from ragjax.runner.runner import Runner
 from tests.support import tiny
 from tests.support.plain import tensors_of

@@ -18,8 +18,7 @@ from ragjax.core import Measure, Move, Pass, Prefill, Prompt, Span, Tokens
 from ragjax.reuse import STRATEGIES, ModelTraits
 from ragjax.reuse.base import LOGITS, Allocation
 from ragjax.reuse.blend import PROBED, Deviation, Of, combined
-from ragjax.reuse.repair import RATIO, chunk_tokens
-from ragjax.reuse.select import share, top
+from ragjax.reuse.repair import RATIO, chunk_tokens, share, top
 from ragjax.reuse.stitch import Isolated, SourceStrategy, Stitched, prepare
 
 

@@ -16,8 +16,7 @@ from ragjax.cache.match import Candidate
 from ragjax.cache.tree import Provenance
 from ragjax.core import Measure, Prompt, Results
 from ragjax.reuse import STRATEGIES, ModelTraits
-from ragjax.reuse.repair import Choice, Selective, Selector
-from ragjax.reuse.select import top
+from ragjax.reuse.repair import Choice, Selective, Selector, top
 from ragjax.reuse.stitch import Stitched
 
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from ragjax.core import Kind, Tokens
 from ragjax.reuse import STRATEGIES, ModelTraits
 from ragjax.reuse.base import segments_of
-from ragjax.reuse.repair import Choice, Selective, Selector
-from ragjax.reuse.select import top
+from ragjax.reuse.repair import Choice, Selective, Selector, top
 from ragjax.reuse.stitch import Isolated, Stitched
 
 

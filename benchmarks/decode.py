@@ -66,7 +66,6 @@ def measure(chosen: Namespace, _: Session) -> Iterator[dict[str, Any]]:
 
 
 def row(engines: Sequence[Engine], name: str, cases: Sequence[Case], clients: int, tokens: int) -> dict[str, Any]:
-    """One line of the table: both engines on a set, in turn group by group."""
     seconds, said = [0.0, 0.0], [0, 0]
     equal, per_step = 0, list[float]()
     for begin in range(0, len(cases), clients):
@@ -93,8 +92,6 @@ def row(engines: Sequence[Engine], name: str, cases: Sequence[Case], clients: in
 
 
 def answered(engine: Engine, cases: Sequence[Case], tokens: int) -> list[Answer]:
-    """The answers to some questions that are asked at once."""
-
     def ask(case: Case) -> Answer:
         return engine.answer(case.question, strategy="prefix", documents=case.documents, max_tokens=tokens)
 

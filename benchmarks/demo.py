@@ -45,7 +45,6 @@ def measure(chosen: Namespace, _: Session) -> Iterator[dict[str, Any]]:
 
 
 def row(engine: Engine, strategy: str, count: int, questions: Sequence[Question]) -> dict[str, Any]:
-    """One line of the table: questions that need `count` documents."""
     answers = [engine.answer(q["question"], strategy=strategy, max_tokens=32) for q in questions]
     return {
         "strategy": strategy, "documents": count, **_figures(questions, answers),

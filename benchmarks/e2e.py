@@ -135,7 +135,6 @@ def with_ratios(rows: Sequence[report.Row]) -> list[report.Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
     chosen, record = gpu.begin("e2e", __doc__, arguments, MEMORY_SHARE)
     setting = REHEARSAL if chosen.quick else FULL
     with record.stoppable(), gpu.Rival(WORKER) as rival:

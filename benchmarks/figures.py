@@ -29,13 +29,13 @@ import numpy as np
 
 from benchmarks.baseline.strategy import all_strategies
 from benchmarks.common import plot, report
-from benchmarks.common.plot import Panel, bars, label
+from benchmarks.common.plot import Panel, label
 from benchmarks.common.report import Benchmark, Parser, Row, Session
 from benchmarks.common.samples import Progress, Samples
 from benchmarks.latency.prompt import jobs, marked, workload
 from benchmarks.quality import dataset
 from benchmarks.quality.evaluation import Evaluation, Style
-from benchmarks.quality.plot import against_cost, by_neighbours, by_ratio
+from benchmarks.quality.plot import against_cost, by_neighbours, by_ratio, selections
 from benchmarks.quality.rows import Question, main_settings, measure, opened, rows, sweep_settings
 from benchmarks.quality.similarity import packaged_encoder
 from ragjax.commands.flags import integer
@@ -85,17 +85,6 @@ def lost_f1(found: Sequence[Row]) -> list[Panel]:
     ]
 
 
-def selections(found: Sequence[Row]) -> list[Panel]:
-    labels = {"blend": "CacheBlend", "fusion+blend": "preprocessed + CacheBlend", "craft": "Cache-Craft",
-              "fusion+craft": "preprocessed + Cache-Craft", "fusion": "FusionRAG"}  # fmt: skip
-    made = []
-    for name in dict.fromkeys(r["set"] for r in found):
-        of = {r["strategy"]: r for r in found if r["set"] == name and r["part"] == "main"}
-        chosen = [s for s in labels if s in of]
-        made += [bars([of[s] for s in chosen], name, y, [labels[s] for s in chosen]) for y in ("kl", "rougeL_vs_full")]
-    return [panel for panel in made if panel is not None]
-
-
 def times(found: Sequence[Row]) -> list[Panel]:
     """Bars by share, loading at the bottom; full attention last."""
 
@@ -126,7 +115,8 @@ FIGURES: Mapping[str, Figure] = {
     "fusionrag_16": Figure(
         "FusionRAG, Figure 16", "selections of 15% without and with preprocessing",
         "SmolLM2-135M; nq_open for TriviaQA, hotpotqa; divergence and ROUGE-L against full attention instead of F1",
-        selections, ("nq_open", "hotpotqa"), ("blend", "fusion+blend", "craft", "fusion+craft", "fusion"),
+        lambda found: list(selections("kl", "rougeL_vs_full")(found)), ("nq_open", "hotpotqa"),
+        ("blend", "fusion+blend", "craft", "fusion+craft", "fusion"),
     ),
     "fusionrag_17": Figure(
         "FusionRAG, Figure 17", "divergence by the number of neighbours that chunks are preprocessed behind",
@@ -159,7 +149,6 @@ KEPT = ("FusionRAG 3, 7a", "Cache-Craft 7, 8, 12, 14, 16, 17, 21, 25, 26, 27")
 
 
 def answers(figure: Figure, chosen: Namespace, samples: Samples) -> list[Row]:
-    """Rows of `benchmarks.quality`, on the first questions of each set."""
     known = all_strategies()
     selective = frozenset(name for name, s in known.items() if s.selective)
     main = main_settings(figure.strategies, selective, figure.ratio, NEIGHBOURS)
@@ -281,7 +270,6 @@ def draw(figure: Figure, found: Sequence[Row], file: Path) -> None:
 
 
 def redraw(chosen: Namespace) -> int:
-    """Draw a stored report; returns the exit code."""
     try:
         draw(FIGURES[chosen.figure], json.loads(chosen.rows.read_text(encoding="utf-8"))["rows"], chosen.plot)
     except (ConfigError, ValueError, KeyError, TypeError) as error:
@@ -305,7 +293,6 @@ BENCHMARK = Benchmark(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
     chosen = BENCHMARK.parse(arguments)
     if chosen.list:
         print(listing())

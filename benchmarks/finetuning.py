@@ -30,7 +30,7 @@ from benchmarks.common.samples import Progress, Samples, weights_of
 from benchmarks.graph.part import Uncached
 from benchmarks.graph.plot import FIGURES
 from benchmarks.graph.question import LIMITS, QUICK_LIMIT, SETS, Question, answered, opened, prompt_of, questions_of
-from benchmarks.quality.score import Bootstrap
+from benchmarks.quality.score import column, compared
 from ragjax.commands.flags import integer
 from ragjax.core import ConfigError, Kind, Prompt
 from ragjax.core.depprompt import begins_of
@@ -129,21 +129,16 @@ def ask(
 def rows(found: Mapping[str, Mapping[Method, Sequence[Mapping[str, Any]]]]) -> Iterator[dict[str, Any]]:
     for name in [*found, "pooled"]:
         parts = [n for n in found if name in (n, "pooled")]
-        bootstrap = Bootstrap([n for n in parts for _ in found[n][BASE]])
+        groups = [n for n in parts for _ in found[n][BASE]]
         for method in METHODS:
-            values = {m: [sample for n in parts for sample in found[n][m]] for m in (method, BASE, CONTROL)}
-            made: dict[str, Any] = {
+            mine, base, control = ([s for n in parts for s in found[n][m]] for m in (method, BASE, CONTROL))
+            yield {
                 "part": "finetuning", "set": name, "method": method.name,
                 "tuned": "yes" if method.model != "model" else "no",
-                "repositioned": {None: None, True: "yes", False: "no"}[method.repositioned], "n": len(values[method]),
-                "prompt_tokens": float(np.mean([sample["prompt_tokens"] for sample in values[method]])),
+                "repositioned": {None: None, True: "yes", False: "no"}[method.repositioned], "n": len(mine),
+                "prompt_tokens": float(np.mean(column(mine, "prompt_tokens"))),
+                **compared(mine, METRICS, {"minus_self": base, "minus_control": control}, groups),
             }  # fmt: skip
-            for metric in METRICS:
-                mine, base, control = ([s[metric] for s in values[m]] for m in (method, BASE, CONTROL))
-                made |= bootstrap.mean(mine).columns(metric)
-                made |= bootstrap.difference(mine, base).columns(f"{metric}_minus_self")
-                made |= bootstrap.difference(mine, control).columns(f"{metric}_minus_control")
-            yield made
 
 
 def verdict(made: Sequence[Mapping[str, Any]]) -> str:
@@ -167,7 +162,6 @@ def options(flags: Parser) -> None:
 
 
 def run(chosen: Namespace, samples: Samples) -> list[dict[str, Any]]:
-    """Measure everything; the rows."""
     aside = frozenset(sample.id for sample in read_samples(chosen.aside))
     limit = QUICK_LIMIT if chosen.quick else None
     sets = {

@@ -59,7 +59,6 @@ def options(flags: Parser) -> None:
 
 
 def run(chosen: Namespace, samples: Samples) -> list[dict[str, Any]]:
-    """Measure every part on every set; the rows."""
     sets = {name: _questions(chosen, name) for name in chosen.sets}
     empty = [name for name, questions in sets.items() if not questions]
     if empty:

@@ -23,7 +23,7 @@ from benchmarks.common.samples import Progress
 from benchmarks.graph.plot import FIGURES
 from benchmarks.graph.question import LIMIT, QUICK_LIMIT, Question, answered, opened, prompt_of, questions_of
 from benchmarks.quality import dataset
-from benchmarks.quality.score import Bootstrap
+from benchmarks.quality.score import column, compared
 from benchmarks.quality.similarity import packaged_encoder
 from ragjax.commands.flags import integer
 from ragjax.core import ConfigError, Document, Hit, Message, Prompt
@@ -79,7 +79,6 @@ def prompts(
 def measure(
     engine: Engine, encoder: TextEncoder, asked: Sequence[tuple[Question, Sequence[Document]]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Samples of each method; the first question runs twice, as what runs first pays for what is lazy."""
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
     progress = Progress(len(asked))
     for number, (question, passages) in enumerate([asked[0], *asked]):
@@ -97,17 +96,14 @@ def measure(
 
 
 def rows(name: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    bootstrap = Bootstrap([name] * len(found["none"]))
-    base = np.array([sample["ttft_ms"] for sample in found["none"]])
+    base = column(found["none"], "ttft_ms")
     for method, samples in found.items():
-        times = np.array([sample["ttft_ms"] for sample in samples])
+        times = column(samples, "ttft_ms")
         yield {
             "part": "grounding", "set": name, "method": method, "strategy": METHODS[method][1], "n": len(samples),
-            "prompt_tokens": float(np.mean([sample["prompt_tokens"] for sample in samples])),
-            "hit_rate": float(np.mean([sample["hit_rate"] for sample in samples])), "ttft_ms": float(np.median(times)),
-            "slower": float(np.median(times / base)),
-            **bootstrap.mean([sample["accuracy"] for sample in samples]).columns("accuracy"),
-            **bootstrap.mean([sample["logprob"] for sample in samples]).columns("logprob"),
+            **{key: float(np.mean(column(samples, key))) for key in ("prompt_tokens", "hit_rate")},
+            "ttft_ms": float(np.median(times)), "slower": float(np.median(np.divide(times, base))),
+            **compared(samples, ("accuracy", "logprob")),
         }  # fmt: skip
 
 

@@ -35,7 +35,6 @@ def most_devices(there: int, config: ModelConfig) -> int:
 
 
 def check_logits(record: gpu.Record, name: str, setting: Setting, devices: int) -> None:
-    """Compare the logits behind a prompt, and behind a token decoded after it."""
     config = replace(setting.models[name], num_layers=2)
     short = replace(setting, dtype="float32", contexts=(min(setting.contexts),))
 
@@ -100,7 +99,6 @@ def with_ratios(rows: Sequence[report.Row]) -> list[report.Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
     gpu.choose_platform(gpu.parse("mesh", __doc__, arguments), MEMORY_SHARE)
     there = jax.device_count()
     if there < 2:

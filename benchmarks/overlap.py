@@ -95,7 +95,6 @@ class Watch:
 
 
 def prompt(number: int, vocabulary: int) -> Prompt:
-    """One of no meaning."""
     tokens = np.random.default_rng(number).integers(0, vocabulary, 200).astype(np.int32)
     return Prompt((Segment("question", Kind.QUERY, tokens),))
 

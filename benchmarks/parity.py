@@ -126,7 +126,6 @@ def reference(worker: envs.Worker, model: Path, scratch: Path) -> Logits:
 
 
 def ours(model: Path) -> Logits:
-    """Our decoder's dense forward in float32."""
     import jax.numpy as jnp
 
     from ragjax.models.decoder import Decoder
@@ -137,7 +136,6 @@ def ours(model: Path) -> Logits:
 
 
 def encoded_prompts(worker: envs.Worker, model: Path) -> dict[str, list[int]]:
-    """The prompts as tokens of the model, cut to their lengths."""
     texts = [(TEXTS / f"{name}.txt").read_text() for name in PROMPTS]
     found = worker.ask({"op": "encode", "model": str(model), "texts": texts})["ids"]
     return {name: ids[:length] for (name, length), ids in zip(PROMPTS.items(), found, strict=True)}
@@ -310,7 +308,6 @@ BENCHMARK = Benchmark("parity", __doc__, COLUMNS, check, options, check=refuse, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
     chosen = BENCHMARK.parse(arguments)
     if chosen.make:
         make(chosen.make)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from benchmarks.quality import dataset
 from benchmarks.quality.dataset import QuestionSet
 from benchmarks.quality.evaluation import FULL, NAIVE, Evaluation, Setting, Style, sample
 from benchmarks.quality.rows import opened
-from benchmarks.quality.score import Bootstrap
+from benchmarks.quality.score import column, compared
 from benchmarks.quality.similarity import packaged_encoder
 from ragjax.commands.flags import DEMO, integer
 from ragjax.core import Answer, Chunk, Document
@@ -62,7 +62,6 @@ class Arm:
 
 
 def arms(chosen: Namespace) -> list[Arm]:
-    """The untouched model first."""
     trained = [Arm(name, name, (FULL, NAIVE)) for name in chosen.adapter]
     packed = [Arm(name, name, (FULL, NAIVE, PACKET)) for name in chosen.packet]
     return [Arm(chosen.model, chosen.model, (FULL, NAIVE, RAGJAX)), *trained, *packed]
@@ -114,28 +113,14 @@ def rows(name: str, found: Found) -> Iterator[dict[str, Any]]:
     """The table's rows of a set; the first model of `found` is the untouched one."""
     base = next(model for model, _ in found)
     for (model, setting), samples in found.items():
-        bootstrap = Bootstrap([name] * len(samples))
-        naive = found[model, NAIVE]
+        ttft, naive = column(samples, "ttft_ms"), column(found[model, NAIVE], "ttft_ms")
         yield {
             "set": name, "model": model, "strategy": setting.strategy, "n": len(samples),
-            **bootstrap.mean(_values(samples, "kl")).columns("kl"), "top1": float(np.mean(_values(samples, "top1"))),
-            **bootstrap.mean(_values(samples, "answered")).columns("answered"),
-            **_less(bootstrap, samples, found[base, FULL], "answered", "answered_minus_full"),
-            **_less(bootstrap, samples, found[base, RAGJAX], "kl", "kl_minus_ragjax"),
-            "rougeL_vs_full": float(np.mean(_values(samples, "rougeL_vs_full"))),
-            "ttft_ms": float(np.median(_values(samples, "ttft_ms"))),
-            "ttft_over_naive": float(np.median(np.divide(_values(samples, "ttft_ms"), _values(naive, "ttft_ms")))),
+            **compared(samples, ("kl",), {"minus_ragjax": found[base, RAGJAX]}),
+            **compared(samples, ("answered",), {"minus_full": found[base, FULL]}),
+            **{key: float(np.mean(column(samples, key))) for key in ("top1", "rougeL_vs_full")},
+            "ttft_ms": float(np.median(ttft)), "ttft_over_naive": float(np.median(np.divide(ttft, naive))),
         }  # fmt: skip
-
-
-def _less(
-    bootstrap: Bootstrap, samples: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], of: str, name: str
-) -> dict[str, float | None]:
-    return bootstrap.difference(_values(samples, of), _values(other, of)).columns(name)
-
-
-def _values(samples: Sequence[Mapping[str, Any]], of: str) -> list[float]:
-    return [float(one[of]) for one in samples]
 
 
 def options(flags: Parser) -> None:

@@ -219,7 +219,6 @@ def gates(rows: Sequence[report.Row], long: int) -> list[report.Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
     chosen, record = gpu.begin("peers", __doc__, arguments, MEMORY_SHARE)
     bench = Bench(REHEARSAL, 2) if chosen.quick else Bench(FULL)
     right = True

@@ -76,7 +76,6 @@ def divergences(results: Path) -> dict[str, float]:
 
 
 def bars(axes: Any, found: dict[str, float]) -> None:
-    """Time to first token, a bar for each system."""
     labels = list(found)[::-1]
     colours = [OURS if label.startswith("ragjax") else OTHERS for label in labels]
     drawn = axes.barh(range(len(labels)), [found[label] for label in labels], color=colours, height=0.62)
@@ -89,7 +88,6 @@ def bars(axes: Any, found: dict[str, float]) -> None:
 
 
 def scatter(axes: Any, kl: dict[str, float], faster: dict[str, float]) -> None:
-    """Distance to full attention by speed, a point for each strategy."""
     for name in (s for s in STRATEGIES if s in kl and s in faster):
         axes.plot(faster[name], kl[name], "o", color=OURS if name == "ragjax" else OTHERS, markersize=7)
         axes.annotate(name, (faster[name], kl[name]), (7, 4), textcoords="offset points", color=INK, fontsize=9)
@@ -127,7 +125,6 @@ def svg(results: Path = RESULTS) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the figure; returns the exit code."""
     about = (__doc__ or "").partition("\n")[0]
     argparse.ArgumentParser(prog="python -m benchmarks.plot_readme", description=about).parse_args(arguments)
     FILE.write_text(svg())

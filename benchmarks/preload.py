@@ -14,13 +14,14 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common import report
-from benchmarks.common.plot import Figures, Panel
+from benchmarks.common.plot import Figures, Panel, label
 from benchmarks.common.report import Benchmark, Parser, Row, Session
 from ragjax.commands.flags import integer
 from ragjax.core import Kind, Prompt, Segment, StorageOptions
@@ -122,15 +123,19 @@ class Server:
         time.sleep(0.2)
 
 
-def measure(server: Server, where: Mapping[str, Any], context: int, rounds: int) -> dict[str, Any]:
-    """One row: the modes in turns."""
-    found: dict[str, list[tuple[float, float]]] = {}
+def turns(server: Server, context: int, rounds: int, modes: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
+    """Times of each mode; the first two are asked in turns, each first in every other round."""
+    found: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
     for number in range(WARM + rounds):
-        modes = ("whole", "layers") if number % 2 else ("layers", "whole")
-        for mode in (*modes, "device"):
+        for mode in modes if number % 2 else (*modes[1::-1], *modes[2:]):
             times = server.ask(context, mode)
             if number >= WARM:
-                found.setdefault(mode, []).append(times)
+                found[mode].append(times)
+    return found
+
+
+def measure(server: Server, where: Mapping[str, Any], context: int, rounds: int) -> dict[str, Any]:
+    found = turns(server, context, rounds, ("whole", "layers", "device"))
     middle = {mode: median(ttft for ttft, _ in times) for mode, times in found.items()}
     exposed = {mode: max(middle[mode] - middle["device"], 0.1) for mode in ("whole", "layers")}
     pairs = [one / other for (one, _), (other, _) in zip(found["whole"], found["layers"], strict=True)]
@@ -143,13 +148,9 @@ def measure(server: Server, where: Mapping[str, Any], context: int, rounds: int)
 
 
 def cuts(server: Server, context: int, rounds: int) -> dict[str, Any]:
-    times: dict[str, list[float]] = {"device": [], "cut": []}
-    for number in range(WARM + rounds):
-        for mode, kept in times.items():
-            ttft, _ = server.ask(context, mode)
-            if number >= WARM:
-                kept.append(ttft)
-    plain, cut = median(times["device"]), median(times["cut"])
+    """What it costs to run a pass a stage at a time."""
+    found = turns(server, context, rounds, ("device", "cut"))
+    plain, cut = (median(ttft for ttft, _ in found[mode]) for mode in ("device", "cut"))
     return {
         "context_tokens": context, "new_tokens": server.new, "device_ms": plain, "cut_ms": cut, "cost": cut / plain - 1,
     }  # fmt: skip
@@ -161,24 +162,17 @@ def opened(**storage: Any) -> Engine:
 
 
 def panels(rows: Sequence[Row]) -> Iterator[Panel]:
-    """One for each tier: time to first token by context."""
-    for tier, speed in dict.fromkeys((row["tier"], row["disk_mb_s"]) for row in rows):
+    def panel(axes: Any, tier: str, speed: int | None) -> None:
         group = [row for row in rows if (row["tier"], row["disk_mb_s"]) == (tier, speed)]
+        for i, mode in enumerate(("device", "whole", "layers")):
+            axes.bar(
+                [x + (i - 1) * 0.27 for x in range(len(group))], [r[f"{mode}_ms"] for r in group], 0.27, label=mode
+            )
+        axes.set_xticks(range(len(group)), [str(row["context_tokens"]) for row in group])
+        label(axes, f"{tier}, {speed} MB/s" if speed else tier, "context, tokens", "time to first token, ms")
 
-        def panel(
-            axes: Any, group: Sequence[Row] = group, title: str = f"{tier}, {speed} MB/s" if speed else tier
-        ) -> None:
-            width = 0.27
-            for i, mode in enumerate(("device", "whole", "layers")):
-                heights = [row[f"{mode}_ms"] for row in group]
-                axes.bar([x + (i - 1) * width for x in range(len(group))], heights, width, label=mode)
-            axes.set_xticks(range(len(group)), [str(row["context_tokens"]) for row in group])
-            axes.set_title(title, fontsize=9)
-            axes.set_xlabel("context, tokens")
-            axes.set_ylabel("time to first token, ms")
-            axes.legend(fontsize=7)
-
-        yield panel
+    for tier, speed in dict.fromkeys((row["tier"], row["disk_mb_s"]) for row in rows):
+        yield partial(panel, tier=tier, speed=speed)
 
 
 FIGURES: Figures = {"preload": ("Whole loads and layer-wise loads (Cache-Craft, Fig. 29)", panels)}

@@ -117,7 +117,6 @@ def sample(answer: Answer, probe: Probe) -> dict[str, float]:
 def rows(
     found: Mapping[str, Sequence[Mapping[str, float]]], ratio: float, selective: frozenset[str], spent: Preprocessing
 ) -> list[dict[str, Any]]:
-    """A row for each strategy; preprocessing stands with fusion."""
     full = np.asarray([s["ttft_ms"] for s in found["full"]])
     made = []
     for name, samples in found.items():
@@ -140,7 +139,6 @@ def rows(
 
 
 def show(made: Sequence[Mapping[str, Any]], _: Namespace) -> None:
-    """Print what preprocessing costs, and when it has paid for itself."""
     for r in made:
         if "fuse_s_per_chunk" not in r:
             continue
@@ -161,7 +159,6 @@ def options(flags: Parser) -> None:
 
 
 def run(engine: Engine, chosen: Namespace) -> list[dict[str, Any]]:
-    """Measure on an engine; the rows. `full` and `naive` are always among the strategies."""
     known = all_strategies()
     strategies = {name: known[name] for name in dict.fromkeys(["full", "naive", *chosen.strategies])}
     prompt, spent = prepare(engine, workload(engine.tokenizer), list(strategies))

@@ -29,7 +29,6 @@ def measure(chosen: Namespace, _: Session) -> list[dict[str, Any]]:
 
 
 def rows(answers: Sequence[Row]) -> list[dict[str, Any]]:
-    """Medians by state and strategy; `strayed` counts answers that were not as meant."""
     made = []
     for strategy in STRATEGIES:
         ours = [a for a in answers if a["strategy"] == strategy]

@@ -17,7 +17,9 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -106,32 +108,30 @@ def early(base: KnowledgeBase, asked: Sequence[str], k: int, stages: int) -> dic
     return {f"early_{number}": count / len(asked) for number, count in enumerate(same, 1)}
 
 
-def ask(engine: Engine, question: str, strategy: str, k: int, stages: int) -> dict[str, Any]:
+def ask(engine: Engine, question: str, chosen: Namespace, stages: int) -> dict[str, Any]:
     """One cold answer and what it took. stages: 0 for no speculation."""
     engine.options = replace(engine.options, speculate=stages)
     engine.clear_cache()
     time.sleep(PAUSE)
-    before = engine.stats()
-    answer = engine.answer(question, strategy=strategy, top_k=k, max_tokens=1)
+    before: Mapping[str, Any] = engine.stats()
+    answer = engine.answer(question, strategy=chosen.strategy, top_k=chosen.top_k, max_tokens=1)
     engine.clear_cache()  # the engine's thread has counted by now
-    counts = {name: _outcomes(engine.stats(), name) - _outcomes(before, name) for name in ("hit", "wrong")}
-    wasted = float(engine.stats()["speculative_wasted_tokens_total"]) - float(before["speculative_wasted_tokens_total"])  # type: ignore[arg-type]
-    timings = answer.timings
+    after: Mapping[str, Any] = engine.stats()
+    ended, begun = after["speculations_total"], before["speculations_total"]
+    wasted = after["speculative_wasted_tokens_total"] - before["speculative_wasted_tokens_total"]
     return {
-        "search_ms": timings.retrieve, "exposed_ms": timings.search_exposed, "ttft_ms": timings.ttft,
-        "prompt_tokens": answer.prompt_tokens, "chunks": [report.id for report in answer.segments], **counts,
-        "wasted_tokens": wasted,
+        "search_ms": answer.timings.retrieve, "exposed_ms": answer.timings.search_exposed,
+        "ttft_ms": answer.timings.ttft, "prompt_tokens": answer.prompt_tokens,
+        "chunks": [report.id for report in answer.segments], "wasted_tokens": wasted,
+        **{name: int(ended.get(name, 0)) - int(begun.get(name, 0)) for name in ("hit", "wrong")},
     }  # fmt: skip
 
 
 def learn(engine: Engine, asked: Sequence[str], chosen: Namespace) -> None:
+    """Forget what earlier searches told of guesses, and learn it from these."""
     engine._odds = Odds()
     for question in asked:
-        ask(engine, question, chosen.strategy, chosen.top_k, chosen.stages)
-
-
-def _outcomes(stats: Mapping[str, Any], name: str) -> int:
-    return int(stats["speculations_total"].get(name, 0))
+        ask(engine, question, chosen, chosen.stages)
 
 
 def measure(engine: Engine, asked: Sequence[str], chosen: Namespace) -> dict[str, Any]:
@@ -140,30 +140,21 @@ def measure(engine: Engine, asked: Sequence[str], chosen: Namespace) -> dict[str
     Raises:
         ConfigError: if the two do not have the same chunks, which is a defect.
     """
-    found = []
-    for question in asked:
-        off = ask(engine, question, chosen.strategy, chosen.top_k, 0)
-        on = ask(engine, question, chosen.strategy, chosen.top_k, chosen.stages)
+    found = [[ask(engine, question, chosen, stages) for stages in (0, chosen.stages)] for question in asked]
+    for question, (off, on) in zip(asked, found, strict=True):
         if off["chunks"] != on["chunks"]:
             raise ConfigError(f"speculation has other chunks: {question!r}")
-        found.append((off, on))
     return {"pairs": found}
 
 
-def row(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:
+def row(pairs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Medians of samples without and with speculation, and their ratios."""
     off, on = zip(*pairs, strict=True)
-
-    def middle(samples: Sequence[Mapping[str, Any]], name: str) -> float:
-        return float(median(sample[name] for sample in samples))
-
-    made: dict[str, Any] = {"n": len(pairs), "prompt_tokens": middle(on, "prompt_tokens")}
+    made: dict[str, Any] = {"n": len(pairs), "prompt_tokens": float(median(sample["prompt_tokens"] for sample in on))}
     for name, ratio in (("exposed_ms", "less"), ("ttft_ms", "faster")):
-        made |= {f"{name}_off": middle(off, name), name: middle(on, name)}
+        made[f"{name}_off"], made[name] = (float(median(sample[name] for sample in part)) for part in (off, on))
         made[ratio] = made[f"{name}_off"] / made[name]
-    return {
-        **made,
-        **{name: sum(sample[name] for sample in on) / len(on) for name in ("hit", "wrong", "wasted_tokens")},
-    }
+    return made | {name: sum(sample[name] for sample in on) / len(on) for name in ("hit", "wrong", "wasted_tokens")}
 
 
 def rows(engine: Engine, chosen: Namespace, session: Session) -> Iterator[dict[str, Any]]:
@@ -172,7 +163,7 @@ def rows(engine: Engine, chosen: Namespace, session: Session) -> Iterator[dict[s
     samples = session.samples()
     progress = Progress(len(chosen.indexes) * len(chosen.sets) * len(chosen.stage_ms))
     for stages in (0, chosen.stages):  # what runs first pays for what is lazy
-        ask(engine, "Is anybody there?", chosen.strategy, chosen.top_k, stages)
+        ask(engine, "Is anybody there?", chosen, stages)
     for kind in chosen.indexes:
         index = open_index(base._database, None, IndexKind.parse(kind), base._encoder.dim)
         for name in chosen.sets:
@@ -196,39 +187,32 @@ def rows(engine: Engine, chosen: Namespace, session: Session) -> Iterator[dict[s
 
 
 def panels(rows: Sequence[report.Row]) -> Iterator[plot.Panel]:
-    """Exposed search time by the length of the search: a panel for each set, a pair of lines for each index."""
-    for name in dict.fromkeys(row["set"] for row in rows):
+    """By the length of the search: two panels for each set, a pair of lines for each index."""
+
+    def panel(axes: Any, name: str, what: str, label: str) -> None:
         ours = [row for row in rows if row["set"] == name]
-        yield _panel(name, ours, "exposed_ms", "exposed search, ms")
-        yield _panel(name, ours, "ttft_ms", "time to first token, ms")
-
-
-def _panel(name: str, rows: Sequence[report.Row], what: str, label: str) -> plot.Panel:
-    def panel(axes: Any) -> None:
-        for number, kind in enumerate(dict.fromkeys(row["index"] for row in rows)):
-            line = [row for row in rows if row["index"] == kind]
+        for number, kind in enumerate(dict.fromkeys(row["index"] for row in ours)):
+            line = [row for row in ours if row["index"] == kind]
             x = [row["search_ms"] for row in line]
             axes.plot(x, [row[what + "_off"] for row in line], "--", color=f"C{number}", label=f"{kind}, without")
             axes.plot(x, [row[what] for row in line], "o-", color=f"C{number}", label=f"{kind}, with")
         axes.set_ylim(bottom=0)
-        axes.legend()
         plot.label(axes, name, "search, ms", label)
 
-    return panel
+    for name in dict.fromkeys(row["set"] for row in rows):
+        yield partial(panel, name=name, what="exposed_ms", label="exposed search, ms")
+        yield partial(panel, name=name, what="ttft_ms", label="time to first token, ms")
 
 
 FIGURES: plot.Figures = {"speculation": ("Answers that begin before their search has ended", panels)}
 
 
 def milliseconds(text: str) -> list[float]:
-    """Numbers above 0, separated by commas."""
-    try:
+    with suppress(ValueError):
         found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: give milliseconds above 0, separated by commas")
-    return found
+        if min(found) > 0:
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r}: give milliseconds above 0, separated by commas")
 
 
 def options(flags: Parser) -> None:

@@ -162,7 +162,6 @@ def common_prefix(before: Tokens, tokens: Tokens) -> int:
 
 
 def row(name: str, recognise: bool, served: Sequence[Served], exact: Sequence[Served], load: float) -> dict[str, Any]:
-    """A system's figures, over all requests but the first."""
     later = served[1:]
     ttft = [one.ttft_ms for one in later]
     far = [

@@ -178,7 +178,6 @@ def floors(config: ModelConfig, tokens: int, limits: Ceilings) -> tuple[float, f
 
 
 def show_ratios(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the ratios, and start-up and memory of each system."""
     ours = [row for row in rows if row["system"] == "ragjax"]
     names = {f"ttft_ratio_{rival}": f"ttft vs {rival}" for rival in RIVALS}
     names["ttft_ratio_ragjax"] = "ttft vs own full"
@@ -192,7 +191,6 @@ def show_ratios(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def measured(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
-    """All systems in turns; the rows."""
     quick = chosen.quick
     path = hub.resolve(report.MODEL).path
     work, config = workload(Tokenizer.load(path)), open_checkpoint(path).config

@@ -106,7 +106,6 @@ def trace(strategy: str) -> Walk:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the walk, file by file, and its sums."""
     parser = argparse.ArgumentParser(prog="benchmarks.walk", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--strategy", default="prefix", help="of the request (default: prefix)")
     parser.add_argument("--functions", action="store_true", help="name the functions, too")

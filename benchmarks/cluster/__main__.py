@@ -31,10 +31,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cluster import fleet, picture, trial
+from benchmarks.cluster import fleet, trial
 from benchmarks.cluster.simulation import Outcome, Setting, needs, simulate, traced
-from benchmarks.common import report
-from benchmarks.common.report import Benchmark, Parser, Session
+from benchmarks.common import plot, report
+from benchmarks.common.report import Benchmark, Parser, Row, Session
 from benchmarks.common.samples import weights_of
 from benchmarks.policies.source import PATTERNS, Pattern, mooncake
 from ragjax.cluster.router import ROUTERS, Need
@@ -65,7 +65,6 @@ def row(workload: str, replicas: int, router: str, outcome: Outcome, delay_s: fl
 
 
 def workloads(counts: Sequence[int], requests: int, data: Path | None) -> Iterator[tuple[str, Setting, list[Need]]]:
-    """Name, setting and requests of each workload, with each number of replicas."""
     for workload, topic in WORKLOADS.items():
         for count in counts:
             pattern = PATTERNS[workload.removesuffix("-topics")]
@@ -79,7 +78,6 @@ def workloads(counts: Sequence[int], requests: int, data: Path | None) -> Iterat
 
 
 def measure(counts: Sequence[int], requests: int, data: Path | None) -> Iterator[dict[str, Any]]:
-    """All routers on all workloads; and ours where it learns late, with the fewest replicas."""
     for workload, setting, served in workloads(counts, requests, data):
         base, count = None, setting.replicas
         for name in ("round-robin", *(n for n in ROUTERS if n != "round-robin")):
@@ -124,6 +122,24 @@ def serve(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
     return rows
 
 
+def draw(made: Sequence[Row], file: Path) -> None:
+    """Tokens found, one panel for each workload; then what routers cost, as the worst of the workloads."""
+    kept = [r for r in made if not r["delay_s"]]
+    costs = {"uneven_p99": "fullest queue over the mean, 99%", "decide_p50_us": "a decision, median, µs",
+             "state_bytes": "bytes that a router keeps"}  # fmt: skip
+    found = [
+        plot.lines([r for r in kept if r["workload"] == name], name, "replicas", "found", "router",
+                   y_label="share of tokens found", logarithmic="x")
+        for name in dict.fromkeys(r["workload"] for r in kept)
+    ]  # fmt: skip
+    found += [
+        plot.lines(kept, "the worst workload", "replicas", column, "router", y_label=text, most=True,
+                   logarithmic="x" if column == "uneven_p99" else "xy")
+        for column, text in costs.items()
+    ]  # fmt: skip
+    plot.save([panel for panel in found if panel is not None], file)
+
+
 def options(flags: Parser) -> None:
     names = ", ".join(fleet.WORKLOADS)
     flags.add("--part", choices=("simulation", "replicas"), default="simulation", help="what to measure")
@@ -162,7 +178,7 @@ def rows(chosen: Namespace, session: Session) -> Iterable[dict[str, Any]]:
 
 main = Benchmark(
     "cluster", __doc__, lambda chosen: trial.COLUMNS if chosen.part == "replicas" else COLUMNS, rows, options,
-    check=check, show=lambda made, chosen: picture.draw(made, chosen.plot) if chosen.plot else None,
+    check=check, show=lambda made, chosen: draw(made, chosen.plot) if chosen.plot else None,
 ).main  # fmt: skip
 
 

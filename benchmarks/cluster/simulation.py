@@ -19,25 +19,19 @@ from ragjax.cluster.router import DIGEST, Learn, Need, Router, keep
 
 @dataclass(frozen=True)
 class Setting:
-    """What is simulated.
-
-    chunks: of the knowledge, of `tokens` each; per_request: how many a request gets, in random order. room: chunks that
-    a replica holds. topic: chunks that belong together; 1: a request draws each by itself. requests: for each replica.
-    busy: share of their time that replicas would be at work if nothing were found. token_s: seconds to compute a token;
-    base_s: of a request besides. A trace (`traced`) has requests of its own, and blocks in the place of chunks.
-    """
+    """What is simulated. A trace (`traced`) has requests of its own, and blocks in the place of chunks."""
 
     pattern: Pattern
     replicas: int
-    chunks: int = 20_000
-    tokens: int = 160
-    per_request: int = 4
-    room: int = 1_000
-    topic: int = 1
-    requests: int = 500
-    busy: float = 0.7
-    token_s: float = 1e-4
-    base_s: float = 0.03
+    chunks: int = 20_000  # of the knowledge
+    tokens: int = 160  # of a chunk
+    per_request: int = 4  # chunks, in random order
+    room: int = 1_000  # chunks that a replica holds
+    topic: int = 1  # chunks that belong together; 1: a request draws each by itself
+    requests: int = 500  # for each replica
+    busy: float = 0.7  # share of their time that replicas would be at work if nothing were found
+    token_s: float = 1e-4  # to compute a token
+    base_s: float = 0.03  # of a request besides
 
     def interval_s(self, served: Sequence[Need]) -> float:
         """Mean seconds between two arrivals."""

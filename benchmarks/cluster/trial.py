@@ -52,18 +52,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked of every server.
-
-    warm: requests before those that count, of each workload. rate: requests a second; None: `clients` wait for their
-    answers. points, step: of a new replica's curve, and its requests between two of them.
-    """
+    """What is asked of every server."""
 
     requests: int
-    warm: int
+    warm: int  # requests before those that count, of each workload
     clients: int
-    rate: float | None
-    points: int
-    step: int
+    rate: float | None  # requests a second; None: `clients` wait for their answers
+    points: int  # of a new replica's curve
+    step: int  # requests between two of them
     device_cache_gb: float
 
 
@@ -167,7 +163,6 @@ class Bench:
 
 
 def row_of(load: Load, served: Sequence[float]) -> dict[str, Any]:
-    """Figures of a load. served: requests of each replica."""
     first = [record.ttft_ms for record in load.answered]
     return {
         "requests": len(load.records), "errors": len(load.records) - len(load.answered),

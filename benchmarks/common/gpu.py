@@ -175,7 +175,6 @@ def gate(name: str, wanted: str, measured: float | None, passed: Callable[[float
 
 
 def show_gates(gates: Sequence[report.Row]) -> None:
-    """Print which targets are met."""
     words = {True: "pass", False: "FAIL", None: "not judged"}
     print("\ntargets (H200):")
     told = [{**g, "verdict": words[g["passed"]]} for g in gates]

@@ -37,6 +37,34 @@ def save(panels: Sequence[Panel], file: Path, title: str = "") -> None:
     print(f"wrote {file}", file=sys.stderr)
 
 
+def lines(
+    rows: Sequence[Row], title: str, x: str, y: str, by: str | Callable[[Row], Any], *, x_label: str = "",
+    y_label: str = "", logarithmic: str = "", most: bool = False, least: int = 1,
+) -> Panel | None:  # fmt: skip
+    """A line for each value of the column `by`, over ascending x; None if no line has `least` points.
+
+    logarithmic: which axes are, "x", "y" or "xy". most: the greatest y of several with one x.
+    """
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for r in rows:
+        if r.get(x) is not None and r.get(y) is not None:
+            curves.setdefault(str(by(r) if callable(by) else r[by]), []).append((r[x], r[y]))
+    curves = {name: sorted(dict(sorted(p)).items() if most else p) for name, p in curves.items() if len(p) >= least}
+    if not curves:
+        return None
+
+    def panel(axes: Any) -> None:
+        for name, points in curves.items():
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=name)
+        if "x" in logarithmic:
+            axes.set_xscale("log", base=2)
+        if "y" in logarithmic:
+            axes.set_yscale("log")
+        label(axes, title, x_label or x, y_label or y)
+
+    return panel
+
+
 def bars(rows: Sequence[Row], title: str, y: str, labels: Sequence[str] | None = None) -> Panel | None:
     """A bar for each row that has a value, with its interval; None if none has."""
     names = labels or [r["strategy"] for r in rows]

@@ -214,7 +214,6 @@ class Session:
         return self._opened[-1]
 
     def finish(self, rows: Sequence[Row], columns: Sequence[str], file: Path | None) -> None:
-        """Print the table, write the report if a file is asked for, forget the samples."""
         print("\n" + table(rows, columns))
         for name, kept in self.tables.items():
             if kept:

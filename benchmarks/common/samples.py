@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -74,6 +74,17 @@ class Samples:
         if key not in self._samples:
             self.put(key, measure())
         return self._samples[key]
+
+    def rows(self, cells: Mapping[str, Callable[[], Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
+        """The sample of each cell, those of an unfinished run at once; says how far it is."""
+        progress = Progress(len(cells))
+        for key, measure in cells.items():
+            if key in self._samples:
+                progress.skip()
+            else:
+                self.put(key, measure())
+                progress.step(key)
+            yield self._samples[key]
 
     def done(self) -> None:
         """Forget the samples: the report has been made."""

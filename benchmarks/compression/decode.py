@@ -49,7 +49,6 @@ def rows(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measured(engine: Engine, chosen: argparse.Namespace, settings: Sequence[str]) -> Mapping[str, float]:
-    """Tokens a second by setting; they take turns."""
     asked = [prompt(engine, number, chosen.context) for number in range(chosen.clients)]
     rates: dict[str, list[float]] = {setting: [] for setting in settings}
     for run in range(RUNS + 1):

@@ -53,7 +53,6 @@ Figures = Mapping[str, float]
 
 
 def rows(chosen: Namespace, name: str, ways: Sequence[Way] = WAYS) -> Iterator[Row]:
-    """The table's lines of a set of DIR; `BLEND` must be among the ways."""
     found: dict[Way, Sequence[Figures]] = {}
     full: dict[str, Answer] = {}
     for at_rest in dict.fromkeys(way.at_rest for way in ways):

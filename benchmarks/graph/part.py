@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.common.samples import Progress, Samples
 from benchmarks.graph.question import Question, answered, opened, prompt_of
-from benchmarks.quality.score import Bootstrap
+from benchmarks.quality.score import column, compared
 from ragjax.core import Answer, Kind, Prompt, RequestError
 from ragjax.core.depprompt import layout
 from ragjax.engine import Engine
@@ -86,7 +86,6 @@ METHODS = {
 def accuracy(
     engine: Engine, name: str, questions: Sequence[Question], samples: Samples, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Every method on every question; a row for each method."""
     found: dict[str, list[Mapping[str, float]]] = {method: [] for method in METHODS}
     for question in questions:
         for method, (strategy, trees, _) in METHODS.items():
@@ -97,24 +96,15 @@ def accuracy(
 
 
 def accuracy_rows(name: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[dict[str, Any]]:
-    bootstrap = Bootstrap([name] * len(found["self"]))
-
-    def values(method: str, metric: str) -> list[float]:
-        return [sample[metric] for sample in found[method]]
-
     for method, (_, _, positions) in METHODS.items():
-        made: dict[str, Any] = {
+        others = {"minus_self": found["self"]}
+        if positions == "path":
+            others["minus_preorder"] = found["dependency/preorder"]
+        yield {
             "part": "accuracy", "set": name, "method": method.partition("/")[0], "positions": positions,
-            "n": len(found[method]), "prompt_tokens": float(np.mean(values(method, "prompt_tokens"))),
+            "n": len(found[method]), "prompt_tokens": float(np.mean(column(found[method], "prompt_tokens"))),
+            **compared(found[method], ("accuracy", "logprob", "top1"), others),
         }  # fmt: skip
-        for metric in ("accuracy", "logprob", "top1"):
-            mine = values(method, metric)
-            made |= bootstrap.mean(mine).columns(metric)
-            made |= bootstrap.difference(mine, values("self", metric)).columns(f"{metric}_minus_self")
-            if positions == "path":
-                other = values("dependency/preorder", metric)
-                made |= bootstrap.difference(mine, other).columns(f"{metric}_minus_preorder")
-        yield made
 
 
 LENGTHS = (1024, 2048, 4096, 8192)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.common.plot import Figures, Panel, Panels, bars, label
+from benchmarks.common.plot import Figures, Panel, Panels, bars, label, lines
 from benchmarks.common.report import Row
 
 
@@ -41,18 +41,10 @@ def _redundancy(rows: Sequence[Row]) -> Iterator[Panel]:
 
 
 def _lengths(rows: Sequence[Row]) -> Iterator[Panel]:
-    """Time to first token of each method by the tokens of its prompt."""
     for name, found in _of(rows, "length").items():
-
-        def panel(axes: Any, name: str = name, found: Sequence[Row] = found) -> None:
-            for method in dict.fromkeys(map(_named, found)):
-                points = sorted((r["written_tokens"], r["ttft_ms"]) for r in found if _named(r) == method)
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=method)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            label(axes, name, "tokens written out", "ttft_ms")
-
-        yield panel
+        yield from filter(None, [lines(
+            found, name, "written_tokens", "ttft_ms", _named, x_label="tokens written out", logarithmic="xy"
+        )])  # fmt: skip
 
 
 def _per_set(part: str, *values: str, named: Callable[[Row], str] = _named) -> Panels:

@@ -24,7 +24,6 @@ SCORED = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
     chosen, record = gpu.begin("kernels", __doc__, arguments, memory_share=0.8)
     bench = Bench(REHEARSAL, 2) if chosen.quick else Bench()
     shapes = QUICK_SHAPES if chosen.quick else SHAPES

@@ -259,7 +259,6 @@ def plan(model: Model) -> Iterator[Mask]:
 
 
 def timings(record: gpu.Record, bench: Bench) -> None:
-    """Measure all masks by all kernels that serve them: the first page size first."""
     model = bench.model
     for page_size in model.page_sizes:
         extra = masks.patched(model.lengths[0], model.recomputed, page_size, low=model.pieces[0], high=model.pieces[1])
@@ -324,8 +323,6 @@ PRE_ROTATED, ALL_ROWS = "pre-rotated keys", "all rows"
 
 
 def with_ratios(rows: Sequence[report.Row]) -> list[report.Row]:
-    """Rows beside what they are compared with: moved keys with keys in place, few rows with all rows."""
-
     def same(row: report.Row, case: str) -> report.Row | None:
         alike = ("backend", "page_size", "keys")
         return next((r for r in rows if r["case"] == case and "ms" in r and all(r[a] == row[a] for a in alike)), None)

@@ -324,7 +324,7 @@ TINY = replace(_config("llama", 8, 2, 4, 64, 96, 320, False), context_length=102
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run. rows: buckets; entries: of every step, and pages of the pool."""
+    """What is run."""
 
     models: Mapping[str, ModelConfig]
     contexts: tuple[int, ...]
@@ -332,8 +332,8 @@ class Setting:
     question: int
     page: int
     dtype: str
-    rows: tuple[int, ...]
-    entries: int
+    rows: tuple[int, ...]  # buckets
+    entries: int  # of every step, and pages of the pool
     batch_context: int
     runs: int
     decoded: int

@@ -83,7 +83,6 @@ class System:
     worker: envs.Worker | None = None
 
     def open(self) -> envs.Worker:
-        """Start the worker and load the model."""
         worker = envs.Worker([envs.python(self.home), envs.WORKERS / self.script])
         self.versions |= worker.ask({"op": "load", "threads": THREADS, **self.settings})["versions"]
         return worker

@@ -77,7 +77,7 @@ def options(flags: Parser) -> None:
     add("--warm", type=integer(0, 100000), help=f"requests before the first point ({WARM}; {QUICK_WARM} with --quick)")
     add("--output", type=integer(1, 4096), metavar="N", help="tokens of each answer (32; mmlu 1, graph 16)")
     add("--top-k", type=numbers(integer(1, 100)), metavar="K,L", help="passages of a question (2)")
-    add("--pool", type=integer(2, 100000), default=POOL, help="passages that zipf draws from")
+    add("--pool", type=integer(2, 100000), default=POOL, quick=48, help="passages that zipf draws from")
     add("--in-order", action="store_true", help="zipf's passages stand in the pool's order")
     add("--engine", action="append", default=[], metavar="FIELD=VALUE", help="an option of all of ragjax's engines")
     add("--device-cache-gb", type=positive, default=0.5, help="KV pool of every system, 2^30 bytes")
@@ -133,6 +133,7 @@ def plan_of(chosen: Namespace, trace: Sequence[Arrival]) -> Plan:
     return Plan(
         requests=chosen.requests, warm=chosen.warm, seed=chosen.seed, clients=chosen.clients or (),
         rates=chosen.rate or (), geometric=chosen.points or 0, search=bool(chosen.search), trace=trace,
+        warm_output=8 if chosen.quick else 1,
     )  # fmt: skip
 
 
@@ -155,6 +156,10 @@ def targets_of(chosen: Namespace, workload: Workload) -> list[Target]:
     base = base_settings(
         model=chosen.model, dtype=chosen.dtype, gigabytes=chosen.device_cache_gb, context=chosen.context
     )
+    base = {
+        **base,
+        "compile": not chosen.quick,
+    }  # a quick run compiles what it runs, in the requests before the first point
     made: list[Target] = []
     for name in chosen.systems:
         if name not in RIVALS:

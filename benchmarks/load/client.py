@@ -97,25 +97,18 @@ async def _one(target: Target, ask: Ask, due: float, now: Clock) -> Record:
 
 @dataclass
 class Record:
-    """One request. Times are seconds since the load began.
-
-    due: when it arrived. sent: when the client sent it, later than `due` only if the client itself was late.
-    times: of each delivery. A delivery is a piece of text, which may hold several tokens.
-    done: when the answer ended. output_tokens: of the answer. prompt_tokens, found_tokens: of the prompt, and those of
-    them whose KV was found (None: the system does not say). error: why there is no answer. text: of the answer, where
-    the target says it.
-    """
+    """One request. Times are seconds since the load began."""
 
     id: str
-    due: float
-    sent: float = 0.0
-    times: list[float] = field(default_factory=list)
-    done: float = 0.0
+    due: float  # when it arrived
+    sent: float = 0.0  # later than `due` only if the client itself was late
+    times: list[float] = field(default_factory=list)  # of each delivery: a piece of text, which may hold several tokens
+    done: float = 0.0  # when the answer ended
     output_tokens: int = 0
-    prompt_tokens: int | None = None
-    found_tokens: int | None = None
-    error: str | None = None
-    text: str = ""
+    prompt_tokens: int | None = None  # None: the system does not say
+    found_tokens: int | None = None  # of the prompt, those whose KV was found
+    error: str | None = None  # why there is no answer
+    text: str = ""  # of the answer, where the target says it
 
     @property
     def ttft_ms(self) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.common.plot import Figures, Panel, bars, label
+from benchmarks.common.plot import Figures, Panel, bars, label, lines
 from benchmarks.common.report import Row
 from ragjax.core import ConfigError
 
@@ -64,11 +64,7 @@ FIGURES: Mapping[str, Figure] = {
 
 
 def flags_of(name: str) -> Mapping[str, Any]:
-    """The flags that a figure stands for.
-
-    Raises:
-        ConfigError: if there is no such figure.
-    """
+    """The flags that a figure stands for."""
     if name not in FIGURES:
         raise ConfigError(f"unknown figure {name!r}; choose among {', '.join(FIGURES)}")
     return FIGURES[name].flags
@@ -86,9 +82,11 @@ def _by_rate(rows: Sequence[Row]) -> Iterator[Panel]:
         return
     for workload in dict.fromkeys(r["workload"] for r in rows):
         found = [r for r in rows if r["workload"] == workload and r["rate"]]
-        for y in LINES:
-            if any(r[y] is not None for r in found):
-                yield _lines(found, workload, y)
+        yield from filter(None, (
+            lines(found, workload, "rate", y, "system", x_label="requests a second that arrive",
+                  logarithmic="y" if y.endswith("_ms") else "")
+            for y in LINES
+        ))  # fmt: skip
 
 
 def _groups(rows: Sequence[Row], y: str) -> Panel:
@@ -103,19 +101,6 @@ def _groups(rows: Sequence[Row], y: str) -> Panel:
             axes.bar(places, list(found.values()), width, label=system)
         axes.set_xticks(range(len(workloads)), [name.split(":")[-1] for name in workloads], fontsize=7)
         label(axes, f"{rows[0]['rate']:g} requests a second arrive", "", y)
-
-    return panel
-
-
-def _lines(rows: Sequence[Row], workload: str, y: str) -> Panel:
-    def panel(axes: Any) -> None:
-        for system in dict.fromkeys(r["system"] for r in rows):
-            points = sorted((r["rate"], r[y]) for r in rows if r["system"] == system and r[y] is not None)
-            if points:
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=system)
-        if y.endswith("_ms"):
-            axes.set_yscale("log")
-        label(axes, workload, "requests a second that arrive", y)
 
     return panel
 

@@ -22,21 +22,17 @@ CAPACITY_CLIENTS = 8  # clients of the closed loop that tells the capacity
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of every system.
+    """What is measured of every system."""
 
-    clients: closed loops. rates: open loops, requests a second. geometric: so many rates from a fifth of the capacity
-    to all of it, where no rates are given. search: find the throughput. warm: requests before the first point, of one
-    token each, which are not counted. requests: of a point. trace: whose arrivals are used, stretched to the rate.
-    """
-
-    requests: int
-    warm: int
+    requests: int  # of a point
+    warm: int  # requests before the first point, which are not counted
     seed: int = 0
-    clients: Sequence[int] = ()
-    rates: Sequence[float] = ()
-    geometric: int = 0
-    search: bool = False
-    trace: Sequence[Arrival] = ()
+    clients: Sequence[int] = ()  # closed loops
+    rates: Sequence[float] = ()  # open loops, requests a second
+    geometric: int = 0  # so many rates from a fifth of the capacity to all of it, where no rates are given
+    search: bool = False  # find the throughput
+    trace: Sequence[Arrival] = ()  # whose arrivals are used, stretched to the rate
+    warm_output: int = 1  # tokens of each warm request
 
     @property
     def count(self) -> int:
@@ -157,7 +153,10 @@ class Bench:
         self._opened = True
         await self._target.open()
         if self._plan.warm:
-            warm = [replace(ask, output=1) for ask in self._workload.asks[: self._plan.warm]]
+            warm = [
+                replace(ask, output=min(ask.output, self._plan.warm_output))
+                for ask in self._workload.asks[: self._plan.warm]
+            ]
             await closed_loop(self._target, warm, CAPACITY_CLIENTS)
 
 
@@ -171,11 +170,9 @@ MOST_POINTS = 1 + RAISES + HALVINGS  # rates that a search measures at most
 
 @dataclass(frozen=True)
 class Throughput:
-    """rate: requests a second. ttft_ms: mean time to first token at that rate. lowest_ms: at the lowest rate."""
-
-    rate: float
-    ttft_ms: float
-    lowest_ms: float
+    rate: float  # requests a second
+    ttft_ms: float  # mean time to first token at that rate
+    lowest_ms: float  # the same at the lowest rate
 
 
 async def throughput(

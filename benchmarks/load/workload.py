@@ -33,16 +33,13 @@ GRAPH_SET = "metaqa"
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. Its knowledge is `documents` (ids in the knowledge base), `paths` of a graph, or what is retrieved.
-
-    output: tokens of the answer, at most.
-    """
+    """One request. Its knowledge is `documents`, `paths` of a graph, or what is retrieved."""
 
     id: str
     question: str
     answers: tuple[str, ...]
-    output: int
-    documents: tuple[str, ...] | None = None
+    output: int  # tokens of the answer, at most
+    documents: tuple[str, ...] | None = None  # ids in the knowledge base
     top_k: int | None = None
     paths: tuple[tuple[str, ...], ...] | None = None
 
@@ -70,24 +67,19 @@ class Workload:
 
 @dataclass(frozen=True)
 class Wish:
-    """What the command line says about a workload.
-
-    count: requests. output: tokens of each answer (None: as the workload has it). sets: of the data folder.
-    shuffled: whether the passages of a `zipf` request stand in random order, else in the pool's. scale: of a trace's
-    lengths.
-    """
+    """What the command line says about a workload."""
 
     data: Path
-    count: int
-    sets: tuple[str, ...] = ()
+    count: int  # requests
+    sets: tuple[str, ...] = ()  # of the data folder
     top_k: int = 2
-    output: int | None = None
+    output: int | None = None  # tokens of each answer; None: as the workload has it
     seed: int = 0
     quick: bool = False
-    shuffled: bool = True
+    shuffled: bool = True  # the passages of a `zipf` request stand in random order, else in the pool's
     pool: int = POOL
     together: int = TOGETHER
-    scale: float = 0.125
+    scale: float = 0.125  # of a trace's lengths
 
 
 def questions(wish: Wish) -> Workload:
@@ -228,14 +220,12 @@ BLOCK_TOKENS = 512  # tokens that one hash of a Mooncake trace stands for
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request of a trace: seconds since the first one, tokens of prompt and answer, hashes of the prompt's blocks
-    (none where the trace has none).
-    """
+    """One request of a trace."""
 
-    seconds: float
+    seconds: float  # since the first one
     prompt_tokens: int
     output_tokens: int
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()  # hashes of the prompt's blocks; none where the trace has none
 
 
 def poisson(rate: float, count: int, seed: int) -> list[float]:

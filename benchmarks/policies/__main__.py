@@ -15,6 +15,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy as np
 
 from benchmarks.common import plot, report
 from benchmarks.common.report import Benchmark, Parser, Session
-from benchmarks.common.samples import Progress, Samples
+from benchmarks.common.samples import Samples
 from benchmarks.policies import orders, storage
 from benchmarks.policies.cell import NAMES, Bounds, Cell, cells, effort, modelled, serve, workloads
 from benchmarks.policies.simulator import LOOKAHEAD
@@ -38,20 +39,14 @@ STORAGE_COLUMNS = ("source", *storage.PAPER, "baseline_hit_rate", "stored", "bas
 
 
 def measure(planned: Sequence[Cell], profile: Profile, samples: Samples) -> Iterator[dict[str, Any]]:
-    """All rows: every policy in every cell, those of an unfinished run first."""
-    progress = Progress(len(planned) * len(NAMES))
-    limits: Bounds | None = None
-    for cell in planned:
-        if limits is None or (limits.work, limits.capacity) != (cell.work, cell.capacity):
-            limits = Bounds(cell.work, cell.capacity)
-        for name in NAMES:
-            key = f"{cell.name} policy={name}"
-            if samples.get(key) is not None:
-                progress.skip()
-            else:
-                samples.put(key, {**serve(cell, name, profile), **limits.row})
-                progress.step(key)
-            yield samples.get(key) or {}
+    """Every policy in every cell."""
+    bounds: dict[tuple[int, int], Bounds] = {}  # one for all cells of a workload and capacity
+
+    def row(cell: Cell, name: str) -> dict[str, Any]:
+        limits = bounds.setdefault((id(cell.work), cell.capacity), Bounds(cell.work, cell.capacity))
+        return {**serve(cell, name, profile), **limits.row}
+
+    return samples.rows({f"{cell.name} policy={name}": partial(row, cell, name) for cell in planned for name in NAMES})
 
 
 def means(rows: Sequence[report.Row]) -> list[dict[str, Any]]:

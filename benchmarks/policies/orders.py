@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common import plot, report
-from benchmarks.common.samples import Progress, Samples
+from benchmarks.common.samples import Samples
 from benchmarks.policies import bound
 from benchmarks.policies.cell import Cell, Effort, policy_of
 from benchmarks.policies.simulator import Simulator
@@ -60,19 +61,10 @@ def serve(cell: Cell, policy: str, order: str, profile: Profile) -> dict[str, An
 
 
 def measure(planned: Sequence[Cell], profile: Profile, samples: Samples) -> Iterator[dict[str, Any]]:
-    """All rows, those of an unfinished run first."""
-    alone = [cell for cell in planned if not cell.host]
-    progress = Progress(len(alone) * len(POLICIES) * len(ORDERS))
-    for cell in alone:
-        for policy in POLICIES:
-            for order in ORDERS:
-                key = f"{cell.name} policy={policy} order={order}"
-                if samples.get(key) is not None:
-                    progress.skip()
-                else:
-                    samples.put(key, serve(cell, policy, order, profile))
-                    progress.step(key)
-                yield samples.get(key) or {}
+    return samples.rows({
+        f"{cell.name} policy={policy} order={order}": partial(serve, cell, policy, order, profile)
+        for cell in planned if not cell.host for policy in POLICIES for order in ORDERS
+    })  # fmt: skip
 
 
 def gains(rows: Sequence[report.Row]) -> list[dict[str, Any]]:

@@ -27,32 +27,23 @@ from ragjax.core import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """nodes: what it uses of the tree, parents first. other: tokens computed each time and never kept (the question).
-
-    documents: how many it retrieved; more than its document nodes where some are not to be kept.
-    """
-
-    nodes: tuple[int, ...]
-    other: int = 0
-    documents: int = 0
+    nodes: tuple[int, ...]  # what it uses of the tree, parents first
+    other: int = 0  # tokens computed each time and never kept (the question)
+    documents: int = 0  # retrieved; more than its document nodes where some are not to be kept
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests over a tree of runs. Node n has sizes[n] tokens, hangs under parents[n] (-1: none) < n.
-
-    documents[n]: whether the node counts as a retrieved document. distinct: tokens of the data, for capacities.
-    top_k: documents retrieved for each request. keep: how many of them may be kept (None: all).
-    """
+    """Requests over a tree of runs. Node n has sizes[n] tokens and hangs under parents[n] (-1: none) < n."""
 
     name: str
     parents: tuple[int, ...]
     sizes: tuple[int, ...]
-    documents: tuple[bool, ...]
+    documents: tuple[bool, ...]  # whether a node counts as a retrieved document
     requests: tuple[Request, ...]
-    distinct: int
-    top_k: int | None = None
-    keep: int | None = None
+    distinct: int  # tokens of the data, for capacities
+    top_k: int | None = None  # documents retrieved for each request
+    keep: int | None = None  # how many of them may be kept (None: all)
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
@@ -97,16 +88,11 @@ class Forest:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which items the requests ask for; each draws without repetition.
+    """Which items the requests ask for; each draws without repetition."""
 
-    skew: Zipf exponent of the items' popularity (0: all alike).
-    recent: probability that a draw repeats an item of an earlier request, `age` requests ago, where age is geometric
-    with mean `memory` requests; otherwise, and where that item is in the request already, a fresh draw.
-    """
-
-    skew: float = 0.0
-    recent: float = 0.0
-    memory: float = 1.0
+    skew: float = 0.0  # Zipf exponent of the items' popularity (0: all alike)
+    recent: float = 0.0  # probability that a draw repeats an item of an earlier request
+    memory: float = 1.0  # mean of how many requests ago that was, which is geometric
 
     def draw(self, items: int, per_request: int, requests: int, seed: int) -> list[list[int]]:
         if not 0 < per_request <= items:

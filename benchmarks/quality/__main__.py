@@ -131,7 +131,6 @@ def sets_of(chosen: Namespace, encoder: TextEncoder) -> list[QuestionSet]:
 def run(
     chosen: Namespace, samples: Samples, encoder: TextEncoder, judged_by: Judge | None = None
 ) -> list[dict[str, Any]]:
-    """Measure all sets; the rows."""
     known = all_strategies()
     selective = frozenset(name for name, s in known.items() if s.selective) | frozenset(chosen.rivals)
     ratio = RATIO if RATIO in chosen.ratios else chosen.ratios[0]

@@ -45,7 +45,6 @@ class Choice:
 
 
 def choices(found: QuestionSet, count: int = OPTIONS, seed: int = 0) -> dict[str, Choice]:
-    """The choice of each question, by its id; questions without enough distractors have none."""
     pool = list({normalised(q.answers[0]): q.answers[0] for q in found.questions}.values())
     made = {question.id: choice_of(question, pool, count, seed) for question in found.questions}
     return {name: choice for name, choice in made.items() if choice is not None}

@@ -83,9 +83,9 @@ UNFUSED = Selective("fusion", Isolated(), QueryGuided())
 
 @dataclass(frozen=True)
 class Style:
-    """What all requests share. instruction: system message (None: ragjax's own)."""
+    """What all requests share."""
 
-    instruction: str | None = None
+    instruction: str | None = None  # system message; None: ragjax's own
     max_tokens: int = 24
     history: History = "similar"
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.common.plot import Figures, Panel, Panels, bars, label
+from benchmarks.common.plot import Figures, Panel, Panels, bars, label, lines
 from benchmarks.common.report import Row
 
-PAIRS = (("blend", "fusion+blend"), ("craft", "fusion+craft"), ("fusion", "fusion"), ("ragjax", "ragjax"))
-"""Selections without preprocessing, and with it (FusionRAG, Figure 16)."""
-
+SELECTIONS = ("blend", "fusion+blend", "craft", "fusion+craft", "fusion", "ragjax")  # FusionRAG, Figure 16
 LADDER = ("unmoved", "naive", "craft", "blend", "fusion", "ragjax", "full")
 """Neither place nor causality fixed; place alone; some causality too; all (Cache-Craft, Table 3)."""
 
@@ -23,27 +21,18 @@ def _sets(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(r["set"] for r in rows))
 
 
-def _curves(rows: Sequence[Row], x: str, y: str, by: str = "strategy") -> dict[str, list[tuple[float, float]]]:
-    found: dict[str, list[tuple[float, float]]] = {}
-    for r in rows:
-        if r.get(x) is not None and r.get(y) is not None:
-            found.setdefault(str(r[by]), []).append((r[x], r[y]))
-    return {name: sorted(points) for name, points in found.items() if len(points) > 1}
-
-
 def _lines(rows: Sequence[Row], title: str, x: str, y: str, by: str = "strategy") -> Panel | None:
-    curves = _curves(rows, x, y, by)
-    if not curves:
+    """Curves of two points at least; full attention's value dashed, full reuse's dotted."""
+    curves = lines(rows, title, x, y, by, least=2)
+    if curves is None:
         return None
 
     def panel(axes: Any) -> None:
-        for name, points in curves.items():
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=name)
         for r in rows:
             if r["strategy"] in ("full", "naive") and r.get(y) is not None:
                 style = "--" if r["strategy"] == "full" else ":"
                 axes.axhline(r[y], color="k", linestyle=style, linewidth=0.7, label=r["strategy"])
-        label(axes, title, x, y)
+        curves(axes)
 
     return panel
 
@@ -81,8 +70,6 @@ def _places(rows: Sequence[Row]) -> Iterator[Panel]:
 
 
 def by_ratio(*values: str) -> Panels:
-    """Scores by recomputed share, a line for each strategy."""
-
     def panels(rows: Sequence[Row]) -> Iterator[Panel]:
         sweep = _of(rows, "sweep")
         return _each(lambda s: [_lines(_of(sweep, "sweep", s), s, "ratio", y) for y in values], sweep)
@@ -90,16 +77,20 @@ def by_ratio(*values: str) -> Panels:
     return panels
 
 
-def _combinations(rows: Sequence[Row]) -> Iterator[Panel]:
-    main = _of(rows, "main")
-    order = list(dict.fromkeys(name for pair in PAIRS for name in pair))
+def selections(*values: str) -> Panels:
+    """A bar for each selection, without and with preprocessing."""
 
-    def panels(name: str) -> list[Panel | None]:
-        found = {r["strategy"]: r for r in main if r["set"] == name}
-        chosen = [found[s] for s in order if s in found]
-        return [bars(chosen, name, y) if "fusion" in found else None for y in ("kl", "f1")]
+    def panels(rows: Sequence[Row]) -> Iterator[Panel]:
+        main = _of(rows, "main")
 
-    return _each(panels, main)
+        def of_set(name: str) -> list[Panel | None]:
+            found = {r["strategy"]: r for r in main if r["set"] == name}
+            chosen = [found[s] for s in SELECTIONS if s in found]
+            return [bars(chosen, name, y) if "fusion" in found else None for y in values]
+
+        return _each(of_set, main)
+
+    return panels
 
 
 def by_neighbours(*values: str) -> Panels:
@@ -133,23 +124,16 @@ def _components(rows: Sequence[Row]) -> Iterator[Panel]:
 
 
 def against_cost(*values: str) -> Panels:
-    """Scores by the share that was recomputed in truth, a line for each strategy."""
+    """Scores by the share that was recomputed in truth."""
 
     def panels(rows: Sequence[Row]) -> Iterator[Panel]:
         chosen = _of(rows, "sweep") or _of(rows, "main")
-
-        def scatter(name: str, y: str) -> Panel:
-            here = [r for r in chosen if r["set"] == name]
-
-            def panel(axes: Any) -> None:
-                for strategy in dict.fromkeys(r["strategy"] for r in here):
-                    points = sorted((r["recomputed_share"], r[y]) for r in here if r["strategy"] == strategy)
-                    axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=0.7, label=strategy)
-                label(axes, name, "recomputed_share", y)
-
-            return panel
-
-        return _each(lambda s: [scatter(s, y) for y in values], chosen)
+        return _each(
+            lambda s: [
+                lines([r for r in chosen if r["set"] == s], s, "recomputed_share", y, "strategy") for y in values
+            ],
+            chosen,
+        )
 
     return panels
 
@@ -169,7 +153,7 @@ FIGURES: Figures = {
     "fusionrag_3": ("KV deviation from full attention by layer", _deviation),
     "fusionrag_8": ("Where recomputed tokens lie", _places),
     "fusionrag_13": ("Normalised F1 and EM by recomputed share", by_ratio("normalised_f1", "em")),
-    "fusionrag_16": ("Selections without and with preprocessing", _combinations),
+    "fusionrag_16": ("Selections without and with preprocessing", selections("kl", "f1")),
     "fusionrag_17": ("fusion by number of neighbours; a line for each ratio", by_neighbours("kl", "f1")),
     "fusionrag_18": ("What preprocessing and selection each bring", _components),
     "cachecraft_15": ("Divergence from full attention by recomputed share", by_ratio("kl")),

@@ -12,8 +12,9 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +119,6 @@ class Bootstrap:
         self._drawn_RQ = np.concatenate([random.choice(m, (resamples, len(m))) for m in members], axis=1)
 
     def mean(self, values: Values) -> Estimate:
-        """Mean over questions."""
         v_Q = np.asarray(values, np.float64)
         return self._estimate(lambda drawn: v_Q[drawn].mean(-1), v_Q)
 
@@ -150,6 +150,29 @@ class Bootstrap:
             return Estimate(value if np.isfinite(value) else None, None, None)
         lo, hi = np.nanquantile(drawn, [tail, 1 - tail])
         return Estimate(value, float(lo), float(hi))
+
+
+Samples = Sequence[Mapping[str, Any]]
+
+
+def column(samples: Samples, metric: str) -> list[float]:
+    return [float(sample[metric]) for sample in samples]
+
+
+def compared(
+    samples: Samples, metrics: Sequence[str], others: Mapping[str, Samples] | None = None, groups: Sequence[str] = ()
+) -> dict[str, float | None]:
+    """Means over questions and paired differences from other samples, each with its interval, as columns of a row.
+
+    others: by what the column is called behind the metric, "minus_full" for instance. groups: the set of each question.
+    """
+    bootstrap, made = Bootstrap(groups or [""] * len(samples)), dict[str, float | None]()
+    for metric in metrics:
+        mine = column(samples, metric)
+        made |= bootstrap.mean(mine).columns(metric)
+        for name, other in (others or {}).items():
+            made |= bootstrap.difference(mine, column(other, metric)).columns(f"{metric}_{name}")
+    return made
 
 
 def normalised_f1(bootstrap: Bootstrap, f1s: Values, full: Values, reused: Values) -> tuple[Estimate, str | None]:

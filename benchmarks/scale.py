@@ -46,12 +46,12 @@ def filled(policy: str, nodes: int) -> tuple[KnowledgeCache, list[Tokens]]:
 def compute(cache: KnowledgeCache, tokens: Tokens) -> tuple[float, ...]:
     """One request's life; when each part of it was done."""
     began = time.perf_counter()
-    match = cache.match_prefix(tokens)
+    match = cache.matcher.match_prefix(tokens)
     matched = time.perf_counter()
     run = cache.reserve(len(tokens) - match.length) if match.length < len(tokens) else None
     reserved = time.perf_counter()
     if run is not None:
-        cache.admit_prefix(match, tokens, match.length, run, CUTS)
+        cache.admitter.admit_prefix(match, tokens, match.length, run, CUTS)
         cache.free(run)
     admitted = time.perf_counter()
     match.release()

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.policies.source import Request, Workload
-from ragjax.cache.outlook import Look
+from ragjax.cache.lookahead import Look
 from ragjax.cache.policy.base import Access, Policy, Victims
 from ragjax.core.tiers import Tier
 from ragjax.schedule.order import FCFS, Order, Queue, Waiting

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.outlook import Outlook
+from ragjax.cache.lookahead import Outlook
 from ragjax.core import NEVER, Asked, Kind, Pass, Plan, Prefill, Prompt, Results, Tokens
 from ragjax.reuse.base import Allocation, Strategy
 

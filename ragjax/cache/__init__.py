@@ -2,9 +2,9 @@
 
 from ragjax.cache.cache import KnowledgeCache as KnowledgeCache
 from ragjax.cache.hierarchy import Storage as Storage
+from ragjax.cache.match import CacheMetrics as CacheMetrics
 from ragjax.cache.match import Candidate as Candidate
 from ragjax.cache.match import Match as Match
-from ragjax.cache.match import Metrics as Metrics
 from ragjax.cache.match import Totals as Totals
 from ragjax.cache.policy.base import LRU as LRU
 from ragjax.cache.pool import AuditError as AuditError

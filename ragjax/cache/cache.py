@@ -1,4 +1,4 @@
-"""The one facade of the cache: match and pin, reserve pages, admit, release, audit.
+"""The cache: it reserves and frees pages; its `matcher` finds and pins KV, its `admitter` keeps what was computed.
 
 One thread owns it. What a request uses it holds by a match (nodes it reads) or a reservation (pages it
 writes); what neither holds may leave, leaves of the tree first, in the policy's order. A node never leaves
@@ -8,29 +8,26 @@ before its children do (RAGCache, section 5.1): they are useless without it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 
-from ragjax.cache.admission import Admission, Path, Segment
-from ragjax.cache.audit import audit_holders, audit_pins, runs_of
+from ragjax.cache.admitter import Admitter
 from ragjax.cache.hierarchy import Hierarchy, Storage
 from ragjax.cache.inventory import Left, Listing, listing
-from ragjax.cache.keys import context_digest, raw_of
-from ragjax.cache.keys import neighbours_digest as neighbours_digest
 from ragjax.cache.loader import Loader
-from ragjax.cache.match import Candidate, Match, Metrics, Totals
+from ragjax.cache.lookahead import Look, Outlook, causal_keys, path_keys
+from ragjax.cache.match import CacheMetrics, Match
 from ragjax.cache.matcher import Matcher
-from ragjax.cache.node import PUBLIC, Node, Provenance
-from ragjax.cache.outlook import Look, Outlook
+from ragjax.cache.node import PUBLIC, Node, Provenance, context_digest, name, raw_of
+from ragjax.cache.node import neighbours_digest as neighbours_digest
 from ragjax.cache.policy.base import Policy
 from ragjax.cache.pool import AuditError, PagePool
 from ragjax.cache.tree import KnowledgeTree
-from ragjax.cache.upcoming import causal_keys, path_keys
 from ragjax.cache.variant import Variants
 from ragjax.core import OutOfPages, Run, Tokens
-from ragjax.core.tiers import Inquiry, Record, Tier
+from ragjax.core.tiers import Inquiry, Tier
 
 VARIANTS = 500
 """Variants in all: N = 100 chunks with M = 5 (Cache-Craft, section 5)."""
@@ -54,16 +51,16 @@ class KnowledgeCache:
         self.pool = pool
         self.tree = KnowledgeTree(identity, pool)
         self._policy = policy
-        self._metrics = Metrics()
+        self._metrics = CacheMetrics()
         self._hierarchy = Hierarchy(self.tree, pool, policy, self._metrics, storage)
         self._loader = Loader(self._hierarchy, self._metrics)
         kept = Variants(variants)
-        self._matcher = Matcher(self._hierarchy, self._loader, policy, self._metrics, kept)
-        self._admission = Admission(self._matcher, self._hierarchy, policy, self._metrics, kept)
+        self.matcher = Matcher(self._hierarchy, self._loader, policy, self._metrics, kept)
+        self.admitter = Admitter(self.matcher, self._hierarchy, policy, self._metrics, kept)
         self._reserved: dict[Run, str] = {}
 
     @property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> CacheMetrics:
         """A copy of the counters."""
         metrics = self._metrics
         return replace(
@@ -74,74 +71,9 @@ class KnowledgeCache:
             job_seconds=dict(metrics.job_seconds),
             failures=Counter(metrics.failures),
             pages_used=self.pool.capacity - self.pool.free_pages,
-            host_bytes=self._hierarchy.ledger.used,
+            host_bytes=self._hierarchy.host_memory.used,
             nodes=len(self.tree),
         )
-
-    # ------------------------------------------------------------------------------------------- match
-
-    def match_prefix(
-        self, tokens: Tokens, tenant: str = PUBLIC, label: str = "", *, cold: bool = True, quiet: bool = False
-    ) -> Match:
-        """Pin the longest prefix of `tokens` (int32 [n]) whose causal KV is kept; it may be empty.
-
-        cold: look below the device too. What lies there is ordered; the match is `ready` when it has arrived.
-        quiet: pin alone. A request that looks up again what it has computed counts as one request: no counter rises
-        and no policy hears of it.
-        """
-        return self._matcher.prefix(tokens, tenant, label, cold, quiet)
-
-    def match_segment(
-        self,
-        context: Match,
-        tokens: Tokens,
-        provenance: Provenance,
-        method: str,
-        *,
-        behind: bytes = b"",
-        cold: bool = True,
-        variant: bool = False,
-        cfo: float = 1.0,
-    ) -> Match | None:
-        """`match_first` with the one candidate that has these fields."""
-        return self.match_first(context, tokens, [Candidate(provenance, method, behind, variant, cfo)], cold=cold)
-
-    def match_first(
-        self, context: Match, tokens: Tokens, candidates: Iterable[Candidate], *, cold: bool = True
-    ) -> Match | None:
-        """Pin the KV of `tokens` (int32 [n], all of them) on exactly the matched context: the first candidate kept.
-
-        None if none is kept, or if the context itself was not found whole; that counts as one miss.
-        """
-        return self._matcher.first(context, tokens, candidates, cold)
-
-    def match_dependency(
-        self,
-        context: Match,
-        tokens: Tokens,
-        method: str,
-        *,
-        seen: int = 0,
-        exact: bool = True,
-        cold: bool = True,
-    ) -> Match:
-        """Pin the longest prefix of a dependency path (int32 [n]) that is kept behind exactly the matched context.
-
-        Siblings share what their paths share (DepCache, section 4.2.1): the first `seen` tokens are those that another
-        path of the request asked for before, and count once. exact: whether what is found counts as exact to
-        dependency attention; it is under `path` positions.
-        """
-        return self._matcher.dependency(context, tokens, method, seen, exact, cold)
-
-    def variants(
-        self, tokens: Tokens, method: str, tenant: str = PUBLIC, context: Tokens | None = None, *, cold: bool = True
-    ) -> tuple[Node | Record, ...]:
-        """Every place where a method keeps exactly these tokens (Cache-Craft's variants of a chunk), oldest first.
-
-        context: causal tokens that they must have been computed on (None: any; then what lies on disk alone is left
-        out). cold: look below the device too. Entries that lie on disk alone come last.
-        """
-        return self._matcher.variants(tokens, method, tenant, context, cold)
 
     def peek(self, outlook: Outlook) -> Look:
         """What a request would find now, on the device and in host memory; it pins, loads and counts nothing."""
@@ -174,11 +106,11 @@ class KnowledgeCache:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Within it look-ups count for nothing, and no policy hears of them."""
-        self._matcher.quiet = True
+        self.matcher.quiet = True
         try:
             yield
         finally:
-            self._matcher.quiet = False
+            self.matcher.quiet = False
 
     def listing(self, tenant: str, most: int) -> tuple[Listing, list[Left]]:
         """A tenant's nodes, `most` of them at most, and what of its KV left lately; in bounded time."""
@@ -193,7 +125,7 @@ class KnowledgeCache:
         found = {Tier.DEVICE.label: 1 - self.pool.free_pages / self.pool.capacity}
         storage = self._hierarchy.storage
         if storage is not None and storage.host_bytes:
-            found[Tier.HOST.label] = self._hierarchy.ledger.used / storage.host_bytes
+            found[Tier.HOST.label] = self._hierarchy.host_memory.used / storage.host_bytes
         return found
 
     # ----------------------------------------------------------------------------------------- reserve
@@ -239,94 +171,6 @@ class KnowledgeCache:
     def clear(self) -> None:
         """Drop everything that no match pins, on the device and in host memory."""
         self._hierarchy.clear()
-
-    # ------------------------------------------------------------------------------------------- admit
-
-    def admit_prefix(
-        self,
-        context: Match,
-        tokens: Tokens,
-        from_: int,
-        run: Run,
-        cuts: Sequence[int],
-        public: int | None = None,
-        totals: Totals | None = None,
-    ) -> None:
-        """Keep the causal KV of `tokens[from_:]`, which lies in `run`, computed at positions equal to token indices.
-
-        What the tree holds already stays as it is, and that part of `run` is not kept. The cache takes
-        references of its own: the caller still frees its reservation.
-
-        context: match that covers at least `tokens[:from_]`.
-        tokens: the whole prefix from token 0 on, int32 [n]; run: n - from_ tokens.
-        cuts: token indices at which segments begin or end (all of the prompt's will do); nodes are cut there.
-        public: leading tokens that every tenant may read (None: all of a request without a tenant, else none).
-        totals: of the request, from which policies learn costs (None: it computed these tokens alone).
-
-        Raises:
-            ValueError: if the arguments do not fit each other or the match.
-        """
-        self._admission.prefix(context, tokens, from_, run, cuts, public, totals)
-
-    def admit_segment(
-        self,
-        context: Match,
-        tokens: Tokens,
-        run: Run,
-        local_start: int,
-        provenance: Provenance,
-        method: str,
-        *,
-        behind: bytes = b"",
-        meta: bytes = b"",
-        variant: bool = False,
-        public: bool | None = None,
-        totals: Totals | None = None,
-    ) -> None:
-        """Keep the KV of `tokens` (int32 [n]) as computed by `method` on exactly the matched context.
-
-        A node that is there already stays, and takes over `meta` if that says more than its own. The cache takes a
-        reference of its own to `run` (n tokens, the first one's K rotated at `local_start`).
-
-        behind: digest of neighbours it was computed behind (`neighbours_digest`). meta: the strategy's own, kept with
-        it. variant: whether it is one of the variants whose number is limited, of all chunks and tenants together.
-        public: whether every tenant may read it (None: if the request has no tenant). totals: as in `admit_prefix`.
-
-        Raises:
-            ValueError: if the context was not found whole, or run and tokens do not fit.
-        """
-        segment = Segment(run, local_start, provenance, method, behind, meta, variant)
-        self._admission.segment(context, tokens, segment, public, totals)
-
-    def admit_dependency(
-        self,
-        context: Match,
-        tokens: Tokens,
-        from_: int,
-        run: Run,
-        cuts: Sequence[int],
-        method: str,
-        *,
-        local_start: int | None = None,
-        meta: bytes = b"",
-        public: bool | None = None,
-        totals: Totals | None = None,
-    ) -> None:
-        """Keep the KV of a dependency path behind a context: `tokens[from_:]`, which lies in `run`.
-
-        Every token was computed on the context and its ancestors on the path alone. What the tree holds already stays
-        as it is; if the path's first tokens have left meanwhile, nothing can hang below them, and nothing is kept.
-
-        context: match of exactly the tokens before the path. tokens: the path, int32 [n]; run: n - from_ tokens.
-        cuts: offsets in the path at which the tree is to branch, though it could branch anywhere.
-        local_start: RoPE position of token `from_` (None: the one that follows its ancestors, `path` positions).
-        meta, public, totals: as in `admit_segment`.
-
-        Raises:
-            ValueError: if the context was not found whole, or the run does not fit.
-        """
-        path = Path(from_, run, cuts, method, local_start, meta)
-        self._admission.dependency(context, tokens, path, public, totals)
 
     # --------------------------------------------------------------------------------- who waits, what moves
 
@@ -410,7 +254,7 @@ class KnowledgeCache:
         Raises:
             ValueError: if a match, a reservation or a load is outstanding.
         """
-        matches = self._matcher.matches
+        matches = self.matcher.matches
         if matches or self._reserved:
             raise ValueError(f"{len(matches)} matches and {len(self._reserved)} reservations are outstanding")
         self._hierarchy.lose_device()
@@ -425,16 +269,16 @@ class KnowledgeCache:
         Raises:
             AuditError: naming the page, node, match or reservation that is wrong.
         """
-        matches = self._matcher.matches
-        audit_holders(matches, self._reserved, live)
+        matches = self.matcher.matches
+        _audit_holders(matches, self._reserved, live)
         self.tree.audit()
         nodes = list(self.tree.nodes())
         dead = list(self._hierarchy.dead_holders())
         holders = [*(match.node for match in matches), *self._hierarchy.loads.pinned()]
-        audit_pins({*nodes, *dead, self.tree.root}, matches, holders)
+        _audit_pins({*nodes, *dead, self.tree.root}, matches, holders)
         self.pool.audit(
-            held=[*runs_of((*nodes, *dead)), *self._reserved],
-            pinned=[*runs_of(node for node in (*nodes, *dead) if node.pins), *self._reserved],
+            held=[*_runs_of((*nodes, *dead)), *self._reserved],
+            pinned=[*_runs_of(node for node in (*nodes, *dead) if node.pins), *self._reserved],
         )
         self._hierarchy.audit(nodes)
 
@@ -443,3 +287,31 @@ class KnowledgeCache:
         self._hierarchy.audit_counts()
         if self.pool.free_pages > self.pool.reclaimable_pages or self.pool.reclaimable_pages > self.pool.capacity:
             raise AuditError(f"{self.pool.free_pages} pages are free, {self.pool.reclaimable_pages} can be had")
+
+
+def _audit_holders(matches: Iterable[Match], reserved: Mapping[Run, str], live: Collection[str] | None) -> None:
+    """Check that only what is live (labels; None: all) holds matches and reservations."""
+    if live is None:
+        return
+    for match in matches:
+        if match.label not in live:
+            raise AuditError(f"the match of {match.label!r} on {match.length} tokens was never released")
+    for run, label in reserved.items():
+        if label not in live:
+            raise AuditError(f"the {run.length} tokens reserved by {label!r} were never freed")
+
+
+def _audit_pins(known: Collection[Node], matches: Iterable[Match], holders: Iterable[Node]) -> None:
+    """Check the pins of all nodes against those that matches and loads hold on their deepest nodes."""
+    pins = Counter(step for node in holders for step in node.path())
+    for match in matches:
+        if match.node not in known:
+            raise AuditError(f"the node under the match of {match.label!r} left the tree")
+    for node in known:
+        if node.pins != pins[node]:
+            raise AuditError(f"node {name(node)} counts {node.pins} pins, {pins[node]} matches and loads need it")
+
+
+def _runs_of(nodes: Iterable[Node]) -> list[Run]:
+    """Where the nodes lie on the device, of those that do."""
+    return [node.run for node in nodes if node.run is not None]

@@ -17,12 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from ragjax.cache.host_memory import HostMemory
 from ragjax.cache.inventory import Departures
-from ragjax.cache.keys import context_of
-from ragjax.cache.ledger import HostLedger
-from ragjax.cache.loads import Loads
-from ragjax.cache.match import Metrics
-from ragjax.cache.node import Node, Provenance, name
+from ragjax.cache.match import CacheMetrics, Loads
+from ragjax.cache.node import Node, Provenance, context_of, name
 from ragjax.cache.policy.base import Policy, Victims
 from ragjax.cache.pool import AuditError, PagePool
 from ragjax.cache.tree import KnowledgeTree
@@ -56,7 +54,9 @@ class Storage:
 class Hierarchy:
     """Residence of the tree's nodes."""
 
-    def __init__(self, tree: KnowledgeTree, pool: PagePool, policy: Policy, metrics: Metrics, storage: Storage | None):
+    def __init__(
+        self, tree: KnowledgeTree, pool: PagePool, policy: Policy, metrics: CacheMetrics, storage: Storage | None
+    ):
         self.tree = tree
         self.pool = pool
         self._policy = policy
@@ -64,7 +64,7 @@ class Hierarchy:
         self.storage = storage
         self.device = Victims(policy, Tier.DEVICE)
         self.host = Victims(policy, Tier.HOST)
-        self.ledger = HostLedger(storage.transfer if storage is not None else None)
+        self.host_memory = HostMemory(storage.transfer if storage is not None else None)
         self.loads = Loads()
         self.departures = Departures()
         self._hot: dict[Node, None] = {}  # in order
@@ -102,7 +102,7 @@ class Hierarchy:
                 self._leave_device(node)
         for node in deferred:
             self.consider(node)
-        self.ledger.dispatch()
+        self.host_memory.dispatch()
 
     def clear(self) -> None:
         """Drop everything that no match pins, from the device and from host memory; what is on disk stays."""
@@ -116,7 +116,7 @@ class Hierarchy:
             else:
                 self._consider_parent(node)
         self._policy.on_clear()
-        self.ledger.dispatch()
+        self.host_memory.dispatch()
 
     def _leave_device(self, node: Node) -> None:
         kept = node.host is not None or self._keep(node)
@@ -161,7 +161,7 @@ class Hierarchy:
         if storage.transfer.size(len(node)) != size:
             return self._keep(node)  # a sibling made room, and the node has taken in its parent
         assert node.run is not None and node.parent is not None
-        self.tree.store(node, self.ledger.save(node.run, size, node.tenant))
+        self.tree.store(node, self.host_memory.save(node.run, size, node.tenant))
         self.host.discard(node.parent)
         return True
 
@@ -200,9 +200,9 @@ class Hierarchy:
             self._write(node, node.host)
             return
         assert node.run is not None
-        copy = self.ledger.save(node.run, 0, node.tenant)  # there only until it is written
+        copy = self.host_memory.save(node.run, 0, node.tenant)  # there only until it is written
         self._write(node, copy)
-        self.ledger.leave(copy)
+        self.host_memory.leave(copy)
 
     def _write(self, node: Node, copy: Copy) -> None:
         assert self.storage is not None
@@ -212,7 +212,7 @@ class Hierarchy:
             place = self.tree.chunk_place(node.tenant, node.method, context, node.raw)
         lossy = node.lossy or self.storage.transfer.lossy
         record = Record(node.key, place, node.raw, node.provenance, node.method, node.local_start, lossy, node.meta)
-        self.ledger.write(record, copy)
+        self.host_memory.write(record, copy)
         self._writing[node.key] += 1
         node.shelved = True
 
@@ -233,7 +233,7 @@ class Hierarchy:
         if node.host is not None:  # what is not worth its place in memory is not worth one on disk
             self._lose_copy(node, node.host)
         self._drop(node)
-        self.ledger.dispatch()
+        self.host_memory.dispatch()
 
     def _forget(self, node: Node) -> None:
         """The node is out of the tree."""
@@ -254,10 +254,10 @@ class Hierarchy:
         quota = storage.quota(node.tenant)
         if size > storage.host_bytes or (quota is not None and size > quota):
             return False
-        while quota is not None and self.ledger.held[node.tenant] + size > quota:
+        while quota is not None and self.host_memory.held[node.tenant] + size > quota:
             if not self._evict_host(self.host.pop(node.tenant)):
                 return False
-        while self.ledger.used + size > storage.host_bytes:
+        while self.host_memory.used + size > storage.host_bytes:
             if not self._evict_host(self.host.pop()):
                 return False
         return True
@@ -285,7 +285,7 @@ class Hierarchy:
         self.host.discard(node)
         self._policy.on_evict(node, Tier.HOST)
         self.tree.store(node, None)
-        self.ledger.leave(copy)
+        self.host_memory.leave(copy)
 
     def _consider_parent(self, node: Node) -> None:
         assert node.parent is not None
@@ -298,7 +298,7 @@ class Hierarchy:
         before = node.key
         upper = self.tree.split(node, at)
         if upper.host is not None:
-            self.ledger.share(upper.host)
+            self.host_memory.share(upper.host)
         if node.loading:
             self.loads.split(upper, node)
         self._policy.on_split(upper, node, before)
@@ -318,7 +318,7 @@ class Hierarchy:
         self._unplan(node)
         self.host.discard(node)
         if child.host is not None:
-            self.ledger.leave(child.host)
+            self.host_memory.leave(child.host)
         self.device.refresh(child)
         self.host.refresh(child)
         return True
@@ -402,7 +402,7 @@ class Hierarchy:
             self._new.pop(node, None)
             if not node.dead and not node.loading and (node.run is not None or node.host is not None):
                 self._shelve(node)
-        self.ledger.dispatch()
+        self.host_memory.dispatch()
         return bool(hot or new)
 
     def _replicate(self, node: Node) -> None:
@@ -434,7 +434,7 @@ class Hierarchy:
             self._shelve(node)
         if left == limit:
             self._unflushed = None
-        self.ledger.dispatch()
+        self.host_memory.dispatch()
         return left < limit
 
     def lose_device(self) -> None:
@@ -450,7 +450,7 @@ class Hierarchy:
                 self._drop(node)
         for node in nodes:
             self.consider(node)
-        self.ledger.dispatch()
+        self.host_memory.dispatch()
 
     def enforce(self, tenant: str) -> None:
         """Evict the tenant's own nodes from the device until it is within its quota, or all it has is in use."""
@@ -461,7 +461,7 @@ class Hierarchy:
         pages = self.tree.pages[tenant]
         while len(pages) * storage.page_bytes > quota and (node := self.device.pop(tenant)) is not None:
             self._leave_device(node)
-        self.ledger.dispatch()
+        self.host_memory.dispatch()
 
     def own(self, tenant: str) -> None:
         """Called before the first node of a tenant is kept."""
@@ -479,7 +479,7 @@ class Hierarchy:
         may = {n for n in nodes if n.host is not None and not (n.on_host or n.loading)}
         if may != self.host.nodes():
             raise AuditError("the host's queue of victims is not the set of its leaves")
-        self.ledger.audit(nodes)
+        self.host_memory.audit(nodes)
         self.audit_counts()
         for node in nodes:
             if node.loading and node not in self.loads.under_way[node.loading].nodes:
@@ -487,8 +487,8 @@ class Hierarchy:
 
     def audit_counts(self) -> None:
         """Check what can be checked in O(host entries)."""
-        self.ledger.audit_counts()
-        used = self.ledger.used
+        self.host_memory.audit_counts()
+        used = self.host_memory.used
         if self.storage is not None and used > self.storage.host_bytes:
             raise AuditError(f"{used} bytes are in host memory, which has {self.storage.host_bytes}")
 

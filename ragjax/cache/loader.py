@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from math import inf
 
 from ragjax.cache.hierarchy import Hierarchy
-from ragjax.cache.keys import context_behind, context_of
-from ragjax.cache.loads import Loading
-from ragjax.cache.match import Metrics
-from ragjax.cache.node import Node, Provenance, Steps
+from ragjax.cache.match import CacheMetrics, Loading
+from ragjax.cache.node import Node, Provenance, Steps, context_behind, context_of
 from ragjax.cache.tree import common_prefix
 from ragjax.core import Run
 from ragjax.core.tiers import Copy, DiskIndex, Done, Load, Record, Save, Tier, Write
@@ -39,7 +37,7 @@ class _Find:
 class Loader:
     """Starts loads for what look-ups find below the device, and ends them."""
 
-    def __init__(self, hierarchy: Hierarchy, metrics: Metrics):
+    def __init__(self, hierarchy: Hierarchy, metrics: CacheMetrics):
         self._hierarchy = hierarchy
         self._metrics = metrics
         self._loads = hierarchy.loads
@@ -92,7 +90,7 @@ class Loader:
             elif isinstance(done.job, Write):
                 self._hierarchy.written(done.job.record.key, done.error)
         self._loads.note(self._storage.transfer.arrived())
-        self._hierarchy.ledger.dispatch()
+        self._hierarchy.host_memory.dispatch()
         return bool(finished)
 
     def give_up(self) -> bool:
@@ -106,7 +104,7 @@ class Loader:
                 assert self._storage is not None
                 self._storage.transfer.give_up(number)
                 self._loaded(number, "nobody waits for it any more", given_up=True)
-        self._hierarchy.ledger.dispatch()
+        self._hierarchy.host_memory.dispatch()
         return bool(idle)
 
     def _count(self, done: Done) -> None:

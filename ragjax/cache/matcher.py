@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from itertools import takewhile
 
 from ragjax.cache.hierarchy import Hierarchy
-from ragjax.cache.keys import context_digest, raw_of
 from ragjax.cache.loader import Loader
-from ragjax.cache.match import EXACT, Candidate, Match, Metrics
-from ragjax.cache.node import PUBLIC, RADIX, Node, Provenance, Steps
+from ragjax.cache.match import EXACT, CacheMetrics, Candidate, Match
+from ragjax.cache.node import PUBLIC, RADIX, Node, Provenance, Steps, context_digest, raw_of
 from ragjax.cache.policy.base import Access, Policy
 from ragjax.cache.tree import join_runs
 from ragjax.cache.variant import Variants
@@ -20,7 +19,7 @@ from ragjax.core.tiers import Record
 class Matcher:
     """Finds and pins. `matches` are those that are not released yet. While it is `quiet`, nothing counts."""
 
-    def __init__(self, hierarchy: Hierarchy, loader: Loader, policy: Policy, metrics: Metrics, variants: Variants):
+    def __init__(self, hierarchy: Hierarchy, loader: Loader, policy: Policy, metrics: CacheMetrics, variants: Variants):
         self.matches: dict[Match, None] = {}
         self.quiet = False
         self._hierarchy = hierarchy
@@ -32,16 +31,32 @@ class Matcher:
         self._storage = hierarchy.storage
         self._page_size = hierarchy.pool.page_size
 
-    def prefix(self, tokens: Tokens, tenant: str, label: str, cold: bool, quiet: bool) -> Match:
-        """The longest causal prefix (`KnowledgeCache.match_prefix`)."""
+    def match_prefix(
+        self, tokens: Tokens, tenant: str = PUBLIC, label: str = "", *, cold: bool = True, quiet: bool = False
+    ) -> Match:
+        """Pin the longest prefix of `tokens` (int32 [n]) whose causal KV is kept; it may be empty.
+
+        Args:
+            tokens: looked for, int32 [n].
+            tenant: whose nodes may be read besides the public ones.
+            label: who holds the match, for audits.
+            cold: look below the device too. KV found there is ordered; the match is `ready` when it has arrived.
+            quiet: pin alone: no counter rises and no policy hears of it. For a request that looks up again what it
+                has computed.
+        """
         raw = raw_of(tokens)
         steps = self._tree.walk(raw, tenant)
         steps = self._loader.load(self._tree.root, steps, raw, tenant) if cold else _present(steps)
         found = sum(used for _, used in steps)
         return self._pinned(steps, tokens[:found], len(tokens), tenant, label, cfo=1.0, quiet=quiet)
 
-    def first(self, context: Match, tokens: Tokens, candidates: Iterable[Candidate], cold: bool) -> Match | None:
-        """The first of the candidates that is kept; if there is none, one miss is counted."""
+    def match_first(
+        self, context: Match, tokens: Tokens, candidates: Iterable[Candidate], *, cold: bool = True
+    ) -> Match | None:
+        """Pin the KV of `tokens` (int32 [n], all of them) on exactly the matched context: the first candidate kept.
+
+        None if none is kept, or if the context itself was not found whole; that counts as one miss.
+        """
         self.require(context)
         for candidate in candidates:
             match = self._match(context, tokens, candidate, cold)
@@ -52,8 +67,20 @@ class Matcher:
             self._metrics.missed_tokens += len(tokens)
         return None
 
-    def dependency(self, context: Match, tokens: Tokens, method: str, seen: int, exact: bool, cold: bool) -> Match:
-        """The longest prefix of a dependency path (`KnowledgeCache.match_dependency`)."""
+    def match_dependency(
+        self, context: Match, tokens: Tokens, method: str, *, seen: int = 0, exact: bool = True, cold: bool = True
+    ) -> Match:
+        """Pin the longest prefix of a dependency path (int32 [n]) that is kept behind exactly the matched context.
+
+        Args:
+            context: causal match that the path begins behind.
+            tokens: of the path.
+            method: of dependency attention.
+            seen: leading tokens that another path of the request asked for before, which count once: siblings share
+                what their paths share (DepCache, section 4.2.1).
+            exact: whether KV found here counts as exact to dependency attention; it is under `path` positions.
+            cold: as in `match_prefix`.
+        """
         self.require(context)
         raw = raw_of(tokens)
         steps: Steps = []
@@ -66,10 +93,19 @@ class Matcher:
             steps, tokens[:found], len(tokens), context.tenant, context.label, 1.0, context.node, seen, exact
         )
 
-    def variants(
-        self, tokens: Tokens, method: str, tenant: str, context: Tokens | None, cold: bool
+    def find_variants(
+        self, tokens: Tokens, method: str, tenant: str = PUBLIC, context: Tokens | None = None, *, cold: bool = True
     ) -> tuple[Node | Record, ...]:
-        """Entries of exactly these tokens (`KnowledgeCache.variants`)."""
+        """Every place where a method keeps exactly these tokens (Cache-Craft's variants of a chunk), oldest first.
+
+        Args:
+            tokens: of the chunk, int32 [n].
+            method: that computed it.
+            tenant: whose nodes are looked at besides the public ones.
+            context: causal tokens that they must have been computed on (None: any; entries that lie on disk alone are
+                left out then).
+            cold: look below the device too. Entries that lie on disk alone come last.
+        """
         raw, tenants = raw_of(tokens), tuple(dict.fromkeys((tenant, PUBLIC)))
         found = [node for t in tenants for node in self._tree.places(t, raw)]
         found = [node for node in found if node.method == method]

@@ -19,15 +19,16 @@ from collections.abc import Hashable, Iterator
 
 import numpy as np
 
-from ragjax.cache.audit import audit_children, audit_node
-from ragjax.cache.keys import context_of, digest, edge_of, radix_tag
 from ragjax.cache.node import PUBLIC as PUBLIC
-from ragjax.cache.node import RADIX, Steps, name
+from ragjax.cache.node import RADIX, Steps, context_of, digest, edge_of, name, radix_tag
 from ragjax.cache.node import Node as Node
 from ragjax.cache.node import Provenance as Provenance
 from ragjax.cache.pool import AuditError, PagePool
 from ragjax.core import Run
 from ragjax.core.tiers import Copy, Tier
+
+WALKS = 16
+"""Walks that are remembered: a prompt's policy, queue and match ask for the same one."""
 
 
 class KnowledgeTree:
@@ -45,6 +46,7 @@ class KnowledgeTree:
         self.held: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         self.pages: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self.generation = 0
+        self._walks: dict[tuple[bytes, str, Node, str | None], Steps] = {}  # of the tree's present shape
         self._by_key: dict[bytes, Node] = {}
         self._by_content: dict[Hashable, Node | dict[Node, None]] = {}  # one node, or several in order of arrival
 
@@ -83,7 +85,15 @@ class KnowledgeTree:
         It takes causal edges, or those of a dependency method, to nodes of the tenant or of the public corpus. Only
         the last node may match in part. O(path length) comparisons of runs.
         """
-        top = start or self.root
+        asked = (raw, tenant, start or self.root, method)
+        steps = self._walks.get(asked)
+        if steps is None:
+            while len(self._walks) >= WALKS:
+                del self._walks[next(iter(self._walks))]
+            steps = self._walks[asked] = self._walked(*asked)
+        return list(steps)
+
+    def _walked(self, raw: bytes, tenant: str, top: Node, method: str | None) -> Steps:
         public = _follow(top, raw, 0, radix_tag(PUBLIC, method)) if top.tenant == PUBLIC else []
         if tenant == PUBLIC:
             return public
@@ -125,6 +135,7 @@ class KnowledgeTree:
         No radix child of the parent may start with the same token (of the same tenant and method).
         """
         assert node.parent is not None
+        self._walks.clear()
         node.key = self.key(node.tenant, node.provenance, node.method, context, node.raw, node.behind)
         if node.parent.edges is None:
             node.parent.edges = {}
@@ -174,6 +185,7 @@ class KnowledgeTree:
         parent = node.parent
         assert parent is not None and parent.edges is not None
         context = context_of(parent)
+        self._walks.clear()
         self._unindex(node)
         upper = Node(node.tenant, node.raw[: 4 * at], parent, node.local_start, node.provenance, node.method,
                      behind=node.behind, meta=node.meta, lossy=node.lossy)  # fmt: skip
@@ -234,6 +246,7 @@ class KnowledgeTree:
         run, host = _joined(upper, lower, self._pool.page_size)
         if (run is None) != (lower.run is None) or (host is None) != (lower.host is None):
             return False
+        self._walks.clear()
         self._unindex(upper)
         self._unindex(lower)
         parent = upper.parent
@@ -261,6 +274,7 @@ class KnowledgeTree:
         assert parent is not None and parent.edges is not None
         del parent.edges[edge_of(node)]
         self.generation += 1
+        self._walks.clear()
         if not parent.edges:
             parent.edges = None
         parent.on_device -= node.run is not None
@@ -317,11 +331,11 @@ class KnowledgeTree:
             AuditError: naming the first node that is wrong.
         """
         held = 0
-        audit_children(self.root)
+        _audit_children(self.root)
         for node in self.nodes():
             held += 1
-            audit_node(node)
-            audit_children(node)
+            _audit_node(node)
+            _audit_children(node)
             if node.key != self.key_of(node):
                 raise AuditError(f"node {name(node)} does not have the key of its path")
             if self._by_key.get(node.key) is not node:
@@ -396,3 +410,34 @@ def _joined(upper: Node, lower: Node, page_size: int) -> tuple[Run | None, Copy 
     if a is None or b is None or a.entry != b.entry or a.begin + a.length != b.begin:
         return run, None
     return run, Copy(a.entry, a.begin, a.length + b.length)
+
+
+def _audit_node(node: Node) -> None:
+    """Check that what a node says of itself fits: where it lies, where it starts, that it is in the tree."""
+    if node.run is None and node.host is None:
+        raise AuditError(f"node {name(node)} is kept nowhere")
+    if node.run is not None and node.run.length != len(node):
+        raise AuditError(f"node {name(node)} of {len(node)} tokens has the run {node.run}")
+    if node.host is not None and node.host.length != len(node):
+        raise AuditError(f"node {name(node)} of {len(node)} tokens has the copy {node.host}")
+    if node.parent is not None and node.start != node.parent.end:
+        raise AuditError(f"node {name(node)} starts at {node.start}, its parent ends at {node.parent.end}")
+    if node.provenance is Provenance.CAUSAL and node.local_start != node.start:
+        raise AuditError(f"causal node {name(node)} is rotated from {node.local_start} on, not {node.start}")
+    if node.dead:
+        raise AuditError(f"node {name(node)} is in the tree and dead")
+
+
+def _audit_children(node: Node) -> None:
+    """Check a node's edges, and its counts of children on each tier."""
+    for edge, child in (node.edges or {}).items():
+        if child.parent is not node or not len(child) or edge != edge_of(child):
+            raise AuditError(f"node {name(child)} is on a wrong edge below {name(node)}")
+        if node.tenant not in (PUBLIC, child.tenant):
+            raise AuditError(f"node {name(child)} hangs under another tenant's {name(node)}")
+        if child.run is not None and node.run is None and node.parent is not None:
+            raise AuditError(f"node {name(child)} is on the device, its parent {name(node)} is not")
+    if node.on_device != sum(child.run is not None for child in node.children()):
+        raise AuditError(f"node {name(node)} counts {node.on_device} children on the device")
+    if node.on_host != sum(child.host is not None for child in node.children()):
+        raise AuditError(f"node {name(node)} counts {node.on_host} children in host memory")

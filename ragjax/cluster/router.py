@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ragjax.cache.keys import digest, raw_of
+from ragjax.cache.node import digest, raw_of
 from ragjax.core import Kind, Prompt, Segment, SegmentReport, Tokens
 
 BLOCK = 16

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.outlook import Outlook
+from ragjax.cache.lookahead import Outlook
 from ragjax.core import Measure, Pass, Plan, Prefill, Prompt, RequestError, SegmentReport, Span, Timings
 from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, report
 from ragjax.schedule.requests import Requests

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.lookahead import Outlook
 from ragjax.cache.match import Candidate, Match
-from ragjax.cache.outlook import Outlook
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
     Kind,
@@ -200,7 +200,7 @@ class Allocation:
 
     def prefix(self, tokens: Tokens, *, quiet: bool = False) -> Match:
         """The longest exact prefix of the tokens in the cache. quiet: the request computed it; nothing counts."""
-        match = self.cache.match_prefix(tokens, self.tenant, self.label, cold=self.cold, quiet=quiet)
+        match = self.cache.matcher.match_prefix(tokens, self.tenant, self.label, cold=self.cold, quiet=quiet)
         self._matches.append(match)
         return match
 
@@ -212,14 +212,14 @@ class Allocation:
 
     def first(self, context: Match, tokens: Tokens, candidates: Iterable[Candidate]) -> Match | None:
         """The KV of these tokens on exactly this context: the first of the candidates that the cache has."""
-        match = self.cache.match_first(context, tokens, candidates, cold=self.cold)
+        match = self.cache.matcher.match_first(context, tokens, candidates, cold=self.cold)
         if match is not None:
             self._matches.append(match)
         return match
 
     def path(self, context: Match, tokens: Tokens, method: str, *, seen: int = 0, exact: bool = True) -> Match:
         """The longest part of a dependency path that is kept behind exactly this context (`match_dependency`)."""
-        match = self.cache.match_dependency(context, tokens, method, seen=seen, exact=exact, cold=self.cold)
+        match = self.cache.matcher.match_dependency(context, tokens, method, seen=seen, exact=exact, cold=self.cold)
         self._matches.append(match)
         return match
 

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.lookahead import Keyed, LookaheadPart, Outlook
 from ragjax.cache.match import Candidate, Match, Totals
-from ragjax.cache.outlook import Keyed, Outlook, Part
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
     NEVER,
@@ -199,7 +199,7 @@ class Craft(ChunkStrategy):
             if self._takes_fused(prompt, i):
                 owner = owner_of(segment, tenant)
                 keys.append(cache.key_of(head, tokens, Provenance.APPROXIMATE, FUSED, owner, segment.behind))
-            ranked = rank(cache.variants(tokens, VARIANT, tenant, head), prior, self._overhead, self.tau)
+            ranked = rank(cache.matcher.find_variants(tokens, VARIANT, tenant, head), prior, self._overhead, self.tau)
             owner = PUBLIC if _public(prompt, i) else tenant
             new = cache.key_of(head, tokens, Provenance.APPROXIMATE, VARIANT, owner, variant_digest(prior))
             keys.append(ranked[0].key if ranked else new)
@@ -207,7 +207,7 @@ class Craft(ChunkStrategy):
 
     def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The head, and a variant of each chunk: any, unless new variants are made for new prefixes."""
-        parts: list[Part] = [head_part(prompt, tenant)]
+        parts: list[LookaheadPart] = [head_part(prompt, tenant)]
         head = prompt.tokens[: system_length(prompt)]
         for i in segments_of(prompt, Kind.CHUNK):
             segment, prior = prompt.segments[i], before(prompt, i)
@@ -226,7 +226,7 @@ class Craft(ChunkStrategy):
         self, cache: KnowledgeCache, tokens: Tokens, tenant: str, head: Tokens, prior: Sequence[bytes]
     ) -> bool:
         """Whether memory holds a variant of the chunk that serves behind these segments."""
-        kept = cache.variants(tokens, VARIANT, tenant, head, cold=False)
+        kept = cache.matcher.find_variants(tokens, VARIANT, tenant, head, cold=False)
         return bool(kept) if self.tau >= 1 else bool(rank(kept, prior, self._overhead, self.tau))
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
@@ -276,7 +276,9 @@ class Craft(ChunkStrategy):
 
     def _best_variant(self, prompt: Prompt, i: int, context: Match, allocation: Allocation, tau: float) -> Match | None:
         tokens = prompt.segments[i].tokens
-        kept = allocation.cache.variants(tokens, VARIANT, allocation.tenant, context.tokens, cold=allocation.cold)
+        kept = allocation.cache.matcher.find_variants(
+            tokens, VARIANT, allocation.tenant, context.tokens, cold=allocation.cold
+        )
         ranked = rank(kept, before(prompt, i), self._overhead, tau)
         kind = Provenance.APPROXIMATE
         candidates = [Candidate(kind, VARIANT, each.behind, True, each.overhead) for each in ranked]
@@ -411,7 +413,7 @@ def _keep(layout: Layout, allocation: Allocation, matched: Match, context: Match
     own = np.concatenate([indices(*prompt.bounds(i)) for i in layout.whole])
     score = np.concatenate([score[:, np.isin(rows, own)] for rows, score in scores])
     for i, run in layout.whole.items():
-        allocation.cache.admit_segment(
+        allocation.cache.admitter.admit_segment(
             context, prompt.segments[i].tokens, run, prompt.starts[i], Provenance.APPROXIMATE, VARIANT,
             behind=variant_digest(before(prompt, i)), meta=record(prompt, i, own, score).encode(), variant=True,
             public=_public(prompt, i), totals=totals,

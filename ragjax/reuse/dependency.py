@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.keys import raw_of
+from ragjax.cache.lookahead import Outlook, Paths
 from ragjax.cache.match import Match, Totals
-from ragjax.cache.outlook import Outlook, Paths
+from ragjax.cache.node import raw_of
 from ragjax.cache.tree import Provenance
 from ragjax.core import (
     Intervals,
@@ -225,7 +225,7 @@ class Dependency(Strategy):
             run = fresh[i].run
             # what was computed on KV that was only turned to its place is exact nowhere: it has no places
             true = all(found[j].exact for j in path if j in found)
-            allocation.cache.admit_dependency(
+            allocation.cache.admitter.admit_dependency(
                 context,
                 tokens,
                 len(tokens) - run.length,

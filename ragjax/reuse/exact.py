@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.keys import raw_of
-from ragjax.cache.outlook import Causal, Outlook
+from ragjax.cache.lookahead import Causal, Outlook
+from ragjax.cache.node import raw_of
 from ragjax.core import Measure, Pass, Plan, Prefill, Prompt, Span, Tokens
 from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report
 
@@ -63,7 +63,7 @@ class Prefix(Strategy):
         fresh = run.slice(0, n - hit, allocation.page_size)
         spans = (*match_spans(match, 0, runs=runs), Span.consecutive(hit, fresh))
         results = yield Pass(indices(hit, n), indices(hit, n), spans, self.measures, (n - 1,))
-        allocation.cache.admit_prefix(match, tokens, hit, fresh, prompt.starts, prompt.public)
+        allocation.cache.admitter.admit_prefix(match, tokens, hit, fresh, prompt.starts, prompt.public)
         tail = run.slice(n - hit, run.length, allocation.page_size)
         reused = {i: min(max(hit - start, 0), len(prompt.segments[i])) for i, start in enumerate(prompt.starts[:-1])}
         tiers = {i: match.tier(prompt.starts[i], prompt.starts[i] + used) for i, used in reused.items()}
@@ -77,4 +77,4 @@ class Prefix(Strategy):
             return
         run = plan.tail.slice(0, len(generated), allocation.page_size)
         tokens = np.concatenate([prompt.tokens, generated])
-        allocation.cache.admit_prefix(context, tokens, len(prompt), run, (), prompt.public)
+        allocation.cache.admitter.admit_prefix(context, tokens, len(prompt), run, (), prompt.public)

@@ -148,6 +148,6 @@ def _keep(
     if not context.complete:  # the system prompt itself could not be kept
         return
     tokens, public = segment.tokens, segment.public
-    allocation.cache.admit_segment(
+    allocation.cache.admitter.admit_segment(
         context, tokens, run, local_start, *_name(behind), behind=behind, meta=meta, public=public, totals=totals
     )

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.keys import raw_of
+from ragjax.cache.lookahead import Causal, LookaheadPart, Outlook
 from ragjax.cache.match import Match, Totals
-from ragjax.cache.outlook import Causal, Outlook, Part
+from ragjax.cache.node import raw_of
 from ragjax.core import Kind, Plan, Prefill, Prompt, RequestError, Run, Span, Tokens
 from ragjax.core.tiers import Tier
 from ragjax.reuse.base import Allocation, Strategy, segments_of
@@ -127,12 +127,12 @@ def head_account(prompt: Prompt, matched: Match, hit: int) -> tuple[dict[int, in
     return reused, tiers
 
 
-def head_part(prompt: Prompt, tenant: str) -> Part:
+def head_part(prompt: Prompt, tenant: str) -> LookaheadPart:
     """The segments of the head as a piece each."""
     return _causal(prompt, tenant, head_length(prompt))
 
 
-def system_part(prompt: Prompt, tenant: str) -> Part:
+def system_part(prompt: Prompt, tenant: str) -> LookaheadPart:
     """The system segments as a piece each."""
     return _causal(prompt, tenant, system_length(prompt))
 
@@ -147,11 +147,11 @@ def _keep(
     prompt: Prompt, allocation: Allocation, matched: Match, hit: int, run: Run, length: int, totals: Totals | None
 ) -> Match:
     tokens, public = prompt.tokens[:length], min(prompt.public, length)
-    allocation.cache.admit_prefix(matched, tokens, hit, run, _cuts(prompt, length), public, totals)
+    allocation.cache.admitter.admit_prefix(matched, tokens, hit, run, _cuts(prompt, length), public, totals)
     return allocation.prefix(prompt.tokens[: system_length(prompt)], quiet=True)
 
 
-def _causal(prompt: Prompt, tenant: str, length: int) -> Part:
+def _causal(prompt: Prompt, tenant: str, length: int) -> LookaheadPart:
     return Causal(raw_of(prompt.tokens[:length]), _cuts(prompt, length), tenant, min(prompt.public, length))
 
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.cache.outlook import Keyed, Look
+from ragjax.cache.lookahead import Keyed, Look
 from ragjax.cache.tree import KnowledgeTree, Node
 from ragjax.core import Kind, Prompt, Tokens
 from ragjax.core.tiers import Record
@@ -93,7 +93,7 @@ class Influence:
         return self.cci * self.novelty(before)
 
     def encode(self) -> bytes:
-        """As bytes, for `KnowledgeCache.admit_segment(meta=...)`."""
+        """As bytes, for `Admitter.admit_segment(meta=...)`."""
         head = _HEAD.pack(_VERSION, len(self.intra_L), len(self.before), len(self))
         lengths = np.array(self.lengths, "<u4").tobytes()
         arrays = (np.ascontiguousarray(array, "<f4") for array in (self.inter_LZ, self.intra_L, self.score_T))

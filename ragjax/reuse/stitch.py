@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.lookahead import Keyed, LookaheadPart, Outlook
 from ragjax.cache.match import Candidate, Match, Totals
-from ragjax.cache.outlook import Keyed, Outlook, Part
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
     NEVER,
@@ -252,7 +252,7 @@ def prepare(
             context = keep_head(prompt, allocation, matched, hit, fresh_head, totals)
         for i, run in fresh.items() if context.complete else ():
             segment = prompt.segments[i]
-            allocation.cache.admit_segment(
+            allocation.cache.admitter.admit_segment(
                 context,
                 segment.tokens,
                 run,
@@ -313,7 +313,7 @@ def keys(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> 
 
 def outlook(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> Outlook:
     """The head, and each chunk: kept as any of its candidates, else computed as an isolated one."""
-    parts: list[Part] = [head_part(prompt, tenant)]
+    parts: list[LookaheadPart] = [head_part(prompt, tenant)]
     head = prompt.tokens[: system_length(prompt)]
     for i in segments_of(prompt, Kind.CHUNK):
         chunk = prompt.segments[i]

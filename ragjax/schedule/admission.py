@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.outlook import Look
+from ragjax.cache.lookahead import Look
 from ragjax.core import OutOfPages, RequestError, Run, StepLimits
 from ragjax.core.tiers import Inquiry
 from ragjax.reuse.base import Allocation

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ragjax.cache.outlook import Look
+from ragjax.cache.lookahead import Look
 from ragjax.core.registry import Registry
 
 WINDOW = 32

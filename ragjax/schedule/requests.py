@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.keys import context_hasher, raw_of
+from ragjax.cache.node import context_hasher, raw_of
 from ragjax.core import Answer, Event, OverloadError, Prompt, RequestError, Served
 from ragjax.core.overload import Overload
 from ragjax.schedule.order import FCFS, Order, Queue

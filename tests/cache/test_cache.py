@@ -6,13 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ragjax.cache.keys import context_digest
-from ragjax.cache.node import Node, Provenance
+from ragjax.cache.node import Node, Provenance, context_digest
 from ragjax.cache.policy.base import LRU, Access, Victims
 from ragjax.cache.policy.lfu import LFU
 from ragjax.cache.pool import AuditError
 from ragjax.core import OutOfPages
-from tests.support.transfers import PAGE, Bench, causal_content, keyed_content, tokens
+from tests.support.transfers import PAGE, Bench, causal_content, keyed_content, match_segment, tokens
 
 # ------------------------------------------------------------------------------------ one case at a time
 
@@ -29,9 +28,9 @@ def test_cuts_and_splits_in_one_run_give_one_span():
     bench = Bench()
     bench.put(range(20), cuts=(0, 3, 4, 11, 20))
     bench.put([0, 1, 2, 3, 4, 5, 99])
-    with bench.cache.match_prefix(tokens(*range(20))) as match:
+    with bench.cache.matcher.match_prefix(tokens(*range(20))) as match:
         assert [(run.start, run.length, at) for run, at in match.spans] == [(0, 20, 0)]
-    with bench.cache.match_prefix(tokens(0, 1, 2, 3, 4, 5, 99)) as match:
+    with bench.cache.matcher.match_prefix(tokens(0, 1, 2, 3, 4, 5, 99)) as match:
         assert [(run.length, at) for run, at in match.spans] == [(6, 0), (1, 6)]
         assert np.array_equal(bench.read(match), causal_content("", [0, 1, 2, 3, 4, 5, 99]))
 
@@ -39,14 +38,14 @@ def test_cuts_and_splits_in_one_run_give_one_span():
 def test_a_second_admission_keeps_the_first():
     bench = Bench()
     ids = tokens(*range(10))
-    first, second = bench.cache.match_prefix(ids), bench.cache.match_prefix(ids)
+    first, second = bench.cache.matcher.match_prefix(ids), bench.cache.matcher.match_prefix(ids)
     runs = [bench.reserve(10), bench.reserve(10)]
     for match, run in zip((first, second), runs, strict=True):
         bench.write(run, causal_content("", range(10)))
-        bench.cache.admit_prefix(match, ids, 0, run, (4,))
+        bench.cache.admitter.admit_prefix(match, ids, 0, run, (4,))
         match.release()
     assert bench.cache.metrics.admitted_tokens == 10
-    with bench.cache.match_prefix(ids) as match:
+    with bench.cache.matcher.match_prefix(ids) as match:
         assert match.spans == ((runs[0], 0),)
     for run in runs:
         bench.cache.free(run)
@@ -58,11 +57,11 @@ def test_a_longer_admission_adds_only_what_is_new():
     """Two requests compute overlapping prompts at once; the later one is kept from where it differs."""
     bench = Bench()
     short, long = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8, 9]
-    match = bench.cache.match_prefix(tokens(*long))
+    match = bench.cache.matcher.match_prefix(tokens(*long))
     run = bench.reserve(7)
     bench.write(run, causal_content("", long))
     bench.put(short)
-    bench.cache.admit_prefix(match, tokens(*long), 0, run, ())
+    bench.cache.admitter.admit_prefix(match, tokens(*long), 0, run, ())
     match.release()
     bench.cache.free(run)
     assert bench.length(long) == 7 and bench.length(short) == 6
@@ -73,7 +72,7 @@ def test_a_longer_admission_adds_only_what_is_new():
 def test_a_lease_inside_a_node_survives_its_split():
     bench = Bench()
     bench.put(range(12))
-    match = bench.cache.match_prefix(tokens(0, 1, 2, 3, 4, 99), label="a")
+    match = bench.cache.matcher.match_prefix(tokens(0, 1, 2, 3, 4, 99), label="a")
     bench.put([0, 1, 2, 3, 4, 5, 6, 77])
     bench.put([0, 1, 2, 66])
     bench.cache.clear()
@@ -92,8 +91,8 @@ def test_a_segment_is_found_under_exactly_its_context():
     bench.put_segment([1, 2, 3], [7, 8])
 
     def find(context, ids, provenance=Provenance.ISOLATED, method="naive", tenant=""):
-        with bench.cache.match_prefix(tokens(*context), tenant) as match:
-            found = bench.cache.match_segment(match, tokens(*ids), provenance, method)
+        with bench.cache.matcher.match_prefix(tokens(*context), tenant) as match:
+            found = match_segment(bench.cache, match, tokens(*ids), provenance, method)
             if found is None:
                 return False
             assert [at for _, at in found.spans] == [3] and found.complete
@@ -114,17 +113,17 @@ def test_a_segment_is_found_under_exactly_its_context():
 def test_a_segment_admitted_inside_a_node_splits_it():
     bench = Bench()
     bench.put([1, 2, 3, 4, 5])
-    match = bench.cache.match_prefix(tokens(1, 2, 3))
+    match = bench.cache.matcher.match_prefix(tokens(1, 2, 3))
     bench.put([1, 2, 3, 4, 9])  # splits below the match
     run = bench.reserve(2)
     bench.write(run, keyed_content("", [1, 2, 3], "isolated", "naive", [7, 7]))
-    bench.cache.admit_segment(match, tokens(7, 7), run, 0, Provenance.ISOLATED, "naive")
-    bench.cache.admit_segment(match, tokens(7, 7), run, 0, Provenance.ISOLATED, "naive")
+    bench.cache.admitter.admit_segment(match, tokens(7, 7), run, 0, Provenance.ISOLATED, "naive")
+    bench.cache.admitter.admit_segment(match, tokens(7, 7), run, 0, Provenance.ISOLATED, "naive")
     bench.cache.free(run)
     match.release()
     bench.cache.audit(live=())
-    with bench.cache.match_prefix(tokens(1, 2, 3)) as match:
-        found = bench.cache.match_segment(match, tokens(7, 7), Provenance.ISOLATED, "naive")
+    with bench.cache.matcher.match_prefix(tokens(1, 2, 3)) as match:
+        found = match_segment(bench.cache, match, tokens(7, 7), Provenance.ISOLATED, "naive")
         assert found is not None and found.node.parent.end == 3
         found.release()
 
@@ -150,8 +149,8 @@ def test_tenants_share_nothing():
     assert [bench.length([1, 2, 3], tenant) for tenant in ("a", "b", "")] == [3, 0, 0]
     bench.put([1, 2, 3], tenant="b")
     for context in ([1, 2, 3], []):
-        with bench.cache.match_prefix(tokens(*context), "b") as match:
-            assert bench.cache.match_segment(match, tokens(4, 5), Provenance.ISOLATED, "naive") is None
+        with bench.cache.matcher.match_prefix(tokens(*context), "b") as match:
+            assert match_segment(bench.cache, match, tokens(4, 5), Provenance.ISOLATED, "naive") is None
     assert all(n.tenant == "a" for n in bench.cache.tree.places("a", tokens(4, 5).tobytes()))
     bench.cache.audit(live=())
 
@@ -161,9 +160,9 @@ def test_exact_and_approximate_hits_are_counted_apart():
     bench.put([1, 2, 3])
     bench.put_segment([1, 2, 3], [4, 5])
     before = bench.cache.metrics
-    with bench.cache.match_prefix(tokens(1, 2, 3)) as match:
+    with bench.cache.matcher.match_prefix(tokens(1, 2, 3)) as match:
         for ids in ([4, 5], [4, 6]):
-            found = bench.cache.match_segment(match, tokens(*ids), Provenance.ISOLATED, "naive")
+            found = match_segment(bench.cache, match, tokens(*ids), Provenance.ISOLATED, "naive")
             if found:
                 found.release()
     after = bench.cache.metrics
@@ -178,7 +177,7 @@ def test_a_quiet_look_up_pins_and_counts_nothing():
     bench.put([1, 2, 3])
     before, [node] = bench.cache.metrics, bench.cache.tree.nodes()
     note, hits = node.note, node.hits
-    match = bench.cache.match_prefix(tokens(1, 2, 3), quiet=True)
+    match = bench.cache.matcher.match_prefix(tokens(1, 2, 3), quiet=True)
     assert match.length == 3 and node.pins == 1
     assert (node.note, node.hits) == (note, hits) and bench.cache.metrics == before
     match.release()
@@ -201,10 +200,10 @@ def test_least_recently_used_leaves_first_and_parents_after_children():
 
 def test_nodes_whose_pages_are_in_use_anyway_leave_last():
     bench = Bench(pages=5)
-    match = bench.cache.match_prefix(tokens(*range(8)))
+    match = bench.cache.matcher.match_prefix(tokens(*range(8)))
     run = bench.reserve(8)
     bench.write(run, causal_content("", range(8)))
-    bench.cache.admit_prefix(match, tokens(*range(8)), 0, run, ())
+    bench.cache.admitter.admit_prefix(match, tokens(*range(8)), 0, run, ())
     match.release()
     bench.put([50, 51])
     bench.put([60, 61])
@@ -220,9 +219,9 @@ def test_nodes_whose_pages_are_in_use_anyway_leave_last():
 def test_a_node_that_frees_nothing_leaves_if_it_stands_before_one_that_does():
     bench = Bench(pages=3)
     bench.put([1] * 4)
-    match = bench.cache.match_prefix(tokens(1, 1, 1, 1, 2))
+    match = bench.cache.matcher.match_prefix(tokens(1, 1, 1, 1, 2))
     run = bench.reserve(1)
-    bench.cache.admit_prefix(match, tokens(1, 1, 1, 1, 2), 4, run, ())
+    bench.cache.admitter.admit_prefix(match, tokens(1, 1, 1, 1, 2), 4, run, ())
     match.release()
     bench.cache.reserve(4, "b")
     assert bench.length([1] * 4) == 0
@@ -233,7 +232,7 @@ def test_out_of_pages_changes_nothing_and_says_what_is_pinned():
     bench = Bench(pages=6)
     bench.put(range(8))
     bench.put(range(50, 54))
-    match = bench.cache.match_prefix(tokens(*range(8)))
+    match = bench.cache.matcher.match_prefix(tokens(*range(8)))
     run = bench.cache.reserve(1)
     before = bench.state()
     with pytest.raises(OutOfPages, match=r"9 tokens need 3 pages; 3 of 5 are pinned"):
@@ -249,7 +248,7 @@ def test_out_of_pages_changes_nothing_and_says_what_is_pinned():
 
 def test_leases_and_reservations_end_exactly_once():
     bench = Bench()
-    with bench.cache.match_prefix(tokens(1, 2)) as match:
+    with bench.cache.matcher.match_prefix(tokens(1, 2)) as match:
         pass
     with pytest.raises(RuntimeError, match="released before"):
         match.release()
@@ -262,7 +261,7 @@ def test_leases_and_reservations_end_exactly_once():
 def test_the_audit_names_what_leaked():
     bench = Bench()
     bench.put([1, 2, 3])
-    match = bench.cache.match_prefix(tokens(1, 2), label="request-7")
+    match = bench.cache.matcher.match_prefix(tokens(1, 2), label="request-7")
     run = bench.cache.reserve(5, label="request-8")
     bench.cache.audit()
     bench.cache.audit(live={"request-7", "request-8"})
@@ -294,7 +293,7 @@ def test_a_lease_keeps_its_tokens_when_the_callers_array_changes():
     bench = Bench()
     bench.put([1, 2, 3])
     ids = tokens(1, 2, 3)
-    with bench.cache.match_prefix(ids) as match:
+    with bench.cache.matcher.match_prefix(ids) as match:
         ids[:] = 0
         assert list(match.tokens) == [1, 2, 3]
         assert match.context == context_digest(tokens(1, 2, 3).tobytes())
@@ -311,18 +310,18 @@ def test_arguments_that_do_not_fit_are_refused():
     bench = Bench()
     bench.put([1, 2, 3])
     cache, ids, run = bench.cache, tokens(1, 2, 3, 4), bench.cache.reserve(2)
-    match = cache.match_prefix(ids)
+    match = cache.matcher.match_prefix(ids)
     before = bench.state()
     isolated = Provenance.ISOLATED
     refused = [
-        (lambda: cache.admit_prefix(match, ids, 4, run, ()), "does not cover"),
-        (lambda: cache.admit_prefix(match, tokens(1, 9, 3, 4), 3, run, ()), "does not cover"),
-        (lambda: cache.admit_prefix(match, ids, 3, run, ()), "holds 2 tokens, not the 1"),
-        (lambda: cache.admit_prefix(match, ids, 2, run, (5,)), "a cut lies outside"),
-        (lambda: cache.admit_segment(match, tokens(7, 7), run, 0, isolated, "naive"), "3 of 4 tokens"),
-        (lambda: cache.match_segment(match, tokens(7, 7), Provenance.CAUSAL, ""), "as a prefix"),
-        (lambda: cache.match_segment(match, tokens(7, 7), Provenance.DEPENDENCY, "x"), "or a path"),
-        (lambda: cache.admit_segment(match, tokens(7, 7), run, 0, Provenance.DEPENDENCY, "x"), "or a path"),
+        (lambda: cache.admitter.admit_prefix(match, ids, 4, run, ()), "does not cover"),
+        (lambda: cache.admitter.admit_prefix(match, tokens(1, 9, 3, 4), 3, run, ()), "does not cover"),
+        (lambda: cache.admitter.admit_prefix(match, ids, 3, run, ()), "holds 2 tokens, not the 1"),
+        (lambda: cache.admitter.admit_prefix(match, ids, 2, run, (5,)), "a cut lies outside"),
+        (lambda: cache.admitter.admit_segment(match, tokens(7, 7), run, 0, isolated, "naive"), "3 of 4 tokens"),
+        (lambda: match_segment(cache, match, tokens(7, 7), Provenance.CAUSAL, ""), "as a prefix"),
+        (lambda: match_segment(cache, match, tokens(7, 7), Provenance.DEPENDENCY, "x"), "or a path"),
+        (lambda: cache.admitter.admit_segment(match, tokens(7, 7), run, 0, Provenance.DEPENDENCY, "x"), "or a path"),
     ]
     for call, message in refused:
         with pytest.raises(ValueError, match=message):
@@ -330,16 +329,16 @@ def test_arguments_that_do_not_fit_are_refused():
     assert bench.state() == before
     match.release()
     with pytest.raises(ValueError, match="match was released"):
-        cache.admit_prefix(match, ids, 2, run, ())
-    with cache.match_prefix(tokens(1, 2, 3)) as whole:
-        cache.admit_segment(whole, tokens(7, 7), run, 0, isolated, "naive")
+        cache.admitter.admit_prefix(match, ids, 2, run, ())
+    with cache.matcher.match_prefix(tokens(1, 2, 3)) as whole:
+        cache.admitter.admit_segment(whole, tokens(7, 7), run, 0, isolated, "naive")
         with pytest.raises(ValueError, match="holds 2 tokens, the segment 1"):
-            cache.admit_segment(whole, tokens(7), run, 0, isolated, "naive")
+            cache.admitter.admit_segment(whole, tokens(7), run, 0, isolated, "naive")
         with (
-            cache.match_segment(whole, tokens(7, 7), isolated, "naive") as keyed,
+            match_segment(cache, whole, tokens(7, 7), isolated, "naive") as keyed,
             pytest.raises(ValueError, match="causal prefix"),
         ):
-            cache.match_segment(keyed, tokens(7), isolated, "naive")
+            match_segment(cache, keyed, tokens(7), isolated, "naive")
 
 
 def test_the_victim_queue_forgets_stale_entries():
@@ -385,7 +384,7 @@ class Against(RuleBasedStateMachine):
 
     @rule(ids=PROMPT, tenant=TENANTS)
     def match(self, ids, tenant):
-        match = self.cache.match_prefix(tokens(*ids), tenant, label="r")
+        match = self.cache.matcher.match_prefix(tokens(*ids), tenant, label="r")
         known = [n for n in range(len(ids) + 1) if n == 0 or self.sees(tenant, tuple(ids[:n]))]
         assert match.length == max(known) and match.complete == (match.length == len(ids))
         self.matches.append((match, tenant, tuple(ids), None))
@@ -438,7 +437,7 @@ class Against(RuleBasedStateMachine):
             return
         run, match, tenant, ids, from_ = self.pick(open_runs, pick)
         part = run.slice(0, len(ids) - from_, PAGE)
-        self.cache.admit_prefix(match, tokens(*ids), from_, part, [c for c in cuts if c <= len(ids)])
+        self.cache.admitter.admit_prefix(match, tokens(*ids), from_, part, [c for c in cuts if c <= len(ids)])
         self.prefixes |= {(tenant, ids[:n]) for n in range(1, len(ids) + 1) if not self.sees(tenant, ids[:n])}
 
     @precondition(lambda self: self.complete_leases())
@@ -448,7 +447,7 @@ class Against(RuleBasedStateMachine):
         """Look a segment up under a matched context; compute and admit it on a miss."""
         context, tenant, before, _ = self.pick(self.complete_leases(), pick)
         what = (tenant, before, provenance, method, tuple(ids))
-        match = self.cache.match_segment(context, tokens(*ids), provenance, method)
+        match = match_segment(self.cache, context, tokens(*ids), provenance, method)
         found = next((w for w in (what, ("", *what[1:])) if w in self.segments), None)
         assert (match is not None) == (found is not None)
         if match is not None:
@@ -458,7 +457,7 @@ class Against(RuleBasedStateMachine):
         if run is None:
             return
         self.bench.write(run, keyed_content(*what))
-        self.cache.admit_segment(context, tokens(*ids), run, len(before), provenance, method)
+        self.cache.admitter.admit_segment(context, tokens(*ids), run, len(before), provenance, method)
         self.segments.add(what)
         self.cache.free(run)
 

@@ -38,6 +38,7 @@ from tests.support.transfers import (
     alternatives,
     causal_content,
     keyed_content,
+    match_segment,
     tokens,
 )
 
@@ -69,7 +70,7 @@ def test_what_leaves_the_device_comes_back_from_host_memory():
     bench.squeeze()
     assert where(bench, A) == "H"
     bench.audit()
-    match = bench.cache.match_prefix(tokens(*A))
+    match = bench.cache.matcher.match_prefix(tokens(*A))
     assert not match.ready and match.complete and match.tier() is Tier.HOST and bench.cache.loading == 1
     bench.settle()
     assert match.ready and match.broken is None and where(bench, A) == "DH"
@@ -195,12 +196,12 @@ def test_cold_look_ups_can_be_left_out():
     bench = tiers()
     bench.put([*A, 7, 8])
     bench.squeeze()
-    with bench.cache.match_prefix(tokens(*A), cold=False) as match:
+    with bench.cache.matcher.match_prefix(tokens(*A), cold=False) as match:
         assert match.length == 0 and match.ready and bench.cache.loading == 0
     bench.put_segment([], B)
     bench.squeeze()
-    with bench.cache.match_prefix(tokens(), cold=False) as match:
-        assert bench.cache.match_segment(match, tokens(*B), Provenance.ISOLATED, "naive", cold=False) is None
+    with bench.cache.matcher.match_prefix(tokens(), cold=False) as match:
+        assert match_segment(bench.cache, match, tokens(*B), Provenance.ISOLATED, "naive", cold=False) is None
     assert bench.cache.loading == 0 and not bench.transfer.calls["load"]
     bench.audit()
 
@@ -236,7 +237,7 @@ def test_kv_that_was_computed_anew_lands_where_its_node_is_cold():
         assert match.length == 0
         run = bench.reserve(9)
         bench.write(run, causal_content("", [*A, *B, 5]))
-        bench.cache.admit_prefix(match, tokens(*A, *B, 5), 0, run, (4, 8))
+        bench.cache.admitter.admit_prefix(match, tokens(*A, *B, 5), 0, run, (4, 8))
         bench.cache.free(run)
     bench.audit()
     assert [where(bench, ids) for ids in (A, [*A, *B], [*A, *B, 5])] == ["DH", "DH", "D"]
@@ -385,7 +386,7 @@ def test_a_public_segment_comes_back_though_the_tenant_holds_the_same_context_it
     bench.squeeze()
     with bench.match(A, "a") as match:
         assert match.node.tenant == "a"
-        found = bench.cache.match_segment(match, tokens(6, 7), Provenance.ISOLATED, "naive")
+        found = match_segment(bench.cache, match, tokens(6, 7), Provenance.ISOLATED, "naive")
         bench.settle()
         assert np.array_equal(bench.read(found), keyed_content("", A, "isolated", "naive", [6, 7]))
         bench.audit({""})
@@ -416,7 +417,7 @@ def test_many_leases_wait_for_one_load():
     bench = tiers(lag=True)
     bench.put([*A, *B], cuts=(4,))
     bench.squeeze()
-    matches = [bench.cache.match_prefix(tokens(*ids)) for ids in ([*A, *B], A, [1, 1, 7], [*A, *B, 9])]
+    matches = [bench.cache.matcher.match_prefix(tokens(*ids)) for ids in ([*A, *B], A, [1, 1, 7], [*A, *B, 9])]
     assert bench.transfer.calls["load"] == 1 and [match.length for match in matches] == [8, 4, 2, 8]
     assert not any(match.ready for match in matches)
     bench.audit({""})
@@ -432,11 +433,11 @@ def test_a_node_is_split_while_it_is_loaded():
     bench = tiers(8, lag=True)
     bench.put(range(8))
     bench.squeeze()
-    match = bench.cache.match_prefix(tokens(*range(8)))
-    with bench.cache.match_prefix(tokens(0, 1, 2)) as short:
+    match = bench.cache.matcher.match_prefix(tokens(*range(8)))
+    with bench.cache.matcher.match_prefix(tokens(0, 1, 2)) as short:
         run = bench.reserve(2)
         bench.write(run, keyed_content("", [0, 1, 2], "isolated", "naive", [7, 7]))
-        bench.cache.admit_segment(short, tokens(7, 7), run, 3, Provenance.ISOLATED, "naive")
+        bench.cache.admitter.admit_segment(short, tokens(7, 7), run, 3, Provenance.ISOLATED, "naive")
         bench.cache.free(run)
         bench.audit({""})
     assert len(bench.cache.tree) == 3
@@ -453,7 +454,7 @@ def test_a_cancelled_request_leaves_its_load_to_others():
     bench = tiers(lag=True)
     bench.put(A)
     bench.squeeze()
-    bench.cache.match_prefix(tokens(*A)).release()
+    bench.cache.matcher.match_prefix(tokens(*A)).release()
     bench.audit()
     assert bench.pool.reclaimable_pages == bench.pool.capacity - 1  # pinned until the bytes are there
     with pytest.raises(OutOfPages):
@@ -469,7 +470,7 @@ def test_pages_of_a_failed_load_are_given_back_when_nobody_needs_them():
     bench.put([*A, *B], cuts=(4,))
     bench.squeeze()
     bench.settle()
-    first, second = (bench.cache.match_prefix(tokens(*ids)) for ids in ([*A, *B], A))
+    first, second = (bench.cache.matcher.match_prefix(tokens(*ids)) for ids in ([*A, *B], A))
     bench.transfer.finish(0, "the bus caught fire")
     bench.cache.poll()
     assert [match.broken for match in (first, second)] == ["the bus caught fire"] * 2 and first.ready
@@ -490,13 +491,13 @@ def test_what_host_memory_has_stays_there_when_its_load_is_given_up():
     bench.put([*A, *B], cuts=(4,))
     bench.squeeze()
     bench.settle()
-    bench.cache.match_prefix(tokens(*A)).release()
-    bench.cache.match_prefix(tokens(*A, *B)).release()  # another load, behind the first one
+    bench.cache.matcher.match_prefix(tokens(*A)).release()
+    bench.cache.matcher.match_prefix(tokens(*A, *B)).release()  # another load, behind the first one
     assert bench.cache.loading == 2 and bench.cache.give_up()
     assert bench.cache.loading == 0 and bench.pool.free_pages == bench.pool.capacity
     assert [where(bench, ids) for ids in (A, [*A, *B])] == ["H", "H"]
     bench.audit()
-    match = bench.cache.match_prefix(tokens(*A, *B))
+    match = bench.cache.matcher.match_prefix(tokens(*A, *B))
     bench.settle()
     assert match.ready and match.broken is None and match.length == 8
     match.release()
@@ -507,14 +508,14 @@ def test_after_a_failure_everybody_recomputes():
     bench = tiers(lag=True)
     bench.put(A)
     bench.squeeze()
-    broken = bench.cache.match_prefix(tokens(*A))
+    broken = bench.cache.matcher.match_prefix(tokens(*A))
     bench.transfer.finish_all("it failed")
     bench.cache.poll()
     with bench.match(A) as match:
         assert match.length == 0
         run = bench.reserve(4)
         bench.write(run, causal_content("", A))
-        bench.cache.admit_prefix(match, tokens(*A), 0, run, ())
+        bench.cache.admitter.admit_prefix(match, tokens(*A), 0, run, ())
         bench.cache.free(run)
     bench.audit({""})
     broken.release()
@@ -528,9 +529,9 @@ def test_what_hangs_below_a_failed_load_goes_with_it_and_the_rest_stays():
     bench.put([*A, *C], cuts=(4,))
     bench.put([9, 9])
     bench.squeeze()
-    upper = bench.cache.match_prefix(tokens(*A))
-    lower = bench.cache.match_prefix(tokens(*A, *B))
-    other = bench.cache.match_prefix(tokens(9, 9))
+    upper = bench.cache.matcher.match_prefix(tokens(*A))
+    lower = bench.cache.matcher.match_prefix(tokens(*A, *B))
+    other = bench.cache.matcher.match_prefix(tokens(9, 9))
     load = next(
         i for i, job in enumerate(bench.transfer.pending) if isinstance(job, Load) and job.number in upper.waits
     )
@@ -553,8 +554,8 @@ def test_leases_on_what_hangs_below_a_failed_load_are_broken_at_once():
     bench.put(A)
     bench.put_segment(A, [6, 7])
     bench.squeeze()
-    context = bench.cache.match_prefix(tokens(*A))
-    segment = bench.cache.match_segment(context, tokens(6, 7), Provenance.ISOLATED, "naive")
+    context = bench.cache.matcher.match_prefix(tokens(*A))
+    segment = match_segment(bench.cache, context, tokens(6, 7), Provenance.ISOLATED, "naive")
     assert context.waits and segment.waits and not context.waits.keys() & segment.waits.keys()
     load = next(i for i, job in enumerate(bench.transfer.pending) if isinstance(job, Load))
     bench.transfer.finish(load, "it failed")
@@ -572,24 +573,24 @@ def test_behind_a_broken_lease_nothing_is_found_and_nothing_kept():
     bench = tiers(12, lag=True)
     bench.put(A)
     bench.squeeze()
-    broken = bench.cache.match_prefix(tokens(*A))
+    broken = bench.cache.matcher.match_prefix(tokens(*A))
     bench.transfer.finish_all("it failed")
     bench.cache.poll()
     cache, run, isolated = bench.cache, bench.reserve(2), Provenance.ISOLATED
-    assert cache.match_segment(broken, tokens(6, 7), isolated, "naive") is None
-    with cache.match_dependency(broken, tokens(6, 7), "dep") as path:
+    assert match_segment(cache, broken, tokens(6, 7), isolated, "naive") is None
+    with cache.matcher.match_dependency(broken, tokens(6, 7), "dep") as path:
         assert path.length == 0
     for refused in (
-        lambda: cache.admit_segment(broken, tokens(6, 7), run, 4, isolated, "naive"),
-        lambda: cache.admit_dependency(broken, tokens(6, 7), 0, run, (), "dep"),
-        lambda: cache.admit_prefix(broken, tokens(*A, 6, 7), 4, run, ()),
+        lambda: cache.admitter.admit_segment(broken, tokens(6, 7), run, 4, isolated, "naive"),
+        lambda: cache.admitter.admit_dependency(broken, tokens(6, 7), 0, run, (), "dep"),
+        lambda: cache.admitter.admit_prefix(broken, tokens(*A, 6, 7), 4, run, ()),
     ):
         with pytest.raises(ValueError, match="never arrived: it failed"):
             refused()
     bench.audit({""})
     whole = bench.reserve(4)
     bench.write(whole, causal_content("", A))
-    cache.admit_prefix(broken, tokens(*A), 0, whole, ())  # what was computed without it may stay
+    cache.admitter.admit_prefix(broken, tokens(*A), 0, whole, ())  # what was computed without it may stay
     for held in (run, whole):
         cache.free(held)
     broken.release()
@@ -631,7 +632,7 @@ def test_a_load_that_waits_for_a_failed_save_fails():
     bench = tiers(lag=True)
     bench.put(A)
     bench.squeeze()
-    match = bench.cache.match_prefix(tokens(*A))
+    match = bench.cache.matcher.match_prefix(tokens(*A))
     bench.transfer.finish(0, "out of memory")
     bench.settle()
     assert match.broken and bench.cache.metrics.failures == {"save": 1, "load": 1}
@@ -680,7 +681,7 @@ def test_an_entry_that_cannot_be_read_is_computed_anew(how):
     bench.cache.clear()
     bench.settle()
     [key] = bench.disk_index.entries
-    match = bench.cache.match_prefix(tokens(*A))
+    match = bench.cache.matcher.match_prefix(tokens(*A))
     assert match.complete and not match.ready
     if how == "vanished":
         del bench.disk_index.entries[key]
@@ -788,7 +789,7 @@ def test_the_device_cannot_be_lost_while_bytes_come():
     bench = tiers(lag=True)
     bench.put(A)
     bench.squeeze()
-    bench.cache.match_prefix(tokens(*A)).release()
+    bench.cache.matcher.match_prefix(tokens(*A)).release()
     with pytest.raises(ValueError, match="a load is under way"):
         bench.cache.lose_device()
 
@@ -816,7 +817,7 @@ def test_what_came_back_from_lossy_storage_is_flagged_and_all_that_is_computed_o
     bench.put_path(A, [8, 9, 5])
     nodes = list(bench.cache.tree.nodes())
     assert len(nodes) == 7 and all(node.lossy for node in nodes)
-    with bench.match(A) as match, bench.cache.match_dependency(match, tokens(8, 9), "dep") as path:
+    with bench.match(A) as match, bench.cache.matcher.match_dependency(match, tokens(8, 9), "dep") as path:
         assert path.lossy and path.length == 2
     bench.put([50])
     assert not bench.node([50]).lossy
@@ -859,7 +860,7 @@ def test_kv_that_was_computed_anew_is_exact_but_the_copy_below_it_is_what_it_was
     with bench.match(A, cold=False) as match:
         run = bench.reserve(4)
         bench.write(run, causal_content("", A))
-        bench.cache.admit_prefix(match, tokens(*A), 0, run, ())
+        bench.cache.admitter.admit_prefix(match, tokens(*A), 0, run, ())
         bench.cache.free(run)
     bench.squeeze()
     assert bench.length(A) == 4  # checks that the match says so
@@ -877,7 +878,7 @@ def test_paths_share_what_they_share_and_siblings_are_exact():
     assert bench.path_length(A, [1, 2, 3, 8, 9, 9]) == 5 and bench.path_length(A, [1, 2, 7]) == 2
     tokens_of = sorted(n.tokens.tolist() for n in bench.cache.tree.nodes() if n.method == "dep")
     assert tokens_of == [[1, 2], [3], [4], [5], [8], [9]]
-    with bench.match(A) as match, bench.cache.match_dependency(match, tokens(1, 2, 3, 8), "dep") as path:
+    with bench.match(A) as match, bench.cache.matcher.match_dependency(match, tokens(1, 2, 3, 8), "dep") as path:
         assert path.complete and [at for _, at in path.spans] == [4, 7]
     assert bench.path_length([], [1, 2]) == 0 and bench.path_length(A, [1, 2], method="other") == 0
     before = bench.cache.metrics
@@ -932,7 +933,7 @@ def test_a_path_admitted_late_hangs_below_one_that_came_meanwhile():
         run = bench.reserve(3)
         bench.write(run, keyed_content("", [], Provenance.DEPENDENCY, "dep", [1, 2, 3]))
         bench.put_path([], [1, 2])
-        bench.cache.admit_dependency(context, tokens(1, 2, 3), 0, run, (), "dep")
+        bench.cache.admitter.admit_dependency(context, tokens(1, 2, 3), 0, run, (), "dep")
         bench.cache.free(run)
     bench.audit()
     assert bench.path_length([], [1, 2, 3]) == 3 and bench.cache.metrics.admitted_tokens == 3
@@ -1023,10 +1024,10 @@ def test_a_load_makes_room_in_the_quota_when_it_begins_and_when_it_was_for_nobod
     bench.settle()
     held = bench.cache.tree.held[Tier.DEVICE]
     assert where(bench, A, "a") == "H" and held["a"] == 8
-    match = bench.cache.match_prefix(tokens(*A), "a")
+    match = bench.cache.matcher.match_prefix(tokens(*A), "a")
     assert held["a"] == 8 and not match.ready
-    matches = [match, bench.cache.match_prefix(tokens(*C), "a")]
-    bench.cache.match_prefix(tokens(*B), "a").release()  # cancelled; all else is in use
+    matches = [match, bench.cache.matcher.match_prefix(tokens(*C), "a")]
+    bench.cache.matcher.match_prefix(tokens(*B), "a").release()  # cancelled; all else is in use
     assert held["a"] == 12
     bench.settle()
     assert held["a"] == 8
@@ -1066,7 +1067,7 @@ def test_a_quota_counts_the_entries_of_host_memory_with_what_each_has_besides_to
     bench = tiers(64, quota=quota(a=10), overhead=BYTES)
     for first in range(8):
         bench.put([first], tenant="a")
-        assert bench.cache._hierarchy.ledger.held["a"] <= 10 * BYTES
+        assert bench.cache._hierarchy.host_memory.held["a"] <= 10 * BYTES
     assert [where(bench, [n], "a") for n in range(8)].count("H") == 5
     bench.audit()
 
@@ -1085,9 +1086,9 @@ def test_what_exceeds_the_quota_alone_is_not_kept_in_host_memory():
     ("damage", "message"),
     [
         (lambda h, node: h.host.discard(node), "host's queue"),
-        (lambda h, node: setattr(h.ledger, "used", 7), "7 bytes of host memory are counted"),
-        (lambda h, node: setattr(next(iter(h.ledger.entries.values())), "nodes", 5), "host entries"),
-        (lambda h, node: h.ledger.entries.clear(), "host entries"),
+        (lambda h, node: setattr(h.host_memory, "used", 7), "7 bytes of host memory are counted"),
+        (lambda h, node: setattr(next(iter(h.host_memory.entries.values())), "nodes", 5), "host entries"),
+        (lambda h, node: h.host_memory.entries.clear(), "host entries"),
     ],
 )
 def test_the_audit_sees_what_is_wrong_below_the_device(damage, message):
@@ -1104,7 +1105,7 @@ def test_the_audit_sees_host_memory_that_is_too_full_and_a_load_that_does_not_br
     bench = tiers(lag=True)
     bench.put(A)
     bench.squeeze()
-    with bench.cache.match_prefix(tokens(*A)):
+    with bench.cache.matcher.match_prefix(tokens(*A)):
         [load] = bench.cache._hierarchy.loads.under_way.values()
         nodes, load.nodes = load.nodes, [*load.nodes[:-1], bench.cache.tree.root]
         bench.cache.tree.unpin(nodes[-1])
@@ -1119,10 +1120,10 @@ def test_the_audit_sees_host_memory_that_is_too_full_and_a_load_that_does_not_br
 def test_a_leaked_lease_is_named_and_a_context_manager_does_not_leak():
     bench = tiers()
     bench.put(A)
-    with pytest.raises(KeyError), bench.cache.match_prefix(tokens(*A), label="careful"):
+    with pytest.raises(KeyError), bench.cache.matcher.match_prefix(tokens(*A), label="careful"):
         raise KeyError
     bench.audit()
-    bench.cache.match_prefix(tokens(*A), label="careless")
+    bench.cache.matcher.match_prefix(tokens(*A), label="careless")
     with pytest.raises(AuditError, match="the match of 'careless' on 4 tokens was never released"):
         bench.cache.audit(live=("careful",))
 
@@ -1360,7 +1361,7 @@ class Tiers(RuleBasedStateMachine):
         if storm > 5:
             self.bench.squeeze()
         before, room = self.longest(ids, tenant), self.bench.pool.reclaimable_pages
-        match = self.cache.match_prefix(tokens(*ids), tenant, "r", cold=cold > 0)
+        match = self.cache.matcher.match_prefix(tokens(*ids), tenant, "r", cold=cold > 0)
         if cold and self.bench.pool.pages_for(before) + 1 < room:
             assert match.length >= before
             assert match.length == before or self.disk_index is not None
@@ -1397,7 +1398,7 @@ class Tiers(RuleBasedStateMachine):
             self.may_read(slot, held.tenant, (public is not None and at < public) or self.is_public(ids[: at + 1]))
         cuts = [cut for cut in cuts if cut <= len(ids)]
         share = None if public is None else min(public, len(ids))
-        self.cache.admit_prefix(match, tokens(*ids), from_, run, cuts, share)
+        self.cache.admitter.admit_prefix(match, tokens(*ids), from_, run, cuts, share)
         self.keep_run(run, keep)
 
     @precondition(lambda self: self.contexts())
@@ -1408,8 +1409,8 @@ class Tiers(RuleBasedStateMachine):
         context = self.pick(self.contexts(), pick)
         what = (provenance, "fusion", ids, tuple(behind))
         digest = neighbours_digest([tokens(*chunk) for chunk in behind])
-        match = self.cache.match_segment(
-            context.match, tokens(*ids), provenance, "fusion", behind=digest, variant=bool(digest), cfo=cfo
+        match = match_segment(
+            self.cache, context.match, tokens(*ids), provenance, "fusion", behind=digest, variant=bool(digest), cfo=cfo
         )
         if match is not None:
             self.hold(Held(match, context.tenant, ids, context.ids, what))
@@ -1421,7 +1422,7 @@ class Tiers(RuleBasedStateMachine):
         self.bench.write(run, content, bool((self.bench.read(context.match) & 1).any()))
         for slot in content:
             self.may_read(slot, context.tenant, public)
-        self.cache.admit_segment(
+        self.cache.admitter.admit_segment(
             context.match,
             tokens(*ids),
             run,
@@ -1439,7 +1440,7 @@ class Tiers(RuleBasedStateMachine):
     def path(self, pick, ids, cuts, keep, method):
         """Look a dependency path up; compute and admit what is missing."""
         context = self.pick(self.contexts(), pick)
-        match = self.cache.match_dependency(context.match, tokens(*ids), method)
+        match = self.cache.matcher.match_dependency(context.match, tokens(*ids), method)
         what = (Provenance.DEPENDENCY, method, ids)
         self.hold(Held(match, context.tenant, ids, context.ids, what))
         if context not in self.held or not (match.ready and context.match.ready) or context.match.broken is not None:
@@ -1452,7 +1453,7 @@ class Tiers(RuleBasedStateMachine):
         self.bench.write(run, content[match.length :], bool(lossy))
         for slot in content:
             self.may_read(slot, context.tenant, False)
-        self.cache.admit_dependency(context.match, tokens(*ids), match.length, run, cuts, method)
+        self.cache.admitter.admit_dependency(context.match, tokens(*ids), match.length, run, cuts, method)
         self.keep_run(run, keep)
 
     @precondition(lambda self: self.contexts())

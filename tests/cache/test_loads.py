@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragjax.cache.loads import Pace
+from ragjax.cache.match import Pace
 from ragjax.core import StepLimits
 from ragjax.core.tiers import Load
 from ragjax.reuse.base import Allocation
@@ -63,7 +63,7 @@ def test_stages_are_ready_once_all_loads_have_brought_them() -> None:
 
 def test_a_load_is_expected_to_take_as_long_as_those_before_it() -> None:
     bench = bench_below(A)
-    with bench.cache.match_prefix(tokens(*A)) as match:
+    with bench.cache.matcher.match_prefix(tokens(*A)) as match:
         assert [progress.seconds for progress in match.waits.values()] == [None]
         held = allocation(bench)
         held.prefix(tokens(*A))
@@ -83,14 +83,14 @@ def test_a_load_is_expected_to_take_as_long_as_those_before_it() -> None:
 
 def test_failed_loads_say_nothing_of_the_pace() -> None:
     bench = bench_below(A)
-    match = bench.cache.match_prefix(tokens(*A))
+    match = bench.cache.matcher.match_prefix(tokens(*A))
     bench.transfer.finish_all("it failed")
     bench.cache.poll()
     match.release()
     bench.put(A)
     bench.squeeze()
     bench.settle()
-    with bench.cache.match_prefix(tokens(*A)) as match:
+    with bench.cache.matcher.match_prefix(tokens(*A)) as match:
         assert [progress.seconds for progress in match.waits.values()] == [None]
         bench.settle()
 
@@ -117,7 +117,7 @@ def test_tiers_have_paces_of_their_own() -> None:
         bench.settle()
     other = Bench(16, host_bytes=64 * BYTES, disk_index=disk, lag=True)
     for expected in (None, 0.001):
-        with other.cache.match_prefix(tokens(*A)) as match:
+        with other.cache.matcher.match_prefix(tokens(*A)) as match:
             assert [progress.seconds for progress in match.waits.values()] == [expected]
             other.settle()
         other.cache.clear()

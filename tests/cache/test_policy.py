@@ -11,12 +11,10 @@ from benchmarks.baseline.policy.fifo import FIFO
 from benchmarks.baseline.policy.s3fifo import S3FIFO
 from benchmarks.baseline.policy.sieve import SIEVE
 from ragjax.cache.policy import POLICIES
-from ragjax.cache.policy.base import LRU, Access, Victims
-from ragjax.cache.policy.craft import Craft
+from ragjax.cache.policy.base import FEWEST, GHOSTS_PER_NODE, LRU, Access, Victims
 from ragjax.cache.policy.gdsf import GDSF, PGDSF
 from ragjax.cache.policy.lacr import LACR
-from ragjax.cache.policy.lasting import FEWEST, GHOSTS_PER_NODE
-from ragjax.cache.policy.lfu import LFU, PerfectLFU
+from ragjax.cache.policy.lfu import LFU, CraftPolicy, PerfectLFU
 from ragjax.cache.profile import Profile
 from ragjax.core.tiers import Tier
 from tests.support.transfers import Bench, tokens
@@ -232,7 +230,7 @@ PAIRS = {
     "lfu-perfect": (PerfectLFU, RarestEver),
     "gdsf": (lambda: GDSF(window=700), lambda size: Dual(size, 700, lambda **_: 1.0)),
     "pgdsf": (lambda: PGDSF(PROFILE, window=700), lambda size: Dual(size, 700, per_token)),
-    "craft": (Craft, Fixed),
+    "craft": (CraftPolicy, Fixed),
     "s3fifo": (S3FIFO, Three),
     "sieve": (SIEVE, Hand),
 }
@@ -442,7 +440,7 @@ def test_frequency_is_counted_within_a_window():
 
 
 def test_what_needs_little_fixing_stays():
-    policy, cheap, dear = Craft(), Node(b"a"), Node(b"b")
+    policy, cheap, dear = CraftPolicy(), Node(b"a"), Node(b"b")
     policy.on_access(cheap, Access(True, 0, 0, cfo=0.0))
     for _ in range(99):
         policy.on_access(dear, HIT)

@@ -6,13 +6,13 @@ The tests of the tests drop the salt at one seam after the other; each time a ch
 import numpy as np
 import pytest
 
-from ragjax.cache import cache as cache_module
-from ragjax.cache import keys
+from ragjax.cache import node as node_module
 from ragjax.cache import tree as tree_module
+from ragjax.cache.admitter import Admitter
 from ragjax.cache.pool import AuditError
 from ragjax.cache.tree import PUBLIC, KnowledgeTree, Provenance, common_prefix
 from ragjax.core.tiers import Tier
-from tests.support.transfers import BYTES, Bench, FakeDiskIndex, causal_content, keyed_content, tokens
+from tests.support.transfers import BYTES, Bench, FakeDiskIndex, causal_content, keyed_content, match_segment, tokens
 
 SYSTEM = [1] * 4
 SECRET = [*SYSTEM, 2, 3, 4]
@@ -43,17 +43,19 @@ def finds(bench, tenant):
             found.append(match.length)
     for context in (SYSTEM, SECRET, []):
         with bench.match(context, tenant) as match:
-            segment = bench.cache.match_segment(match, tokens(*CHUNK), Provenance.ISOLATED, "naive")
+            segment = match_segment(bench.cache, match, tokens(*CHUNK), Provenance.ISOLATED, "naive")
             bench.settle()
             found.append(0 if segment is None else segment.length)
             if segment is not None:
                 expected = keyed_content("a", context, Provenance.ISOLATED, "naive", CHUNK)
                 assert np.array_equal(bench.read(segment), expected)
                 segment.release()
-            with bench.cache.match_dependency(match, tokens(8, 8), "dep") as path:
+            with bench.cache.matcher.match_dependency(match, tokens(8, 8), "dep") as path:
                 bench.settle()
                 found.append(path.length)
-        found.append(len(bench.cache.variants(tokens(*CHUNK), "naive", tenant)) if context == SYSTEM else 0)
+        found.append(
+            len(bench.cache.matcher.find_variants(tokens(*CHUNK), "naive", tenant)) if context == SYSTEM else 0
+        )
     return found
 
 
@@ -107,7 +109,7 @@ def check_two_tenants_keep_the_same_words_apart():
         assert bench.length(SECRET, tenant) == 7  # checks that the bytes are its own
         assert bench.has_segment(SECRET, CHUNK, tenant=tenant)
         assert [n.tenant for n in bench.cache.tree.places(tenant, tokens(*CHUNK).tobytes())] == [tenant]
-        assert [n.tenant for n in bench.cache.variants(tokens(*CHUNK), "naive", tenant)] == [tenant]
+        assert [n.tenant for n in bench.cache.matcher.find_variants(tokens(*CHUNK), "naive", tenant)] == [tenant]
     bench.audit()
 
 
@@ -138,8 +140,8 @@ def unsalted_content(monkeypatch):
 
 
 def unsalted_edge(monkeypatch):
-    real = keys.radix_tag
-    for module in (keys, tree_module):
+    real = node_module.radix_tag
+    for module in (node_module, tree_module):
         monkeypatch.setattr(module, "radix_tag", lambda tenant, method: real("", method))
 
 
@@ -151,9 +153,9 @@ def one_tenant_for_all(monkeypatch):
 
 def all_is_public(monkeypatch):
     """Admissions forget whose it is."""
-    real = cache_module.KnowledgeCache.admit_prefix
+    real = Admitter.admit_prefix
     monkeypatch.setattr(
-        cache_module.KnowledgeCache,
+        Admitter,
         "admit_prefix",
         lambda self, context, ids, from_, run, cuts, public=None: real(self, context, ids, from_, run, cuts, len(ids)),
     )
@@ -192,7 +194,7 @@ def test_a_public_prefix_is_shared_and_what_follows_is_not():
         with bench.match(SECRET, tenant) as match:
             run = bench.reserve(len(SECRET) - match.length)
             bench.write(run, causal_content(tenant, SECRET)[match.length :])
-            bench.cache.admit_prefix(match, tokens(*SECRET), match.length, run, (), 4)
+            bench.cache.admitter.admit_prefix(match, tokens(*SECRET), match.length, run, (), 4)
             bench.cache.free(run)
     nodes = [(n.tenant, n.tokens.tolist()) for n in bench.cache.tree.nodes()]
     assert sorted(nodes) == [("", SYSTEM), ("a", [2, 3, 4]), ("b", [2, 3, 4])]
@@ -221,7 +223,7 @@ def test_nothing_is_public_below_what_is_a_tenants():
     with bench.match([*SECRET, 5], "a") as match:
         run = bench.reserve(1)
         bench.write(run, causal_content("a", [*SECRET, 5])[7:])
-        bench.cache.admit_prefix(match, tokens(*SECRET, 5), 7, run, (), 8)
+        bench.cache.admitter.admit_prefix(match, tokens(*SECRET, 5), 7, run, (), 8)
         bench.cache.free(run)
     bench.put_segment(SECRET, CHUNK, tenant="a", public=True)
     assert {node.tenant for node in bench.cache.tree.nodes()} == {"a"}
@@ -279,6 +281,6 @@ def test_idle_tenants_leave_nothing_behind():
 
 
 def test_names_of_tenants_and_methods_do_not_run_into_each_other():
-    tags = {keys.radix_tag(t, m) for t in ("", "a", "ab") for m in (None, "", "b", "bb")}
+    tags = {node_module.radix_tag(t, m) for t in ("", "a", "ab") for m in (None, "", "b", "bb")}
     assert len(tags) == 12
     assert common_prefix(b"", b"") == 0

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragjax.cache.keys import context_digest, context_of
-from ragjax.cache.node import Node, Provenance
+from ragjax.cache.node import Node, Provenance, context_digest, context_of
 from ragjax.cache.pool import AuditError, PagePool
 from ragjax.cache.tree import KnowledgeTree, common_prefix, join_runs
 from ragjax.core import Run

@@ -5,10 +5,10 @@ import pytest
 
 from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.match import Candidate
-from ragjax.cache.policy.craft import LOWEST_CFO
+from ragjax.cache.policy.lfu import LOWEST_CFO
 from ragjax.cache.tree import Node, Provenance
 from ragjax.cache.variant import Variants
-from tests.support.transfers import BYTES, Bench, FakeDiskIndex, alternatives, keyed_content, tokens
+from tests.support.transfers import BYTES, Bench, FakeDiskIndex, alternatives, keyed_content, match_segment, tokens
 
 APPROXIMATE = Provenance.APPROXIMATE
 SYSTEM = [1] * 4
@@ -26,7 +26,7 @@ def has(bench, behind, ids=CHUNK, **options):
 def kept(bench, ids=CHUNK):
     """The chunk's variants, by what they were computed behind, in the order of their making; no look-up of them."""
     digests = {neighbours_digest([tokens(n)]): n for n in range(100)}
-    return [digests[node.behind] for node in bench.cache.variants(tokens(*ids), "craft")]
+    return [digests[node.behind] for node in bench.cache.matcher.find_variants(tokens(*ids), "craft")]
 
 
 def make(limit=3, **options):
@@ -155,8 +155,8 @@ def test_variants_in_use_do_not_leave():
         put(bench, [[first]])
     with bench.match(SYSTEM) as context:
         matches = [
-            bench.cache.match_segment(
-                context, tokens(*CHUNK), APPROXIMATE, "craft", behind=neighbours_digest([tokens(n)])
+            match_segment(
+                bench.cache, context, tokens(*CHUNK), APPROXIMATE, "craft", behind=neighbours_digest([tokens(n)])
             )
             for n in (10, 11)
         ]
@@ -191,12 +191,12 @@ def test_the_first_variant_that_is_kept_is_matched():
     tried = [Candidate(APPROXIMATE, "craft", neighbours_digest([tokens(n)]), True, 0.25) for n in (12, 11, 10)]
     with bench.match(SYSTEM) as context:
         missed = bench.cache.metrics.missed_tokens
-        match = bench.cache.match_first(context, tokens(*CHUNK), tried)
+        match = bench.cache.matcher.match_first(context, tokens(*CHUNK), tried)
         assert match.node.behind == neighbours_digest([tokens(11)])
-        assert bench.cache._matcher._variants.reuse(match.node) == 4
+        assert bench.cache.matcher._variants.reuse(match.node) == 4
         match.release()
         assert bench.cache.metrics.missed_tokens == missed
-        assert bench.cache.match_first(context, tokens(*CHUNK), tried[:1]) is None
+        assert bench.cache.matcher.match_first(context, tokens(*CHUNK), tried[:1]) is None
         assert bench.cache.metrics.missed_tokens == missed + len(CHUNK)
     bench.audit()
 
@@ -206,9 +206,9 @@ def test_variants_are_listed_for_what_they_were_computed_on():
     put(bench, [[10]])
     bench.put([2, 2])
     bench.put_segment([2, 2], CHUNK, APPROXIMATE, "craft", behind=[[11]], variant=True)
-    assert len(bench.cache.variants(tokens(*CHUNK), "craft")) == 2
+    assert len(bench.cache.matcher.find_variants(tokens(*CHUNK), "craft")) == 2
     for context, behind in ((SYSTEM, [10]), ([2, 2], [11]), ([3], None)):
-        listed = bench.cache.variants(tokens(*CHUNK), "craft", context=tokens(*context))
+        listed = bench.cache.matcher.find_variants(tokens(*CHUNK), "craft", context=tokens(*context))
         assert [node.behind for node in listed] == ([neighbours_digest([tokens(*behind)])] if behind else [])
 
 
@@ -247,15 +247,15 @@ def test_variants_that_lie_on_disk_alone_are_listed_too():
     bench.put_segment(SYSTEM, [6, 8], APPROXIMATE, "craft", behind=[[10]], variant=True)
     bench.put_segment(SYSTEM, CHUNK, APPROXIMATE, "fusion", behind=[[10]])
     bench.flush()
-    before = {node.key for node in bench.cache.variants(tokens(*CHUNK), "craft")}
+    before = {node.key for node in bench.cache.matcher.find_variants(tokens(*CHUNK), "craft")}
     bench = make(host_bytes=200 * BYTES, disk_index=disk_index)
     put(bench, [[12]])
     for cold in (False, True):
-        listed = bench.cache.variants(tokens(*CHUNK), "craft", context=tokens(*SYSTEM), cold=cold)
+        listed = bench.cache.matcher.find_variants(tokens(*CHUNK), "craft", context=tokens(*SYSTEM), cold=cold)
         assert isinstance(listed[0], Node) and {each.key for each in listed[1:]} == (before if cold else set())
-    assert [each.key for each in bench.cache.variants(tokens(*CHUNK), "craft", context=tokens(9))] == []
+    assert [each.key for each in bench.cache.matcher.find_variants(tokens(*CHUNK), "craft", context=tokens(9))] == []
     assert has(bench, [[11]])
-    listed = bench.cache.variants(tokens(*CHUNK), "craft", context=tokens(*SYSTEM))
+    listed = bench.cache.matcher.find_variants(tokens(*CHUNK), "craft", context=tokens(*SYSTEM))
     assert len({each.key for each in listed}) == len(listed), "what came to memory is listed once"
     assert [isinstance(each, Node) for each in listed] == [True, True, False]
 
@@ -267,8 +267,8 @@ def test_variants_are_listed_for_their_tenant_and_the_public():
     put(bench, [[12]], tenant="b")
     bench.put_segment(SYSTEM, CHUNK)
     for tenant, count in (("", 1), ("a", 2), ("b", 2), ("c", 1)):
-        assert len(bench.cache.variants(tokens(*CHUNK), "craft", tenant)) == count
-    assert bench.cache.variants(tokens(9, 9), "craft") == ()
+        assert len(bench.cache.matcher.find_variants(tokens(*CHUNK), "craft", tenant)) == count
+    assert bench.cache.matcher.find_variants(tokens(9, 9), "craft") == ()
 
 
 def test_meta_is_kept_with_a_variant_through_the_disk():
@@ -278,12 +278,14 @@ def test_meta_is_kept_with_a_variant_through_the_disk():
         run = bench.reserve(2)
         bench.write(run, keyed_content("", SYSTEM, APPROXIMATE, "craft", CHUNK, [[10]]))
         digest = neighbours_digest([tokens(10)])
-        bench.cache.admit_segment(match, tokens(*CHUNK), run, 4, APPROXIMATE, "craft", behind=digest, meta=b"scores")
+        bench.cache.admitter.admit_segment(
+            match, tokens(*CHUNK), run, 4, APPROXIMATE, "craft", behind=digest, meta=b"scores"
+        )
         bench.cache.free(run)
     bench.flush()
     bench = make(disk_index=disk_index)
     assert has(bench, [[10]])
-    [variant] = bench.cache.variants(tokens(*CHUNK), "craft")
+    [variant] = bench.cache.matcher.find_variants(tokens(*CHUNK), "craft")
     assert variant.meta == b"scores" and variant.behind == digest
 
 

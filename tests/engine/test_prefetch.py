@@ -46,11 +46,11 @@ def test_a_look_ahead_loads_and_counts_nothing(tier: str) -> None:
     bench.settle()
     before = state_of(bench)[1]
     with bench.cache.looking_ahead(2) as taken:
-        bench.cache.match_prefix(tokens(*A, 9)).release()
+        bench.cache.matcher.match_prefix(tokens(*A, 9)).release()
         assert taken() == 2 and bench.cache.loading == 1
     bench.settle()
     assert state_of(bench)[1] == before
-    with bench.cache.match_prefix(tokens(*A)) as match:
+    with bench.cache.matcher.match_prefix(tokens(*A)) as match:
         assert match.ready and match.complete and match.tier() is Tier.DEVICE
     bench.audit()
 
@@ -62,11 +62,11 @@ def test_a_look_ahead_takes_no_more_pages_than_it_may() -> None:
     bench.squeeze()
     bench.settle()
     with bench.cache.looking_ahead(3) as taken:
-        match = bench.cache.match_prefix(tokens(*path))
+        match = bench.cache.matcher.match_prefix(tokens(*path))
         assert taken() == 2 and match.length == 8  # a second run would take two more
         match.release()
     with bench.cache.looking_ahead(0):
-        assert bench.cache.match_prefix(tokens(*path)).length == 8
+        assert bench.cache.matcher.match_prefix(tokens(*path)).length == 8
     bench.settle()
 
 
@@ -76,7 +76,7 @@ def test_loads_of_a_look_ahead_are_given_up_for_their_pages() -> None:
     bench.squeeze()
     bench.settle()
     with bench.cache.looking_ahead(4):
-        bench.cache.match_prefix(tokens(*A)).release()
+        bench.cache.matcher.match_prefix(tokens(*A)).release()
     assert bench.pool.reclaimable_pages == 2
     assert bench.cache.give_up() and bench.pool.reclaimable_pages == 4
     bench.audit()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragjax.cache.outlook import Look
+from ragjax.cache.lookahead import Look
 from ragjax.core import Answer, Kind, Prompt, Segment
 from ragjax.core.depprompt import DepPrompt, LinearNode, TreeNode
 from ragjax.engine import Engine

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragjax.cache.outlook import Look
+from ragjax.cache.lookahead import Look
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import Access, Victims
 from ragjax.cache.tree import Node

@@ -493,7 +493,7 @@ def overwrite(engine: Engine, tokens: Tokens) -> None:
 
 def exchange(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     """Another chunk's KV: look-ups of a chunk find one of equal length, if there is one."""
-    matcher = engine._cache._matcher
+    matcher = engine._cache.matcher
     match = matcher._match
 
     def wrong(context: Match, tokens: Tokens, *args: Any, **options: Any) -> Match | None:

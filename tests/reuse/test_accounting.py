@@ -138,6 +138,6 @@ def test_a_warm_request_counts_once_and_finds_the_finished_turn() -> None:
         Prefix().finish(asked, talk.plan, answer, talk.allocation)
         talk.close()
         assert max(node.note >> 40 for node in executor.cache.tree.nodes()) == count
-    match = executor.cache.match_prefix(np.concatenate([asked.tokens, answer]))
+    match = executor.cache.matcher.match_prefix(np.concatenate([asked.tokens, answer]))
     assert match.complete
     match.release()

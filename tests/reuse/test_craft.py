@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import neighbours_digest
-from ragjax.cache.policy.craft import LOWEST_CFO
+from ragjax.cache.policy.lfu import LOWEST_CFO
 from ragjax.core import Answer, Kind, Measure, Move, OutOfPages, Pass, Prompt, RequestError, Segment
 from ragjax.reuse import strategies
 from ragjax.reuse.craft import Craft
@@ -161,7 +161,7 @@ def test_a_sequence_of_requests_is_what_the_shadow_says(
                 computed = rows - set(range(head)) | fresh
                 assert done.plan.reports[i].recomputed == len(computed & set(range(begin, end)))
             if segment.kind is Kind.CHUNK:
-                nodes = executor.cache.variants(segment.tokens, VARIANT)
+                nodes = executor.cache.matcher.find_variants(segment.tokens, VARIANT)
                 kept = shadow.kept[digest(segment.tokens)]
                 read = [Influence.decode(node.meta) for node in nodes]
                 assert [r.before for r in read] == [old.before for old in kept]
@@ -187,7 +187,7 @@ def test_a_chunk_in_an_unseen_prefix_gets_a_variant_though_it_would_be_mended_in
         executor, craft = Executor(), Craft(alpha=0.5, tau=tau)
         for chunks in ((0, 1, 2), (3, 4, 2), (2, 0)):
             done = executor.run(craft, ask(*chunks))
-        counts.append(len(executor.cache.variants(chunk(2).tokens, VARIANT)))
+        counts.append(len(executor.cache.matcher.find_variants(chunk(2).tokens, VARIANT)))
     assert counts == [3, 1]
     again = executor.run(Craft(tau=0.0), ask(0, 1, 2, question=1))
     assert len(rows_of(again)) == 6 and done.plan.exact_to is None
@@ -209,7 +209,7 @@ def test_an_ablation_leaves_its_factor_out(name: str) -> None:
     executor, craft = Executor(), strategies()[name]
     executor.run(craft, ask(0, 1, 2))
     prompt = ask(1, 0, 2)
-    [node] = executor.cache.variants(chunk(2).tokens, VARIANT)
+    [node] = executor.cache.matcher.find_variants(chunk(2).tokens, VARIANT)
     influence = Influence.decode(node.meta)
     assert influence is not None
     adjusted = influence.overlap(before(prompt, 3)) * (1 - disorder(influence.before, before(prompt, 3)))
@@ -285,12 +285,12 @@ def test_of_variants_that_need_no_mending_the_one_computed_behind_just_this_is_t
 def test_a_chunk_behind_an_earlier_turn_is_another_variant_and_private() -> None:
     executor, craft = Executor(), Craft()
     executor.run(craft, ask(0, history=True), tenant="a")
-    [node] = executor.cache.variants(chunk(0).tokens, VARIANT, "a")
-    assert node.tenant == "a" and executor.cache.variants(chunk(0).tokens, VARIANT, "b") == ()
+    [node] = executor.cache.matcher.find_variants(chunk(0).tokens, VARIANT, "a")
+    assert node.tenant == "a" and executor.cache.matcher.find_variants(chunk(0).tokens, VARIANT, "b") == ()
     done = executor.run(craft, ask(0), tenant="b")
     np.testing.assert_allclose(done.logits, full(ask(0)), atol=1e-6, rtol=1e-5)
-    [node] = executor.cache.variants(chunk(0).tokens, VARIANT, "b")
-    assert node.tenant == "" and len(executor.cache.variants(chunk(0).tokens, VARIANT, "a")) == 2
+    [node] = executor.cache.matcher.find_variants(chunk(0).tokens, VARIANT, "b")
+    assert node.tenant == "" and len(executor.cache.matcher.find_variants(chunk(0).tokens, VARIANT, "a")) == 2
 
 
 def test_a_private_chunk_makes_those_behind_it_private() -> None:
@@ -299,7 +299,7 @@ def test_a_private_chunk_makes_those_behind_it_private() -> None:
     executor = Executor()
     executor.run(Craft(), prompt, tenant="a")
     for i in (0, 1):
-        assert [node.tenant for node in executor.cache.variants(chunk(i).tokens, VARIANT, "a")] == ["a"]
+        assert [node.tenant for node in executor.cache.matcher.find_variants(chunk(i).tokens, VARIANT, "a")] == ["a"]
 
 
 def test_without_chunks_and_without_a_system_prompt() -> None:
@@ -328,7 +328,7 @@ def test_keys_are_those_of_the_nodes_it_uses() -> None:
     executor.run(craft, prompt)
     assert {node.key for node in executor.cache.tree.nodes()} == set(expected)
     assert craft.keys(prompt, executor.cache, "") == expected
-    [variant] = executor.cache.variants(chunk(1).tokens, VARIANT)
+    [variant] = executor.cache.matcher.find_variants(chunk(1).tokens, VARIANT)
     assert variant.key in craft.keys(ask(2, 1), executor.cache, "a")
 
 
@@ -338,7 +338,9 @@ def test_concurrent_requests_share_a_chunk_unharmed() -> None:
     executor, craft = Executor(), Craft("craft-focus", focus=True, tau=1.0)
     executor.run(craft, ask(0, 1, 2, 3))
     pages = np.flatnonzero(np.isfinite(executor.v[0]).all((-1, -2)))
-    nodes = [node.run.slots(16) for i in range(4) for node in executor.cache.variants(chunk(i).tokens, VARIANT)]
+    nodes = [
+        node.run.slots(16) for i in range(4) for node in executor.cache.matcher.find_variants(chunk(i).tokens, VARIANT)
+    ]
     slots = np.intersect1d(pages, np.concatenate(nodes))
     was = executor.k[:, slots].copy(), executor.v[:, slots].copy()
     alone = [executor.run(craft, prompt, ratio).logits for prompt, ratio in asks]
@@ -385,7 +387,7 @@ def test_fused_chunks_are_mended_by_the_attention_to_their_neighbours() -> None:
         chosen = sorted(range(len(score)), key=lambda t: -score[t])[: math.ceil(cost * len(score))]
         rows = {row - begin for row in rows_of(done) if begin <= row < prompt.starts[i + 1]}
         assert rows == set(chosen) and 0 < len(chosen) < len(score)
-    assert executor.cache.variants(chunk(0).tokens, VARIANT) == ()
+    assert executor.cache.matcher.find_variants(chunk(0).tokens, VARIANT) == ()
 
 
 def _literal_overhead(prob: Array, dense: Prompt, now: Sequence[bytes]) -> float:
@@ -504,7 +506,7 @@ def test_chunks_out_of_focus_take_their_old_kv_from_the_next_stage_on(stages: tu
     rows = [np.setdiff1d(passes[0].rows, out if layer >= at else []) for layer in range(9)]
     k, v = _kept(early, prompt, made)
     np.testing.assert_allclose(done.logits, by_layers(made, prompt.tokens, rows, k, v), atol=1e-6, rtol=1e-5)
-    assert len(early.cache.variants(chunk(4).tokens, VARIANT)) == (new == 4)
+    assert len(early.cache.matcher.find_variants(chunk(4).tokens, VARIANT)) == (new == 4)
 
 
 def test_the_deep_cases_above_are_cut_in_time() -> None:
@@ -522,7 +524,7 @@ def _kept(executor: Executor, prompt: Prompt, made: Model) -> tuple[Array, Array
     k[:, : len(SYSTEM)], v[:, : len(SYSTEM)] = head.k, head.v
     for i in range(1, len(prompt.segments) - 1):
         begin, end = prompt.starts[i], prompt.starts[i + 1]
-        node = executor.cache.variants(prompt.segments[i].tokens, VARIANT)[0]
+        node = executor.cache.matcher.find_variants(prompt.segments[i].tokens, VARIANT)[0]
         slots = node.run.slots(16)
         v[:, begin:end] = executor.v[:, slots]
         for layer in range(len(made.layers)):

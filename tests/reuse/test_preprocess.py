@@ -76,7 +76,7 @@ def dense_fused(system: Segment, chunk: Segment, others: Sequence[Segment]) -> t
 
 
 def node_of(cache: KnowledgeCache, chunk: Segment, method: str, behind: bytes = b"") -> Node:
-    (node,) = [node for node in cache.variants(chunk.tokens, method) if node.behind == behind]
+    (node,) = [node for node in cache.matcher.find_variants(chunk.tokens, method) if node.behind == behind]
     return node
 
 
@@ -134,7 +134,7 @@ def test_the_order_of_fusing_does_not_matter() -> None:
             others = tuple(chunk for j, chunk in enumerate(chunks) if j != i)
             executor.run(Fuse(), Job(system, chunks[i], others).prompt)
         nodes = [node_of(executor.cache, c, METHOD, node.behind) for c in chunks
-                 for node in executor.cache.variants(c.tokens, METHOD)]  # fmt: skip
+                 for node in executor.cache.matcher.find_variants(c.tokens, METHOD)]  # fmt: skip
         assert len(nodes) == 3
         outcomes.append(np.concatenate([executor.k[:, n.run.slots(executor.page_size)] for n in nodes], axis=1))  # type: ignore[union-attr]
     for outcome in outcomes[1:]:
@@ -146,7 +146,7 @@ def test_the_order_of_the_neighbours_does() -> None:
     executor = Executor()
     for others in ((one, two), (two, one)):
         executor.run(Fuse(), Job(system, chunk, others).prompt)
-    assert len(executor.cache.variants(chunk.tokens, METHOD)) == 2
+    assert len(executor.cache.matcher.find_variants(chunk.tokens, METHOD)) == 2
 
 
 def test_keys_name_what_is_used_and_kept() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import benchmarks.baseline  # noqa: F401 (registers its names)
-from ragjax.cache.outlook import Look
+from ragjax.cache.lookahead import Look
 from ragjax.schedule.order import ORDERS, WINDOW, Queue, Waiting
 
 

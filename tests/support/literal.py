@@ -101,10 +101,10 @@ def plant(executor: Executor, prompt: Prompt, i: int, behind: Sequence[Segment])
     slots = run.slots(executor.page_size)
     executor.k[:, slots], executor.v[:, slots] = dense.k[:, -n:], dense.v[:, -n:]
     digest = neighbours_digest([segment.tokens for segment in behind])
-    with cache.match_prefix(prompt.segments[0].tokens) as context:
+    with cache.matcher.match_prefix(prompt.segments[0].tokens) as context:
         assert context.complete, "run a strategy first, so that the system prompt is kept"
         local_start = system + sum(len(segment) for segment in behind)
-        cache.admit_segment(
+        cache.admitter.admit_segment(
             context, prompt.segments[i].tokens, run, local_start, Provenance.APPROXIMATE, "fusion", behind=digest,
         )  # fmt: skip
     cache.free(run)

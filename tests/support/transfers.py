@@ -54,7 +54,7 @@ def alternatives(cache, context, chunks, method):
     for i, chunk in enumerate(chunks):
         behinds = [neighbours_digest([tokens(*other) for other in chunks[begin:i]]) for begin in range(i + 1)]
         kinds = [Provenance.APPROXIMATE if behind else Provenance.ISOLATED for behind in behinds]
-        yield cache.match_first(context, tokens(*chunk), map(Candidate, kinds, [method] * (i + 1), behinds))
+        yield cache.matcher.match_first(context, tokens(*chunk), map(Candidate, kinds, [method] * (i + 1), behinds))
 
 
 # --------------------------------------------------------------------------------------------- fakes
@@ -333,7 +333,7 @@ class Bench:
 
     def match(self, ids, tenant="", **options):
         """A match whose bytes have arrived."""
-        match = self.cache.match_prefix(tokens(*ids), tenant, **options)
+        match = self.cache.matcher.match_prefix(tokens(*ids), tenant, **options)
         if self.transfer is not None and not self.transfer.lag:
             self.settle()
             assert match.ready
@@ -346,7 +346,7 @@ class Bench:
                 return
             run = self.reserve(len(ids) - match.length)
             self.write(run, causal_content(tenant, ids)[match.length :], match.lossy)
-            self.cache.admit_prefix(match, tokens(*ids), match.length, run, cuts, public)
+            self.cache.admitter.admit_prefix(match, tokens(*ids), match.length, run, cuts, public)
             self.cache.free(run)
 
     def put_segment(
@@ -366,7 +366,7 @@ class Bench:
             run = self.reserve(len(ids))
             self.write(run, keyed_content(tenant, context, provenance, method, ids, behind), match.lossy)
             digest = neighbours_digest([tokens(*chunk) for chunk in behind])
-            self.cache.admit_segment(
+            self.cache.admitter.admit_segment(
                 match,
                 tokens(*ids),
                 run,
@@ -381,14 +381,17 @@ class Bench:
 
     def put_path(self, context, ids, cuts=(), method="dep", tenant=""):
         """What a request does that computes and admits a dependency path."""
-        with self.match(context, tenant) as match, self.cache.match_dependency(match, tokens(*ids), method) as found:
+        with (
+            self.match(context, tenant) as match,
+            self.cache.matcher.match_dependency(match, tokens(*ids), method) as found,
+        ):
             self.settle()
             if found.complete:
                 return
             run = self.reserve(len(ids) - found.length)
             content = keyed_content(tenant, context, Provenance.DEPENDENCY, method, ids)
             self.write(run, content[found.length :], match.lossy or found.lossy)
-            self.cache.admit_dependency(match, tokens(*ids), found.length, run, cuts, method)
+            self.cache.admitter.admit_dependency(match, tokens(*ids), found.length, run, cuts, method)
             self.cache.free(run)
 
     def has_segment(
@@ -407,8 +410,8 @@ class Bench:
         """Whether the chunk is found, as `origin` computed it."""
         digest = neighbours_digest([tokens(*chunk) for chunk in behind])
         with self.match(context, tenant) as match:
-            found = self.cache.match_segment(
-                match, tokens(*ids), provenance, method, behind=digest, variant=variant, cfo=cfo
+            found = match_segment(
+                self.cache, match, tokens(*ids), provenance, method, behind=digest, variant=variant, cfo=cfo
             )
             if found is None:
                 return False
@@ -430,7 +433,10 @@ class Bench:
             return match.length
 
     def path_length(self, context, ids, method="dep", tenant=""):
-        with self.match(context, tenant) as match, self.cache.match_dependency(match, tokens(*ids), method) as found:
+        with (
+            self.match(context, tenant) as match,
+            self.cache.matcher.match_dependency(match, tokens(*ids), method) as found,
+        ):
             self.settle()
             content = keyed_content(tenant, context, Provenance.DEPENDENCY, method, ids)[: found.length]
             assert np.array_equal(self.read(found) & ~1, content)
@@ -474,3 +480,9 @@ class Bench:
         ]
         victims = {n.key for n in self.cache._hierarchy.device.nodes()}
         return nodes, self.pool.counts.tolist(), self.pool.free_pages, self.cache.metrics, victims
+
+
+def match_segment(cache, context, tokens, provenance, method, *, behind=b"", cold=True, variant=False, cfo=1.0):
+    """Pin the KV of these tokens on exactly the matched context: the one candidate with these fields."""
+    candidate = Candidate(provenance, method, behind, variant, cfo)
+    return cache.matcher.match_first(context, tokens, [candidate], cold=cold)

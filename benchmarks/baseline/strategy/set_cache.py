@@ -16,8 +16,8 @@ from itertools import takewhile
 import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.keys import context_digest, raw_of
-from ragjax.cache.outlook import Causal, Look, Outlook
+from ragjax.cache.lookahead import Causal, Look, Outlook
+from ragjax.cache.node import context_digest, raw_of
 from ragjax.cache.tree import KnowledgeTree
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Span, Tokens
 from ragjax.reuse import STRATEGIES, ModelTraits

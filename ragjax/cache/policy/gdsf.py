@@ -7,8 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ragjax.cache.node import Node
-from ragjax.cache.policy.base import POLICIES, Access
-from ragjax.cache.policy.lasting import Lasting
+from ragjax.cache.policy.base import POLICIES, Access, Lasting
 from ragjax.cache.profile import Profile
 from ragjax.core.tiers import Tier
 

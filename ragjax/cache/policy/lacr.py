@@ -48,7 +48,7 @@ class Demand:
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class QueuedRequest:
     """A waiting request. slot: its rank in the window plus the number of requests that left the window before."""
 
     demands: tuple[Demand, ...]
@@ -89,7 +89,7 @@ class LACR(Policy):
         self._left = 0
         self._window: list[str] = []
         self._beyond: OrderedDict[str, None] = OrderedDict()
-        self._waiting: dict[str, Waiting] = {}
+        self._waiting: dict[str, QueuedRequest] = {}
         self._demands: dict[bytes, Demand] = {}
 
     def on_access(self, node: Node, access: Access) -> None:
@@ -129,7 +129,7 @@ class LACR(Policy):
         demands = tuple(self._demand(key) for key in dict.fromkeys(keys))
         for demand in demands:
             demand.users += 1
-        self._waiting[request] = Waiting(demands)
+        self._waiting[request] = QueuedRequest(demands)
         self._beyond[request] = None
         self._advance()
         return list(self._demands) if self._length is None else ()
@@ -176,7 +176,7 @@ class LACR(Policy):
             self._forget(demand)
         return fallen
 
-    def _leave(self, request: str, waiting: Waiting) -> int:
+    def _leave(self, request: str, waiting: QueuedRequest) -> int:
         """The request leaves the window; returns how many it overtook."""
         for demand in waiting.demands:
             demand.count -= 1

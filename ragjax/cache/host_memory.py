@@ -13,7 +13,7 @@ from ragjax.core.tiers import Copy, Record, Save, TransferEngine, Write
 
 
 @dataclass
-class Entry:
+class SavedEntry:
     """A host entry: its size in bytes, whose it is, and how many nodes lie in it (a split leaves two)."""
 
     size: int
@@ -30,14 +30,14 @@ class _Orders:
     forgotten: list[int] = field(default_factory=list)
 
 
-class HostLedger:
+class HostMemory:
     """Entries of host memory by number, the bytes `used` by them, and those `held` by tenant. Without an engine there
     are none.
     """
 
     def __init__(self, engine: TransferEngine | None):
         self._engine = engine
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, SavedEntry] = {}
         self.used = 0
         self.held = Counter[str]()
         self._number = 0
@@ -46,7 +46,7 @@ class HostLedger:
     def save(self, run: Run, size: int, tenant: str) -> Copy:
         """Order an entry of `size` bytes for a run of the device; it counts one node."""
         self._number += 1
-        self.entries[self._number] = Entry(size, tenant)
+        self.entries[self._number] = SavedEntry(size, tenant)
         self._count(tenant, size)
         self._orders.saves.append(Save(self._number, run))
         return Copy(self._number, 0, run.length)
@@ -99,6 +99,6 @@ class HostLedger:
         self.used += size
         self.held[tenant] += size
 
-    def _entry(self, copy: Copy) -> Entry:
+    def _entry(self, copy: Copy) -> SavedEntry:
         assert isinstance(copy.entry, int)
         return self.entries[copy.entry]

@@ -3,48 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from ragjax.cache.hierarchy import Hierarchy
-from ragjax.cache.keys import context_hasher, context_of, raw_of
-from ragjax.cache.match import Match, Metrics, Totals
+from ragjax.cache.lookahead import stops
+from ragjax.cache.match import CacheMetrics, Match, Totals
 from ragjax.cache.matcher import Matcher
-from ragjax.cache.node import PUBLIC, Node, Provenance
+from ragjax.cache.node import PUBLIC, Node, Provenance, context_hasher, context_of, raw_of
 from ragjax.cache.policy.base import Access, Policy
-from ragjax.cache.upcoming import stops
 from ragjax.cache.variant import Variants
 from ragjax.core import Run, Tokens
 
 
-class Segment(NamedTuple):
-    """KV of a segment, as `KnowledgeCache.admit_segment` describes it."""
-
-    run: Run
-    local_start: int
-    provenance: Provenance
-    method: str
-    behind: bytes
-    meta: bytes
-    variant: bool
-
-
-class Path(NamedTuple):
-    """KV of a dependency path's tokens from `from_` on, as `KnowledgeCache.admit_dependency` describes it."""
-
-    from_: int
-    run: Run
-    cuts: Sequence[int]
-    method: str
-    local_start: int | None
-    meta: bytes
-
-
-class Admission:
+class Admitter:
     """Attaches nodes; what the tree holds already stays as it is."""
 
-    def __init__(self, matcher: Matcher, hierarchy: Hierarchy, policy: Policy, metrics: Metrics, variants: Variants):
+    def __init__(
+        self, matcher: Matcher, hierarchy: Hierarchy, policy: Policy, metrics: CacheMetrics, variants: Variants
+    ):
         self._matcher = matcher
         self._hierarchy = hierarchy
         self._policy = policy
@@ -54,17 +31,33 @@ class Admission:
         self._storage = hierarchy.storage
         self._page_size = hierarchy.pool.page_size
 
-    def prefix(
+    def admit_prefix(
         self,
         context: Match,
         tokens: Tokens,
         from_: int,
         run: Run,
         cuts: Sequence[int],
-        public: int | None,
-        totals: Totals | None,
+        public: int | None = None,
+        totals: Totals | None = None,
     ) -> None:
-        """Keep a causal prefix (`KnowledgeCache.admit_prefix`)."""
+        """Keep the causal KV of `tokens[from_:]`, which lies in `run`, computed at positions equal to token indexes.
+
+        KV that the tree holds already stays as it is, and that part of `run` is not kept. The cache takes references
+        of its own: the caller still frees its reservation.
+
+        Args:
+            context: match that covers at least `tokens[:from_]`.
+            tokens: the whole prefix from token 0 on, int32 [n].
+            from_: first token in the run.
+            run: of n - from_ tokens.
+            cuts: token indexes at which segments begin or end; nodes are cut there.
+            public: leading tokens that every tenant may read (None: all of a request without a tenant, else none).
+            totals: of the request, from which policies learn costs (None: it computed these tokens alone).
+
+        Raises:
+            ValueError: if the arguments do not fit each other or the match.
+        """
         self._matcher.require(context)
         if not 0 <= from_ <= context.length or not np.array_equal(tokens[:from_], context.tokens[:from_]):
             raise ValueError(f"the match of {context.length} tokens does not cover the {from_} before the new ones")
@@ -90,62 +83,124 @@ class Admission:
         self._hierarchy.device.discard(parent)
         self._extend(parent, raw, at, rest, cuts, public, tenant, lossy, Access(False, *totals))
 
-    def segment(
-        self, context: Match, tokens: Tokens, segment: Segment, public: bool | None, totals: Totals | None
+    def admit_segment(
+        self,
+        context: Match,
+        tokens: Tokens,
+        run: Run,
+        local_start: int,
+        provenance: Provenance,
+        method: str,
+        *,
+        behind: bytes = b"",
+        meta: bytes = b"",
+        variant: bool = False,
+        public: bool | None = None,
+        totals: Totals | None = None,
     ) -> None:
-        """Keep a segment on a context (`KnowledgeCache.admit_segment`)."""
-        self._matcher.require(context, segment.provenance)
+        """Keep the KV of `tokens` (int32 [n]) as computed by `method` on exactly the matched context.
+
+        A node that is there already stays, and takes over `meta` if that is longer than its own. The cache takes a
+        reference of its own to `run`.
+
+        Args:
+            context: match of the tokens before the segment.
+            tokens: of the segment.
+            run: of n tokens.
+            local_start: RoPE position at which the first token's K is rotated.
+            provenance: isolated or approximate.
+            method: that computed it.
+            behind: digest of neighbours it was computed behind (`neighbours_digest`).
+            meta: the strategy's own, kept with it.
+            variant: whether it is one of the variants whose number is limited, of all chunks and tenants together.
+            public: whether every tenant may read it (None: if the request has no tenant).
+            totals: as in `admit_prefix`.
+
+        Raises:
+            ValueError: if the context was not found whole, or run and tokens do not fit.
+        """
+        self._matcher.require(context, provenance)
         if not context.complete:
             raise ValueError(f"the context was found for {context.length} of {context.asked} tokens: admit it first")
         if context.broken is not None:
             raise ValueError(f"the context never arrived: {context.broken}")
-        if segment.run.length != len(tokens) or not segment.run.length:
-            raise ValueError(f"the run holds {segment.run.length} tokens, the segment {len(tokens)}")
+        if run.length != len(tokens) or not run.length:
+            raise ValueError(f"the run holds {run.length} tokens, the segment {len(tokens)}")
         raw, parent = raw_of(tokens), self._matcher.end_of(context)
         tenant = _owner(context, parent, public)
-        key = self._tree.key(tenant, segment.provenance, segment.method, context.context, raw, segment.behind)
+        key = self._tree.key(tenant, provenance, method, context.context, raw, behind)
         kept = self._tree.find(key)
-        if kept is not None and len(segment.meta) > len(kept.meta):
-            kept.meta, kept.shelved = segment.meta, False  # the KV is the same, and now there is more to say of it
+        if kept is not None and len(meta) > len(kept.meta):
+            kept.meta, kept.shelved = meta, False  # the KV is the same, and now there is more to say of it
         if kept is not None or (parent.run is None and parent.parent is not None):
             return
-        if segment.variant and not self._room_for_variant():
+        if variant and not self._room_for_variant():
             return
-        node = Node(tenant, raw, parent, segment.local_start, segment.provenance, segment.method,
-                    behind=segment.behind, meta=segment.meta, lossy=context.lossy)  # fmt: skip
-        self._tree.attach(node, context.context, segment.run)
+        node = Node(tenant, raw, parent, local_start, provenance, method,
+                    behind=behind, meta=meta, lossy=context.lossy)  # fmt: skip
+        self._tree.attach(node, context.context, run)
         self._admitted([node], Access(False, *(totals or Totals(context.length, len(tokens)))))
-        if segment.variant:
+        if variant:
             self._variants.add(node)
 
-    def dependency(
-        self, context: Match, tokens: Tokens, path: Path, public: bool | None, totals: Totals | None
+    def admit_dependency(
+        self,
+        context: Match,
+        tokens: Tokens,
+        from_: int,
+        run: Run,
+        cuts: Sequence[int],
+        method: str,
+        *,
+        local_start: int | None = None,
+        meta: bytes = b"",
+        public: bool | None = None,
+        totals: Totals | None = None,
     ) -> None:
-        """Keep a dependency path (`KnowledgeCache.admit_dependency`)."""
+        """Keep the KV of a dependency path behind a context: `tokens[from_:]`, which lies in `run`.
+
+        Every token was computed on the context and its ancestors on the path alone. KV that the tree holds already
+        stays as it is; if the path's first tokens have left meanwhile, nothing is kept.
+
+        Args:
+            context: match of exactly the tokens before the path.
+            tokens: the path, int32 [n].
+            from_: first token in the run.
+            run: of n - from_ tokens.
+            cuts: offsets in the path at which the tree is to branch, though it could branch anywhere.
+            method: of dependency attention.
+            local_start: RoPE position of token `from_` (None: the one that follows its ancestors, `path` positions).
+            meta: as in `admit_segment`, likewise `public` and `totals`.
+            public: likewise.
+            totals: likewise.
+
+        Raises:
+            ValueError: if the context was not found whole, or the run does not fit.
+        """
         self._matcher.require(context)
-        if not context.complete or path.run.length != len(tokens) - path.from_:
+        if not context.complete or run.length != len(tokens) - from_:
             raise ValueError(
-                f"a run of {path.run.length} tokens, or its context, does not fit tokens [{path.from_}, {len(tokens)})"
+                f"a run of {run.length} tokens, or its context, does not fit tokens [{from_}, {len(tokens)})"
             )
         if context.broken is not None:
             raise ValueError(f"the context never arrived: {context.broken}")
         raw, top, page_size = raw_of(tokens), self._matcher.end_of(context), self._page_size
-        steps = self._tree.walk(raw, context.tenant, top, path.method)
+        steps = self._tree.walk(raw, context.tenant, top, method)
         at = sum(used for _, used in steps)
         parent = self._matcher.cut_after(*steps[-1]) if steps else top
-        if not path.from_ <= at < len(tokens) or (parent.run is None and parent.parent is not None):
+        if not from_ <= at < len(tokens) or (parent.run is None and parent.parent is not None):
             return
         self._hierarchy.device.discard(parent)
         tenant = _owner(context, parent, public)
         nodes, lossy = [], context.lossy or any(node.lossy for node, _ in steps)
-        for stop in stops(path.cuts, at, len(tokens)):
-            start = parent.end if path.local_start is None else path.local_start + at - path.from_
+        for stop in stops(cuts, at, len(tokens)):
+            start = parent.end if local_start is None else local_start + at - from_
             part, kind = raw[4 * at : 4 * stop], Provenance.DEPENDENCY
-            node = Node(tenant, part, parent, start, kind, path.method, meta=path.meta, lossy=lossy)
-            self._tree.attach(node, context_of(parent), path.run.slice(at - path.from_, stop - path.from_, page_size))
+            node = Node(tenant, part, parent, start, kind, method, meta=meta, lossy=lossy)
+            self._tree.attach(node, context_of(parent), run.slice(at - from_, stop - from_, page_size))
             nodes.append(node)
             parent, at = node, stop
-        totals = totals or Totals(context.length + path.from_, len(tokens) - path.from_)
+        totals = totals or Totals(context.length + from_, len(tokens) - from_)
         self._admitted(nodes, Access(False, *totals))
 
     def _resume(self, context: Match) -> Node:

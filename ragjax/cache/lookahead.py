@@ -12,8 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
 
-from ragjax.cache.keys import context_digest, context_hasher, digest, radix_tag
-from ragjax.cache.node import PUBLIC
+from ragjax.cache.node import PUBLIC, Node, Provenance, context_digest, context_hasher, digest, radix_tag
 from ragjax.cache.tree import KnowledgeTree
 
 
@@ -43,7 +42,7 @@ class Look:
         return cls(kept, missing)
 
 
-class Part(Protocol):
+class LookaheadPart(Protocol):
     """Pieces that are looked for together."""
 
     def look(self, tree: KnowledgeTree) -> Look:
@@ -54,7 +53,7 @@ class Part(Protocol):
 class Outlook:
     """Everything that a request will look for. Without parts it finds nothing and shares nothing."""
 
-    def __init__(self, parts: Iterable[Part] = ()):
+    def __init__(self, parts: Iterable[LookaheadPart] = ()):
         self._parts = tuple(parts)
         self._seen: tuple[int, Look] = (-1, Look())
 
@@ -82,7 +81,7 @@ class Causal:
         self._seen: tuple[int, Look] = (-1, Look())
 
     def look(self, tree: KnowledgeTree) -> Look:
-        """Part of `Part`."""
+        """LookaheadPart of `LookaheadPart`."""
         at = sum(used for _, used in tree.walk(self._raw, self._tenant))
         if at != self._seen[0]:
             self._seen = at, self._pieces.look(at)
@@ -100,7 +99,7 @@ class Keyed:
         self._have, self._lack = Look({name: tokens}), Look({}, {name: tokens})
 
     def look(self, tree: KnowledgeTree) -> Look:
-        """Part of `Part`."""
+        """LookaheadPart of `LookaheadPart`."""
         return self._have if any(tree.find(key) is not None for key in self._keys) else self._lack
 
 
@@ -118,7 +117,7 @@ class Paths:
         self._paths = [(raw, _Pieces(raw, stops, tenant, public, method, head)) for raw, stops, public in paths]
 
     def look(self, tree: KnowledgeTree) -> Look:
-        """Part of `Part`."""
+        """LookaheadPart of `LookaheadPart`."""
         top = tree.walk(self._context, self._tenant)
         end = top[-1][0] if top else tree.root
         whole = sum(used for _, used in top) == len(self._context) // 4 and (not top or top[-1][1] == len(end))
@@ -159,3 +158,59 @@ class _Pieces:
                 missing[name] = tokens - have
             at -= have
         return Look(kept, missing)
+
+
+def stops(cuts: Iterable[int], at: int, end: int) -> list[int]:
+    """Where the nodes of tokens [at, end) end that are cut at `cuts`, ascending; `end` is the last."""
+    return sorted({cut for cut in (*cuts, end) if at < cut <= end})
+
+
+def _public(public: int, end: Node | None) -> int:
+    """How many leading tokens go to all tenants, if the last node that is kept of them does. end: that one."""
+    return public if end is None or end.tenant == PUBLIC else 0
+
+
+def causal_keys(
+    tree: KnowledgeTree, raw: bytes, cuts: Sequence[int], tenant: str, public: int = 0
+) -> tuple[bytes, ...]:
+    """Keys of the nodes that a causal prompt uses: of those that are kept, then of those it would add.
+
+    public: leading tokens that go to all tenants.
+    """
+    steps = tree.walk(raw, tenant)
+    keys = [node.key for node, _ in steps]
+    at = sum(used for _, used in steps)
+    public = _public(public, steps[-1][0] if steps else None)
+    hasher = context_hasher()
+    hasher.update(raw[: 4 * at])
+    for stop in stops((*cuts, public), at, len(raw) // 4):
+        part = raw[4 * at : 4 * stop]
+        owner = PUBLIC if stop <= public else tenant
+        keys.append(tree.key(owner, Provenance.CAUSAL, "", hasher.digest(), part))
+        hasher.update(part)
+        at = stop
+    return tuple(keys)
+
+
+def path_keys(
+    tree: KnowledgeTree, context: bytes, raw: bytes, ends: Sequence[int], method: str, tenant: str, public: int = 0
+) -> tuple[bytes, ...]:
+    """Keys of the nodes that a dependency path behind a causal context uses; its branches end at `ends`.
+
+    public: its leading tokens that go to all tenants, if the context does.
+    """
+    keys, at, before = [], 0, context_digest(context)
+    top = tree.walk(context, tenant)
+    # behind a node that goes on beyond the context are the paths of another one
+    whole = sum(used for _, used in top) == len(context) // 4 and (not top or top[-1][1] == len(top[-1][0]))
+    steps = tree.walk(raw, tenant, top[-1][0] if top else None, method) if whole else []
+    public = _public(public, (steps or top)[-1][0] if steps or top else None)
+    for node, used in steps:
+        keys.append(node.key)
+        at += used
+    for stop in stops(ends, at, len(raw) // 4):
+        on = context_digest(before, raw[: 4 * at]) if at else before
+        owner = PUBLIC if stop <= public else tenant
+        keys.append(tree.key(owner, Provenance.DEPENDENCY, method, on, raw[4 * at : 4 * stop]))
+        at = stop
+    return tuple(keys)

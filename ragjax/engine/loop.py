@@ -130,11 +130,25 @@ class Loop:
             OverloadError: if the queue is full.
             ClosedError: if nothing is served any more.
         """
+        self.post(partial(self.requests.arrive, state), None if state.background else state, place)
+
+    def post(self, work: Callable[[], object], entering: RequestState | None = None, place: object = None) -> None:
+        """Have something done in this thread soon.
+
+        Args:
+            work: changes the table of requests.
+            entering: a request that takes its place in the queue first.
+            place: that was held for it.
+
+        Raises:
+            OverloadError: if the queue is full.
+            ClosedError: if nothing is served any more.
+        """
         with self._lock:
             self._check_open()
-            if not state.background:
-                self.requests.limit.enter(state, place)
-            self._inbox.put(partial(self.requests.arrive, state))
+            if entering is not None:
+                self.requests.limit.enter(entering, place)
+            self._inbox.put(work)
 
     def hold_place(self) -> object:
         """Hold a place in the queue for a request that is to be prepared, until it is enqueued or gone.
@@ -158,42 +172,6 @@ class Loop:
     def give_back(self, place: object) -> None:
         """Note that a request is gone for which a place was held; nothing happens if it was enqueued."""
         self.requests.limit.release_place(place)
-
-    def speculate(self, state: RequestState) -> None:
-        """Have a request begun whose documents may turn out wrong, when there is room; it is in no queue until then.
-
-        Its owner keeps its events back, and calls `confirm` or `refute`.
-
-        Raises:
-            ClosedError: if nothing is served any more.
-        """
-        with self._lock:
-            self._check_open()
-            state.speculative = True
-            self._inbox.put(partial(self.requests.offered.add, state))
-
-    def confirm(self, state: RequestState, place: object = None) -> None:
-        """The documents of a speculation are right: it is a request like any other, and starts if it has not.
-
-        place: that was held for it.
-
-        Raises:
-            OverloadError: if it waits, and the queue is full.
-            ClosedError: if nothing is served any more.
-        """
-        with self._lock:
-            self._check_open()
-            self.requests.limit.enter(state, place)
-            state.times.confirmed = time.perf_counter()
-            self._inbox.put(partial(self.requests.confirm, state))
-
-    def note_unlikely(self) -> None:
-        """A speculation is not begun, since it would not pay."""
-        self._inbox.put(lambda: self.requests.counters.speculations.update(["unlikely"]))
-
-    def refute(self, state: RequestState) -> None:
-        """The documents of a speculation are wrong: end it before the next step."""
-        self._inbox.put(partial(self.requests.refute, state))
 
     def cancel(self, state: RequestState) -> None:
         """End a request before the next step, without a word to its owner; nothing happens if it has ended."""

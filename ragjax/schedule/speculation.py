@@ -8,7 +8,7 @@ device does not work on guesses.
 Two cases that Algorithm 2 leaves open: documents that found no room start later, when there is room and they are still
 the latest known ones; the final documents start whatever else runs (case 3 of the theorem's proof).
 
-Only decisions; `ragjax/engine/pipeline.py` and `ragjax/engine/loop.py` carry them out.
+Only decisions; `ragjax/engine/speculation.py` carries them out.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from ragjax.core import (
     Sampling,
 )
 from ragjax.engine import Engine
+from ragjax.engine.speculation import Pipeline
 from ragjax.retrieval import index
 from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
 from ragjax.reuse import strategies
@@ -90,8 +91,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Script]:
 def _offers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[RequestState]:
     """Generations that are begun on a guess from now on."""
     offered: list[RequestState] = []
-    speculate = engine._loop.speculate
-    monkeypatch.setattr(engine._loop, "speculate", lambda state: (offered.append(state), speculate(state))[1])
+    start = Pipeline._start_offered
+    monkeypatch.setattr(Pipeline, "_start_offered", lambda one, state: (offered.append(state), start(one, state))[1])
     return offered
 
 
@@ -453,14 +454,14 @@ def test_client_that_leaves_when_its_documents_are_confirmed(
     """Between the confirmation, in the search's thread, and the first event."""
     with _engine() as engine, resting(engine):
         gone, reached = threading.Event(), threading.Event()
-        confirm = engine._loop.confirm
+        confirm = Pipeline._confirm
 
-        def confirmed(state: Any, place: object) -> None:
-            confirm(state, place)
+        def confirmed(pipeline: Pipeline, state: Any) -> None:
+            confirm(pipeline, state)
             reached.set()
             assert gone.wait(60)
 
-        monkeypatch.setattr(engine._loop, "confirm", confirmed)
+        monkeypatch.setattr(Pipeline, "_confirm", confirmed)
         scripted(TWO, TWO, gate=lambda number: number and _until(lambda: engine._loop.running))
 
         async def client() -> None:

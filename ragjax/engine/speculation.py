@@ -1,7 +1,7 @@
-"""A request's way into the engine: its retrieval, and generations that begin before the retrieval has ended.
+"""Speculative retrieval (`--speculate`): generations that begin before their search has ended.
 
 The decisions are those of `ragjax/schedule/speculation.py` (RAGCache, section 5.3). They are carried out in the thread
-that searches; the engine's thread starts and ends the generations.
+that searches; the engine's thread starts and ends the generations (`Requests.confirm`, `Requests.refute`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
+from functools import partial
 
 from ragjax.core import Answer, Event, Grounded, Hit, Request, RequestError
 from ragjax.engine.loop import Loop
@@ -62,8 +63,11 @@ class Withheld:
 class Pipeline:
     """One request between its arrival and its place in the engine's queue.
 
-    arrival: `time.perf_counter()` seconds. stages: of a search in a knowledge base; 0: no generation begins before the
-    search has ended. odds: what past searches tell of this one. place: in the queue, that is held for it.
+    Args:
+        arrival: `time.perf_counter()` seconds.
+        stages: of a search in a knowledge base.
+        odds: what past searches tell of this one.
+        place: in the queue, that is held for it.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class Pipeline:
             CancelledError: if it was closed meanwhile.
         """
         self._began = time.perf_counter()
-        stages = self._composer.search(self._request, self._stages) if self._stages else None
+        stages = self._composer.search(self._request, self._stages)
         if stages is None:
             self._put(self._preparation.state(self._request, self._sink, self._arrival), self._enqueue)
         else:
@@ -150,7 +154,7 @@ class Pipeline:
         with self._lock:
             state, self._state, self._held = self._state, None, None
         if state is not None:
-            self._loop.refute(state)
+            self._loop.post(partial(self._loop.requests.refute, state))
 
     def _offer(self, hits: tuple[Hit, ...]) -> None:
         held = Withheld(self._sink, self._finish)
@@ -164,10 +168,10 @@ class Pipeline:
             return
         if not self._odds.pays(len(self._known) - 1, self._loop.prefill_seconds(len(state.prompt))):
             self._speculation.decline()
-            self._loop.note_unlikely()
+            self._loop.post(lambda: self._loop.requests.counters.speculations.update(["unlikely"]))
             return
         self._held = held
-        self._put(state, self._loop.speculate)
+        self._put(state, self._start_offered)
 
     def _put(self, state: RequestState | None, how: Callable[[RequestState], None]) -> None:
         assert state is not None
@@ -180,8 +184,14 @@ class Pipeline:
     def _enqueue(self, state: RequestState) -> None:
         self._loop.enqueue(state, self._place)
 
+    def _start_offered(self, state: RequestState) -> None:
+        """Have it begun when there is room; it is in no queue until it is confirmed."""
+        state.speculative = True
+        self._loop.post(partial(self._loop.requests.offered.add, state))
+
     def _confirm(self, state: RequestState) -> None:
-        self._loop.confirm(state, self._place)
+        state.times.confirmed = time.perf_counter()
+        self._loop.post(partial(self._loop.requests.confirm, state), state, self._place)
 
     def _state_of(self, hits: tuple[Hit, ...], sink: Sink) -> RequestState:
         retrieve_ms = (time.perf_counter() - self._began) * 1e3

@@ -42,7 +42,7 @@ class Whole(Preload):
     """Waits for all stages."""
 
     def _lead(self, state: RequestState) -> int:
-        return len(state.reader.allocation.stages) - 1
+        return len(state.held.stages) - 1
 
 
 class Cut(Preload):
@@ -52,7 +52,7 @@ class Cut(Preload):
         """As for others, and never more than one stage."""
         may, rows = super().may_run(state), rows_of(state)
         if may and not rows.done:
-            rows.cut(next(layer for layer in state.reader.allocation.stages if layer > rows.layers[0]))
+            rows.cut(next(layer for layer in state.held.stages if layer > rows.layers[0]))
         return may
 
 

@@ -169,7 +169,7 @@ class Batch:
             if rows.measure_now is not None:
                 assert measured is not None and self.step.measure is not None
                 rows.take_measured(measured, placed, self.step.measure.layers[0])
-            if residual is not None and rows.layers[1] < part.state.reader.all_layers[1]:
+            if residual is not None and rows.layers[1] < part.state.all_layers[1]:
                 rows.ended.append((placed, residual))
             rows.done = placed.end
             if not rows.left and not rows.go_on():

@@ -12,7 +12,7 @@ import numpy as np
 from ragjax.core import NEVER, Draw, Run, Span, Tokens
 from ragjax.schedule.batch import Batch
 from ragjax.schedule.lookup import propose
-from ragjax.schedule.rows import PageTable, PendingRows
+from ragjax.schedule.rows import PageTable, PendingRows, table_of
 from ragjax.schedule.state import RequestState
 
 
@@ -32,7 +32,7 @@ def decode(state: RequestState, token: int) -> None:
     state.decoded.append(token)
     tokens = np.concatenate([np.array([token], np.int32), _proposal(state, number + 1)])
     for i in range(number, number + len(tokens)):  # no earlier row sees a later index, so none has to be hidden
-        table.show(i, len(state.reader.prompt) + i)
+        table.show(i, len(state.full_prompt) + i)
     state.rows = _tail_rows(state, table, tokens, number)
     state.rows.proposed, state.rows.sampled = len(tokens) - 1, True
 
@@ -82,7 +82,7 @@ def force(state: RequestState, tokens: Tokens) -> None:
     assert state.plan is not None and state.rows is None
     if not 0 < len(tokens) <= state.plan.tail.length:
         raise ValueError(f"{len(tokens)} tokens were given; there are slots for {state.plan.tail.length}")
-    table, size = _open_tail(state), len(state.reader.prompt)
+    table, size = _open_tail(state), len(state.full_prompt)
     for number in range(len(tokens)):
         table.show(number, size + number)
     state.rows = _tail_rows(state, table, np.asarray(tokens, np.int32), 0)
@@ -135,7 +135,7 @@ def _draws(state: RequestState, proposed: Tokens) -> list[Draw]:
 
 def _accepted(state: RequestState, rows: PendingRows) -> int:
     """How many of the proposed tokens in `rows` were accepted so far."""
-    return len(state.reader.prompt) + len(state.decoded) - 1 - int(rows.index[0])
+    return len(state.full_prompt) + len(state.decoded) - 1 - int(rows.index[0])
 
 
 def _proposal(state: RequestState, number: int) -> Tokens:
@@ -150,18 +150,18 @@ def _proposal(state: RequestState, number: int) -> Tokens:
 def _tail_rows(state: RequestState, table: PageTable, tokens: Tokens, first: int) -> PendingRows:
     """Rows of tokens after the prompt, generated or given; `first` is the number of the first of them."""
     assert state.tail_N is not None
-    n, begin = len(tokens), len(state.reader.prompt) + first
+    n, begin = len(tokens), len(state.full_prompt) + first
     index, slot = np.arange(begin, begin + n, dtype=np.int32), state.tail_N[first : first + n]
     logits_at = {i: i for i in range(n)}
-    return PendingRows(tokens, index, index, slot, table, logits_at, begin + n, state.reader.all_layers)
+    return PendingRows(tokens, index, index, slot, table, logits_at, begin + n, state.all_layers)
 
 
 def _open_tail(state: RequestState) -> PageTable:
     """The prompt's keys as generated tokens see them, and these, hidden as yet."""
     assert state.plan is not None
-    tail, allocation = state.plan.tail, state.reader.allocation
+    tail, allocation = state.plan.tail, state.held
     state.tail_N = tail.slots(allocation.page_size)
-    table = state.reader.table((*state.plan.spans, Span(np.full(tail.length, NEVER), tail)))
+    table = table_of(state, (*state.plan.spans, Span(np.full(tail.length, NEVER), tail)))
     # what cannot be read to its end is refused before anything is sent
     later = -(-max(0, allocation.decode_tokens - tail.length) // allocation.page_size)
     allocation.limits.check(len(table) + later)

@@ -90,9 +90,9 @@ def _relocate(state: RequestState, moved: Mapping[int, int]) -> None:
 
     spans = tuple(replace(span, run=relocated(span.run)) for span in state.plan.spans)
     state.plan = replace(state.plan, spans=spans, tail=relocated(state.plan.tail))
-    state.tail_N = state.plan.tail.slots(state.reader.allocation.page_size)
+    state.tail_N = state.plan.tail.slots(state.held.page_size)
     if state.rows is not None:
-        state.rows.relocate(moved, state.reader.allocation.page_size)
+        state.rows.relocate(moved, state.held.page_size)
 
 
 class Pauses:

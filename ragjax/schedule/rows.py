@@ -1,12 +1,14 @@
 """What a request has to compute next: rows that wait for a step, or a move of cached KV.
 
-`PassReader` checks what a strategy yields and turns it into host arrays; results come back by the same objects.
+`read_pass`, `read_move` and `read_compaction` check what a strategy yields and turn it into host arrays; results come
+back by the same objects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,6 @@ from ragjax.core import (
     Measure,
     Move,
     Pass,
-    Prompt,
     Residual,
     Results,
     Run,
@@ -26,7 +27,9 @@ from ragjax.core import (
     StepMeasure,
 )
 from ragjax.core.layout import LayerTable
-from ragjax.reuse.base import Allocation
+
+if TYPE_CHECKING:
+    from ragjax.schedule.state import RequestState
 
 
 class PageTable:
@@ -377,125 +380,124 @@ def _by_measure(what: Measure, measured: NDArray[np.float32]) -> dict[Measure, N
     return {what: measured.swapaxes(0, 1) if what is Measure.DEVIATION else measured}
 
 
-@dataclass(frozen=True)
-class PassReader:
-    """Turns the passes and moves of a prompt's prefill into pending rows and moves.
+def table_of(state: RequestState, spans: Sequence[Span]) -> PageTable:
+    """The page table of these spans; RequestError for more than a step can read."""
+    table = PageTable(spans, state.held.page_size)
+    state.held.limits.check(len(table))
+    return table
 
-    strategy: its name, for errors.
 
-    Every method raises ValueError or RuntimeError for what a strategy must not yield, and RequestError for a prompt
-    that no step can read.
+def read_pass(state: RequestState, asked: Pass, before: PendingRows | None) -> PendingRows:
+    """The rows of a pass; `before` are those of the pass before.
+
+    Raises:
+        ValueError, RuntimeError: for what a strategy must not yield.
+        RequestError: for a prompt that no step can read.
     """
+    rows, layers = asked.rows, asked.layers or state.all_layers
+    _check(state, asked, layers)
+    slot, _ = _slots(state, (span for span in asked.spans if span.offset == 0))
+    _check_own(state, slot[rows])
+    table = table_of(state, asked.spans)
+    at = np.searchsorted(rows, np.array(asked.logits, np.int32))
+    return PendingRows(
+        token=state.full_prompt.tokens[rows],
+        index=rows,
+        position=asked.positions,
+        slot=slot[rows],
+        table=table,
+        logits_at={int(row): i for i, row in enumerate(at)},
+        first_at=next((i for i, index in enumerate(asked.logits) if index == len(state.full_prompt) - 1), None),
+        context=len(state.full_prompt),
+        layers=layers,
+        residual=_residual(state, rows, layers[0], before),
+        measure=_measure(state, asked, layers, table),
+    )
 
-    prompt: Prompt
-    allocation: Allocation
-    strategy: str
 
-    @property
-    def all_layers(self) -> tuple[int, int]:
-        """Half-open range of the model's layers."""
-        return 0, self.allocation.stages[-1]
+def read_move(state: RequestState, move: Move) -> PendingMove:
+    """The slots of a move; errors as `read_pass`."""
+    source, offset = _slots(state, move.source)
+    target, _ = _slots(state, (span for span in move.target if span.offset == 0))
+    _expect(state, (source[move.indices] >= 0).all(), "moves tokens that its source does not hold")
+    _check_own(state, target[move.indices])
+    return PendingMove(source[move.indices], target[move.indices], offset[move.indices], move.layers)
 
-    def table(self, spans: Sequence[Span]) -> PageTable:
-        """The page table of these spans."""
-        table = PageTable(spans, self.allocation.page_size)
-        self.allocation.limits.check(len(table))
-        return table
 
-    def rows(self, asked: Pass, before: PendingRows | None) -> PendingRows:
-        """A pass's rows; `before` are those of the pass before."""
-        rows, layers = asked.rows, asked.layers or self.all_layers
-        self._check(asked, layers)
-        slot, _ = self._slots(span for span in asked.spans if span.offset == 0)
-        self._check_own(slot[rows])
-        table = self.table(asked.spans)
-        at = np.searchsorted(rows, np.array(asked.logits, np.int32))
-        return PendingRows(
-            token=self.prompt.tokens[rows],
-            index=rows,
-            position=asked.positions,
-            slot=slot[rows],
-            table=table,
-            logits_at={int(row): i for i, row in enumerate(at)},
-            first_at=next((i for i, index in enumerate(asked.logits) if index == len(self.prompt) - 1), None),
-            context=len(self.prompt),
-            layers=layers,
-            residual=self._residual(rows, layers[0], before),
-            measure=self._measure(asked, layers, table),
-        )
+def read_compaction(state: RequestState, asked: Compaction) -> PendingCompaction:
+    """The slots of a compaction; errors as `read_pass`."""
+    source, offset = slots_of(asked.source, asked.tokens, state.held.page_size)
+    _expect(state, (source >= 0).all(), "compresses tokens that its spans do not hold")
+    target = asked.target.slots(state.held.page_size)
+    _check_own(state, target)
+    return PendingCompaction(asked, source, offset, target, state.all_layers)
 
-    def move(self, move: Move) -> PendingMove:
-        """A move's slots."""
-        source, offset = self._slots(move.source)
-        target, _ = self._slots(span for span in move.target if span.offset == 0)
-        self._expect((source[move.indices] >= 0).all(), "moves tokens that its source does not hold")
-        self._check_own(target[move.indices])
-        return PendingMove(source[move.indices], target[move.indices], offset[move.indices], move.layers)
 
-    def compaction(self, asked: Compaction) -> PendingCompaction:
-        """A compaction's slots."""
-        source, offset = slots_of(asked.source, asked.tokens, self.allocation.page_size)
-        self._expect((source >= 0).all(), "compresses tokens that its spans do not hold")
-        target = asked.target.slots(self.allocation.page_size)
-        self._check_own(target)
-        return PendingCompaction(asked, source, offset, target, self.all_layers)
+def _slots(state: RequestState, spans: Iterable[Span]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    return slots_of(spans, len(state.full_prompt), state.held.page_size)
 
-    def _slots(self, spans: Iterable[Span]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        return slots_of(spans, len(self.prompt), self.allocation.page_size)
 
-    def _check(self, asked: Pass, layers: tuple[int, int]) -> None:
-        begin, end = layers
-        stages = self.allocation.stages
-        self._expect(len(asked.rows) > 0, "made a pass without rows")
-        self._expect(begin in stages and begin < end <= stages[-1], f"made a pass over layers {layers} of {stages}")
-        self._expect(not asked.logits or end == stages[-1], "wants logits of a pass that ends before the last layer")
-        for name, indices in (("logits", asked.logits), ("asking", () if asked.asking is None else asked.asking)):
-            self._expect(np.isin(indices, asked.rows).all(), f"names indices in {name} that are not among the rows")
-        low, high = asked.measured or layers
-        self._expect(begin <= low < high <= end, f"measures layers {asked.measured} of a pass over {layers}")
+def _check(state: RequestState, asked: Pass, layers: tuple[int, int]) -> None:
+    begin, end = layers
+    stages = state.held.stages
+    _expect(state, len(asked.rows) > 0, "made a pass without rows")
+    _expect(state, begin in stages and begin < end <= stages[-1], f"made a pass over layers {layers} of {stages}")
+    _expect(state, not asked.logits or end == stages[-1], "wants logits of a pass that ends before the last layer")
+    for name, indices in (("logits", asked.logits), ("asking", () if asked.asking is None else asked.asking)):
+        _expect(state, np.isin(indices, asked.rows).all(), f"names indices in {name} that are not among the rows")
+    low, high = asked.measured or layers
+    _expect(state, begin <= low < high <= end, f"measures layers {asked.measured} of a pass over {layers}")
 
-    def _residual(self, rows: NDArray[np.int32], begin: int, before: PendingRows | None) -> Carried | None:
-        """What the rows bring from the pass before."""
-        if begin == 0:
-            return None
-        if before is None or before.layers[1] != begin:
-            raise ValueError(f"{self.strategy} goes on at layer {begin}, where no pass ended before")
-        self._expect(np.isin(rows, before.index).all(), "goes on with rows that the pass before did not have")
-        return before.carried().pick(np.searchsorted(before.index, rows).astype(np.int32))
 
-    def _measure(self, asked: Pass, layers: tuple[int, int], table: PageTable) -> StepMeasure | None:
-        measures = asked.measures - {Measure.LOGITS}
-        what = Measure.VALUED_SCORE if Measure.VALUED_SCORE in measures else next(iter(measures), None)
-        if what is None:
-            return None
-        together = {what, Measure.KEY_SCORE} if what is Measure.VALUED_SCORE else {what}
-        self._expect(measures <= together, f"wants {', '.join(sorted(measures))} of one pass")
-        return StepMeasure(
-            what, asked.measured or layers, self._measure_arrays(what, asked, table), len(self.prompt.segments)
-        )
+def _residual(state: RequestState, rows: NDArray[np.int32], begin: int, before: PendingRows | None) -> Carried | None:
+    """What the rows bring from the pass before."""
+    if begin == 0:
+        return None
+    if before is None or before.layers[1] != begin:
+        raise ValueError(f"{state.strategy.name} goes on at layer {begin}, where no pass ended before")
+    _expect(state, np.isin(rows, before.index).all(), "goes on with rows that the pass before did not have")
+    return before.carried().pick(np.searchsorted(before.index, rows).astype(np.int32))
 
-    def _measure_arrays(self, what: Measure, asked: Pass, table: PageTable) -> Mapping[str, NDArray[np.int32]]:
-        if what is Measure.QUERY:
-            return {}
-        if what is Measure.DEVIATION:
-            stale, offset = self._slots(asked.stale)
-            return {"stale_T": stale[asked.rows], "offset_T": offset[asked.rows]}
-        if what is Measure.SEGMENT_SCORE:
-            return {"segment_T": self._segment(asked.rows), "segment_SC": self._segment(table.index_SC)}
-        counts = np.ones(len(asked.rows), bool) if asked.asking is None else np.isin(asked.rows, asked.asking)
-        asking = {"asking_T": counts.astype(np.int32)}
-        return asking | {"segment_SC": self._segment(table.index_SC)} if what is Measure.CHUNK_SCORE else asking
 
-    def _segment(self, index: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The segment of each token index, -1 beyond the prompt."""
-        segment = np.searchsorted(self.prompt.starts, index, side="right").astype(np.int32) - 1
-        return np.where(index < len(self.prompt), segment, np.int32(-1))
+def _measure(state: RequestState, asked: Pass, layers: tuple[int, int], table: PageTable) -> StepMeasure | None:
+    measures = asked.measures - {Measure.LOGITS}
+    what = Measure.VALUED_SCORE if Measure.VALUED_SCORE in measures else next(iter(measures), None)
+    if what is None:
+        return None
+    together = {what, Measure.KEY_SCORE} if what is Measure.VALUED_SCORE else {what}
+    _expect(state, measures <= together, f"wants {', '.join(sorted(measures))} of one pass")
+    return StepMeasure(
+        what, asked.measured or layers, _measure_arrays(state, what, asked, table), len(state.full_prompt.segments)
+    )
 
-    def _expect(self, held: bool | np.bool_, what: str) -> None:
-        if not held:
-            raise ValueError(f"{self.strategy} {what}")
 
-    def _check_own(self, slots: NDArray[np.int32]) -> None:
-        own = np.fromiter(self.allocation.own_pages, np.int32)
-        if (slots < 0).any() or not np.isin(slots // self.allocation.page_size, own).all():
-            raise RuntimeError(f"{self.strategy} would write into cached pages")
+def _measure_arrays(
+    state: RequestState, what: Measure, asked: Pass, table: PageTable
+) -> Mapping[str, NDArray[np.int32]]:
+    if what is Measure.QUERY:
+        return {}
+    if what is Measure.DEVIATION:
+        stale, offset = _slots(state, asked.stale)
+        return {"stale_T": stale[asked.rows], "offset_T": offset[asked.rows]}
+    if what is Measure.SEGMENT_SCORE:
+        return {"segment_T": _segment(state, asked.rows), "segment_SC": _segment(state, table.index_SC)}
+    counts = np.ones(len(asked.rows), bool) if asked.asking is None else np.isin(asked.rows, asked.asking)
+    asking = {"asking_T": counts.astype(np.int32)}
+    return asking | {"segment_SC": _segment(state, table.index_SC)} if what is Measure.CHUNK_SCORE else asking
+
+
+def _segment(state: RequestState, index: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The segment of each token index, -1 beyond the prompt."""
+    segment = np.searchsorted(state.full_prompt.starts, index, side="right").astype(np.int32) - 1
+    return np.where(index < len(state.full_prompt), segment, np.int32(-1))
+
+
+def _expect(state: RequestState, held: bool | np.bool_, what: str) -> None:
+    if not held:
+        raise ValueError(f"{state.strategy.name} {what}")
+
+
+def _check_own(state: RequestState, slots: NDArray[np.int32]) -> None:
+    own = np.fromiter(state.held.own_pages, np.int32)
+    if (slots < 0).any() or not np.isin(slots // state.held.page_size, own).all():
+        raise RuntimeError(f"{state.strategy.name} would write into cached pages")

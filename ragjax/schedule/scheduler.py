@@ -63,7 +63,7 @@ class Preload:
         units = sum(
             self._cost(part.state, part.placed.count)
             for part in batch.parts
-            if part.live and not part.state.decoding and batch.step.layers == part.state.reader.all_layers
+            if part.live and not part.state.decoding and batch.step.layers == part.state.all_layers
         )
         if units and batch.logit_rows:
             self._units, self._seconds = FADES * self._units + units, FADES * self._seconds + seconds
@@ -74,7 +74,7 @@ class Preload:
 
     def may_run(self, state: RequestState) -> bool:
         """Whether rows of a request that computes its prompt may run now; they are cut to what may."""
-        allocation, rows = state.reader.allocation, rows_of(state)
+        allocation, rows = state.held, rows_of(state)
         if rows.done and allocation.broken is None:
             return True
         boundaries = allocation.stages
@@ -88,7 +88,7 @@ class Preload:
 
     def _lead(self, state: RequestState) -> int:
         """The preloading depth of a request; all stages if it is not known how long loads or passes take."""
-        allocation, rows = state.reader.allocation, rows_of(state)
+        allocation, rows = state.held, rows_of(state)
         stages, load_s = len(allocation.stages) - 1, allocation.load_seconds
         if load_s is None or not self._units:
             return stages
@@ -96,7 +96,7 @@ class Preload:
 
     def _cost(self, state: RequestState, rows: int) -> float:
         """Of so many rows through all layers."""
-        return rows * (1 + len(rows_of(state).table) * state.reader.allocation.page_size / self.keys)
+        return rows * (1 + len(rows_of(state).table) * state.held.page_size / self.keys)
 
 
 STRETCH = 3.0
@@ -207,7 +207,7 @@ class Scheduler:
         if not decoding:
             return self._prefill_batch(prefilling)
         first = rows_of(prefilling[0])
-        batch = self._mixed_batch(decoding, prefilling) if first.layers == prefilling[0].reader.all_layers else None
+        batch = self._mixed_batch(decoding, prefilling) if first.layers == prefilling[0].all_layers else None
         if batch is not None:
             return batch
         self._decoded_last = not self._decoded_last

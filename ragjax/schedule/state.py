@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.compaction import compressed
 from ragjax.schedule.lookup import Lookup
 from ragjax.schedule.order import Waiting
-from ragjax.schedule.rows import PassReader, PendingCompaction, PendingMove, PendingRows
+from ragjax.schedule.rows import PendingCompaction, PendingMove, PendingRows, read_compaction, read_move, read_pass
 
 if TYPE_CHECKING:
     from ragjax.schedule.generation import Generation
@@ -168,6 +168,7 @@ class RequestState(Waiting):
     inquiry: Inquired | None = None
 
     # what it holds while it runs
+    started: Prompt | None = None  # the prompt as it was last started: followed by what was generated before
     allocation: Allocation | None = None
     rows: PendingRows | None = None  # they wait for a step; or
     move: PendingMove | PendingCompaction | None = None  # it waits for its KV
@@ -192,7 +193,6 @@ class RequestState(Waiting):
     lossy: bool = False  # KV that it found lost precision at rest
 
     _exact_before: set[str | None] = field(default_factory=set)  # of plans whose tokens went out before a restart
-    _reader: PassReader | None = None
     _prefill: Prefill | None = None
     _measures: frozenset[Measure] = frozenset()
     _before: PendingRows | None = None
@@ -314,7 +314,7 @@ class RequestState(Waiting):
     @property
     def can_move(self) -> bool:
         """Whether a move or a compaction is next, of KV that is on the device."""
-        return self.move is not None and self.reader.allocation.stages[self.stages_ready] >= self.move.layers[1]
+        return self.move is not None and self.held.stages[self.stages_ready] >= self.move.layers[1]
 
     @property
     def exact_to(self) -> Exactness | None:
@@ -323,10 +323,21 @@ class RequestState(Waiting):
         return self.plan.exact_to if self._exact_before <= {self.plan.exact_to} else None
 
     @property
-    def reader(self) -> PassReader:
-        """What reads its passes; it has the prompt as it was started."""
-        assert self._reader is not None
-        return self._reader
+    def full_prompt(self) -> Prompt:
+        """The prompt as it was last started."""
+        assert self.started is not None
+        return self.started
+
+    @property
+    def held(self) -> Allocation:
+        """What it holds in the cache."""
+        assert self.allocation is not None
+        return self.allocation
+
+    @property
+    def all_layers(self) -> tuple[int, int]:
+        """Half-open range of the model's layers."""
+        return 0, self.held.stages[-1]
 
     def start(self, allocation: Allocation) -> None:
         """Match, reserve, and reach the first pass or move, or the plan of a prefill that needs none.
@@ -335,7 +346,7 @@ class RequestState(Waiting):
             OutOfPages: when there is no room now; the request holds nothing then and may be started later.
         """
         prompt = self.whole_prompt
-        self.allocation, self._reader = allocation, PassReader(prompt, allocation, self.strategy.name)
+        self.allocation, self.started = allocation, prompt
         self.plan, self.first, self.decoded, self.tail_N = None, None, [], None
         self.lossy = self.lossy and len(self.generated) > 0  # of what went out already it stays true
         self._prefill = self.strategy.prefill(prompt, allocation, self.ratio)
@@ -353,7 +364,7 @@ class RequestState(Waiting):
         """Hold this from now on; nothing was held before."""
         assert self.allocation is None
         self.phase = Phase.RUNNING
-        self.allocation, self._reader = allocation, replace(self.reader, allocation=allocation)
+        self.allocation = allocation
 
     def advance(self, moved: Results | None = None) -> None:
         """Hand the results of the finished pass or move to the strategy; sets the next one, or the plan.
@@ -388,20 +399,20 @@ class RequestState(Waiting):
         self._take(asked)
 
     def _note_loss(self) -> None:
-        self.lossy = self.lossy or self.reader.allocation.lossy
+        self.lossy = self.lossy or self.held.lossy
 
     def _note_account(self, plan: Plan) -> None:
         if not self.reports:
-            said = len(self.reader.prompt.segments) - len(self.prompt.segments)  # before it was started again
+            said = len(self.full_prompt.segments) - len(self.prompt.segments)  # before it was started again
             self.reports = plan.reports[: len(plan.reports) - said]
 
     def _take(self, asked: Pass | Move | Compaction) -> None:
         if isinstance(asked, Move):
-            self.rows, self.move = None, self.reader.move(asked)
+            self.rows, self.move = None, read_move(self, asked)
         elif isinstance(asked, Compaction):
-            self.rows, self.move = None, self.reader.compaction(asked)
+            self.rows, self.move = None, read_compaction(self, asked)
         else:
-            self.rows, self.move, self._measures = self.reader.rows(asked, self._before), None, asked.measures
+            self.rows, self.move, self._measures = read_pass(self, asked, self._before), None, asked.measures
 
     # ------------------------------------------------------------------------------------------ its end
 
@@ -414,7 +425,7 @@ class RequestState(Waiting):
             return
         computed = len(self.decoded) - (1 if self.rows is not None and self.rows.left else 0)
         said = np.array(self.decoded[:computed], np.int32)
-        self.strategy.finish(self.reader.prompt, self.plan, said, self.reader.allocation)
+        self.strategy.finish(self.full_prompt, self.plan, said, self.held)
 
     def stop(self) -> None:
         """End the prefill and give everything back. Safe between any two steps, and more than once."""

@@ -48,7 +48,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
 
 
 def _unmeasured(state: RequestState, plan: Plan, contract: Contract) -> tuple[str, ...]:
-    """What an answer has to say if its setting was measured with other KV than was found."""
+    """Notices for a setting that was measured with other KV than was found."""
     if not _by_setting(state, contract) or not contract.budgeted or state.exact_to == "full":
         return ()
     if state.lossy:
@@ -87,12 +87,12 @@ def _timings(state: RequestState) -> Timings:
 
 
 def _by_setting(state: RequestState, contract: Contract) -> bool:
-    """Whether the contract's setting served a request: one for a graph has a default of its own."""
+    """True if the contract's setting served a request: one for a graph has a default of its own."""
     return state.by_default and (contract.faulted or not state.has_graph)
 
 
 def _figures(state: RequestState) -> dict[str, float]:
-    """What there is to tell of its decoding: pauses, and tokens of a step if any were proposed."""
+    """Figures of its decoding: pauses, and tokens of a step if any were proposed."""
     found, lookup = {}, state.lookup
     if state.times.pauses:
         found["pauses"] = float(state.times.pauses)

@@ -191,7 +191,7 @@ class Engine:
         return self._preparation.composer.strategy_of(rag)
 
     def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:
-        """Have `observer` called with strategy and divergence of each request replayed, in the engine's thread."""
+        """Call `observer` with strategy and divergence of each request replayed, in the engine's thread."""
         self.contract.observer = observer
 
     @property
@@ -212,7 +212,7 @@ class Engine:
 
     @property
     def share_knowledge(self) -> bool:
-        """Whether tenants share the KV of the knowledge bases."""
+        """True if tenants share the KV of the knowledge bases."""
         return self.options.storage.share_knowledge
 
     @property
@@ -227,7 +227,7 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is served any more."""
+        """True if nothing is served any more."""
         return self._loop.closed
 
     def stats(self) -> Stats:
@@ -235,7 +235,7 @@ class Engine:
         return stats_of(self._loop, self._cache, self._runner, self.contract, self._parts.disk, self._parts.shared)
 
     def inventory(self, tenant: str = "", most: int = 200) -> Inventory:
-        """What the cache holds of a tenant's KV, its `most` largest nodes; what of it left, and requests, lately.
+        """List a tenant's KV in the cache, its `most` largest nodes, and what of it left and which requests ran lately.
 
         Tenants see what is their own alone. The tenant "" sees what was computed for no tenant, and how full tiers are.
         """
@@ -246,7 +246,7 @@ class Engine:
 
     @property
     def shares(self) -> bool | None:
-        """Whether the shared cache answers; None: there is none."""
+        """True if the shared cache answers; None: there is none."""
         return None if self._parts.shared is None else self._parts.shared.standing().on
 
     # ------------------------------------------------------------------------------------- knowledge
@@ -541,7 +541,7 @@ class Engine:
     def holds(
         self, prompts: Sequence[Prompt], strategy: Strategy, noted: Callable[[bytes], bool] = lambda meta: True
     ) -> tuple[bool, ...]:
-        """Whether the KV that a strategy keeps of each prompt, the last of its `keys`, is in the cache or on disk.
+        """True if the KV that a strategy keeps of each prompt, the last of its `keys`, is in the cache or on disk.
 
         noted: whether what a strategy noted with it will do.
         """

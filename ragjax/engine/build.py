@@ -58,7 +58,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What an engine is made of."""
+    """Parts of an engine."""
 
     model_name: str
     context_length: int  # most tokens of a prompt and its answer
@@ -293,7 +293,7 @@ def _grid(config: ModelConfig, context: int, platform: str, copies: int) -> Grid
 
 
 def _budget(options: EngineOptions, runner: Runner, config: ModelConfig) -> StepBudget:
-    """What a step may compute while requests decode: as asked, or as measured on this device.
+    """Budget of a step in which requests decode: as asked, or as measured on this device.
 
     Attention takes 4 operations for each key and dimension of a query head, at about half the speed of the products
     with weights, which take 2 for each weight.
@@ -322,7 +322,7 @@ def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: 
 
 
 def compression_of(options: EngineOptions, served: Iterable[Strategy]) -> Compression | None:
-    """Of prompts whose requests say nothing else.
+    """Compression of prompts whose requests say nothing of it.
 
     Raises:
         ConfigError: if the engine cannot do it, or not beside these strategies.

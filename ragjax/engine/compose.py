@@ -177,7 +177,7 @@ class Composer:
         return Prefix(), None, f"{exceeded}: the request ran prefix, which is exact"
 
     def _resolve(self, rag: Rag, preprocessed: bool = True) -> tuple[Strategy, float | None]:
-        """What serves a request, and the recompute ratio. preprocessed: whether all its chunks are."""
+        """Strategy and recompute ratio of a request. preprocessed: whether all its chunks are."""
         default = self.contract.setting_of(preprocessed)
         strategy = self.strategies.get(default.strategy if rag.strategy is None else rag.strategy)
         if strategy is None:

@@ -40,7 +40,7 @@ class DepKV:
 
     @property
     def reports(self) -> tuple[SegmentReport, ...]:
-        """What was reused and computed when it was made, segment by segment."""
+        """Account of every segment when it was made."""
         return self.plan.reports
 
     def close(self) -> None:
@@ -93,7 +93,6 @@ class Keeping(Strategy):
         return self._inner.keys(prompt, cache, tenant)
 
     def dress(self, prompt: Prompt) -> Prompt:
-        """As the other does."""
         return self._inner.dress(prompt)
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
@@ -101,7 +100,6 @@ class Keeping(Strategy):
         return self._inner.outlook(prompt, cache, tenant)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        """As the other does."""
         plan = yield from self._inner.prefill(prompt, allocation, ratio)
         self._keep(plan, allocation.hand_over())
         return plan

@@ -101,7 +101,7 @@ class Execution:
         self._go_on(state)
 
     def launch(self, batch: Batch) -> None:
-        """Have the device compute a batch, and choose its tokens."""
+        """Start the computation of a batch and the choice of its tokens on the device."""
         assert self._flight is None
         began = time.perf_counter()
         try:
@@ -203,7 +203,7 @@ class Execution:
             self._requests.retry(state, "a step failed; the request was computed again", error)
 
     def _note_full(self, states: Sequence[RequestState], error: Exception) -> None:
-        """Have the members of a step that found the device full run in steps of their own.
+        """Let the members of a step that found the device full run in steps of their own.
 
         One that fails so again ends: it would take the pool from all others each time.
         """
@@ -325,7 +325,7 @@ class Execution:
 
 
 def _reads_logits(part: ScheduledRows) -> bool:
-    """Whether logits of a request's rows are read on the host."""
+    """True if logits of a request's rows are read on the host."""
     if part.rows.sampled:
         return part.state.wants_logits
     return part.state.decoding or part.state.reads_logits

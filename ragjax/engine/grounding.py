@@ -1,4 +1,4 @@
-"""Which chunks a request gets: documents that it brings, or passages of a knowledge base, and when it gets any."""
+"""Chunks of a request: documents that it brings, or passages of a knowledge base, and when it gets any."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ class Grounding:
         return (replace(stage, hits=tuple(replace(hit, public=public) for hit in stage.hits)) for stage in found)
 
     def leaves_alone(self, request: Request) -> bool:
-        """Whether a request would get passages if its messages brought none."""
+        """True if a request would get passages if its messages brought none."""
         rag = request.rag
         if self.retrieve != "auto" or rag is None or rag.documents is not None or not request.messages:
             return False
         return replace(self, retrieve="always")._searches(request, rag) and not self._searches(request, rag)
 
     def _public(self, name: str | None) -> bool:
-        """Whether tenants share the KV of a knowledge base."""
+        """True if tenants share the KV of a knowledge base."""
         return self.share and not self.knowledge.owned(name)
 
     def _searches(self, request: Request, rag: Rag) -> bool:
-        """Whether there is a knowledge base to search, and a question; messages without one are refused later."""
+        """True if there is a knowledge base to search, and a question; messages without one are refused later."""
         known = bool(rag.named) or bool(self.knowledge.names)
         wanted = bool(request.question.strip()) and known and self._top_k(rag) > 0
         if not wanted or rag.named or rag.top_k is not None or self.retrieve == "always":

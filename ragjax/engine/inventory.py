@@ -1,4 +1,4 @@
-"""What one tenant may see of the cache: the tree is read in the engine's thread, texts are made in the caller's."""
+"""One tenant's view of the cache: the tree is read in the engine's thread, texts are made in the caller's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def inventory_of(
     tenant: str,
     most: int,
 ) -> Inventory:
-    """What the tenant may see; of its nodes the `most` largest.
+    """List the cache for a tenant; of its nodes the `most` largest.
 
     Raises:
         ClosedError: if nothing is served any more.

@@ -81,7 +81,7 @@ class Registry(Generic[T]):
         return self._held[name]
 
     def seen(self, name: str | None, tenant: str) -> T:
-        """As `get`, by a tenant ("": by nobody): what another one owns is not there.
+        """Get one for a tenant ("": for nobody): what another one owns is not there.
 
         Raises:
             RequestError: if there is none of that name.
@@ -92,11 +92,11 @@ class Registry(Generic[T]):
         return self.get(name)
 
     def owned(self, name: str | None) -> bool:
-        """Whether one of this name belongs to a tenant, or to those who are none."""
+        """True if one of this name belongs to a tenant, or to those who are none."""
         return name in self._owners
 
     def make(self, name: str | None = None, owner: str | None = None) -> T:
-        """As `get`, and opened if need be. owner: who alone may use it (None: everybody)."""
+        """Get one, opened if need be. owner: who alone may use it (None: everybody)."""
         name = self._name(name)
         if name not in self._held and self._open is not None:
             opened = self._open(name)
@@ -125,7 +125,7 @@ class Registry(Generic[T]):
 
 
 class Knowledge:
-    """What requests are answered from. Nothing of it needs a device.
+    """Knowledge bases, graphs and files that requests are answered from. Nothing of it needs a device.
 
     An engine owns one. A process that grounds requests for engines elsewhere has one of its own (`ragjax/cluster/`).
 
@@ -183,7 +183,7 @@ class Knowledge:
 
     @property
     def preprocessed(self) -> bool:
-        """Whether the KV of all chunks was computed ahead."""
+        """True if the KV of all chunks was computed ahead."""
         return all(self.bases.get(name).preprocessed for name in self.bases.names)
 
     def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:

@@ -102,21 +102,21 @@ class Loop:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is served any more."""
+        """True if nothing is served any more."""
         return self._closed
 
     @property
     def left_open(self) -> bool:
-        """Whether it serves on in this process: nobody closed it, and it was not forked off."""
+        """True if it serves on in this process: nobody closed it, and it was not forked off."""
         return not self._closed and self._thread.is_alive()
 
     @property
     def limits(self) -> StepLimits:
-        """What one step can read."""
+        """Limits of one step."""
         return self._scheduler.limits
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """How long the prompt of a request takes that computes so many tokens; None if that is not known yet."""
+        """Seconds that a prompt of so many computed tokens takes; None if that is not known yet."""
         return self._scheduler.preload.seconds(tokens)
 
     def holders(self) -> set[str]:
@@ -124,7 +124,7 @@ class Loop:
         return {state.id for state in self.requests.running} | set(self.kept)
 
     def enqueue(self, state: RequestState, place: object = None) -> None:
-        """Have a request served. place: that was held for it.
+        """Queue a request. place: that was held for it.
 
         Raises:
             OverloadError: if the queue is full.
@@ -133,7 +133,7 @@ class Loop:
         self.post(partial(self.requests.arrive, state), None if state.background else state, place)
 
     def post(self, work: Callable[[], object], entering: RequestState | None = None, place: object = None) -> None:
-        """Have something done in this thread soon.
+        """Run something in this thread soon.
 
         Args:
             work: changes the table of requests.
@@ -235,7 +235,7 @@ class Loop:
             raise ClosedError("the engine belongs to the process that loaded it: load one in this process")
 
     def wake(self) -> None:
-        """Have the loop look around, if it sleeps. Callable in any thread."""
+        """Wake the loop if it sleeps. Any thread may call it."""
         self._inbox.put(lambda: None)
 
     # -------------------------------------------------------------------------------- in this thread
@@ -277,7 +277,7 @@ class Loop:
             self._admission.prefetch()
 
     def _start(self) -> None:
-        """Have paused requests go on, and then new ones start."""
+        """Resume paused requests, then start new ones."""
         self._copying(self._pauses.resume)
         if self.requests.paused:
             return
@@ -309,7 +309,7 @@ class Loop:
             self.requests.arrive(again)
 
     def _launch(self) -> bool:
-        """Have the device compute the next step; whether there is one, or KV was copied to the tiers below."""
+        """Start the next step on the device; True if there is one, or KV was copied to the tiers below."""
         self._copying(self._pauses.make_room)
         batch = self._scheduler.next_batch()
         if batch is not None:

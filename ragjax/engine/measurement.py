@@ -1,4 +1,4 @@
-"""What was measured of a model: its quality report, and Cache-Craft's alpha.
+"""Measurements of a model: its quality report, and Cache-Craft's alpha.
 
 Each is a file in ragjax's folder, by what the model's KV depends on (`identity`).
 """

@@ -30,7 +30,7 @@ MOST_OF_TENANT = 8
 
 
 class Compressions:
-    """What an engine has compiled, or will, and the tenant that asked for it first. Any thread may call it."""
+    """Compressions that an engine has compiled, or will, and the tenant that asked first. Any thread may call it."""
 
     def __init__(self) -> None:
         self._known: dict[Compression, str] = {}
@@ -62,7 +62,7 @@ class Compressions:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What requests are prepared with. Any thread may call it."""
+    """Prepares requests: grounding, checks, strategy, and the state. Any thread may call it."""
 
     composer: Composer
     pool: PagePool  # pages of the device
@@ -119,7 +119,7 @@ class Preparation:
         return state
 
     def _compression(self, request: Request, strategy: Strategy) -> Compression | None:
-        """How the request's prompt is compressed; those in the background are not, unless they say so."""
+        """Compression of the request's prompt; those in the background have none, unless they say so."""
         given = None if request.rag is None else request.rag.compression
         if given == "none" or (given is None and request.background):
             return None
@@ -129,7 +129,7 @@ class Preparation:
         return chosen
 
     def _constraint(self, request: Request) -> Constraint | None:
-        """What the answer has to follow."""
+        """Grammar that the answer has to follow."""
         asked = tools.grammar(request, self.composer.tokenizer.knows_tools)
         return None if asked is None else self.grammars.constraint(*asked)
 

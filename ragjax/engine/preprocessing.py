@@ -43,7 +43,7 @@ class Job:
 
     @property
     def prompt(self) -> Prompt:
-        """What the engine computes it from."""
+        """The prompt that it is computed from."""
         return Prompt((self.system, *self.neighbours, self.chunk))
 
     @property
@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """What became of the chunks. seconds: of the whole run.
+    """Outcome for the chunks. seconds: of the whole run.
 
     fused: computed behind their neighbours now. kept: nothing had to be computed for. lost: computed or kept, but not
     there any more at the end, because the tiers are too small.
@@ -133,14 +133,14 @@ def _fuse_group(engine: Engine, jobs: Sequence[Job], strategy: Fuse, step: Calla
 
 
 def _held(engine: Engine, jobs: Collection[Job], strategy: Fuse) -> list[bool]:
-    """Whether the KV of each job is kept, with what is to be noted of those that have neighbours."""
+    """True if the KV of each job is kept, with what is to be noted of those that have neighbours."""
     prompts = [job.prompt for job in jobs]
     there, noted = engine.holds(prompts, strategy), engine.holds(prompts, strategy, strategy.noted)
     return [a if not job.neighbours else b for job, a, b in zip(jobs, there, noted, strict=True)]
 
 
 def answers_of(engine: Engine, prompts: Sequence[Prompt], strategy: Strategy) -> Iterator[Answer]:
-    """Have the engine carry out a few prompts side by side; yields as they end. An error cancels what is left."""
+    """Answer a few prompts side by side; yields as they end. An error cancels what is left."""
     futures: set[Future[Answer]] = set()
     try:
         for prompt in prompts:
@@ -214,7 +214,7 @@ Lists = Mapping[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Run:
-    """What the groups of a run share. head: system segment of the requests that shall find the KV."""
+    """State that the groups of a run share. head: system segment of the requests that shall find the KV."""
 
     engine: Engine
     base: KnowledgeBase
@@ -239,7 +239,7 @@ class _Run:
                 self.base.mark_fused(own, lists[own][: len(job.neighbours)], job.behind)
 
     def lost(self, lists: Lists) -> int:
-        """How many of the chunks' KV is not there."""
+        """Number of chunks whose KV is not there."""
         jobs = self.jobs(lists).values()
         return len(jobs) - sum(_held(self.engine, jobs, self.strategy))
 

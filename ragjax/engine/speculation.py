@@ -44,7 +44,7 @@ class Withheld:
 
     @property
     def failed(self) -> bool:
-        """Whether the request ended with an error."""
+        """True if the request ended with an error."""
         with self._lock:
             return any(isinstance(event, BaseException) for event in self._events)
 
@@ -185,7 +185,7 @@ class Pipeline:
         self._loop.enqueue(state, self._place)
 
     def _start_offered(self, state: RequestState) -> None:
-        """Have it begun when there is room; it is in no queue until it is confirmed."""
+        """Offer it to be started when there is room; it is in no queue until it is confirmed."""
         state.speculative = True
         self._loop.post(partial(self._loop.requests.offered.add, state))
 
@@ -214,5 +214,5 @@ class Pipeline:
 
 
 def _documents(hits: tuple[Hit, ...]) -> tuple[Hashable, ...]:
-    """What tells the prompts of two stages apart."""
+    """Key that tells the prompts of two stages apart."""
     return tuple((hit.chunk.id, hit.chunk.behind, hit.chunk.tokens.tobytes()) for hit in hits)

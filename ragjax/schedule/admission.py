@@ -117,7 +117,7 @@ class Admission:
             yield state, error
 
     def prefetch(self) -> None:
-        """Have KV of the requests that start next brought to the device while they wait."""
+        """Order KV of the requests that start next to the device while they wait."""
         queue = self._requests.queue
         if self._presence is not None and len(queue):
             for state in queue.ahead(AHEAD):
@@ -133,7 +133,7 @@ class Admission:
         return self._requests.queue.next(self._may_start)
 
     def _may_start(self, state: RequestState) -> bool:
-        """Whether no running request is computing what it would compute; one that no load may serve asks nobody.
+        """True if no running request is computing what it would compute; one that no load may serve asks nobody.
 
         What the shared tier has of it must be known by then, or not be had in time.
         """
@@ -151,7 +151,7 @@ class Admission:
         return bool(len(self._requests.queue) or self._requests.in_front)
 
     def _try(self, state: RequestState) -> tuple[bool, Exception | None]:
-        """Whether it started, or why it never will. A request counts as one look-up, however often it is tried."""
+        """True if it started, or why it never will. A request counts as one look-up, however often it is tried."""
         again, state.tried = state.tried, False
         try:
             with self._cache.uncounted() if again else nullcontext():
@@ -190,7 +190,7 @@ class Admission:
 
 
 def stop_background(requests: Requests) -> bool:
-    """Have background requests give back what they hold; whether there were any."""
+    """Take back what background requests hold; True if there were any."""
     running = requests.in_background
     for state in reversed(running):
         requests.restart(state)
@@ -293,7 +293,7 @@ class Presence:
         self._prefetch = prefetch
 
     def is_known(self, state: RequestState) -> bool:
-        """Whether the request may start: what there is of it is known, or was not said in time."""
+        """True if the request may start: what there is of it is known, or was not said in time."""
         if not state.may_load:
             return True
         if state.inquiry is None:

@@ -91,7 +91,7 @@ def find_groups(tables: Sequence[PageTable], rows: Sequence[int], sharing: tuple
 
 
 def _common(lists: Sequence[NDArray[np.int64]]) -> int:
-    """How many leading items all lists have in common."""
+    """Number of leading items that all lists have in common."""
     size = min(map(len, lists))
     same = np.stack([one[:size] for one in lists]) == lists[0][:size]
     return size if same.all() else int(same.all(0).argmin())
@@ -117,18 +117,18 @@ class ScheduledRows:
 
     @property
     def live(self) -> bool:
-        """Whether the request still waits for them: it has neither ended nor been started again."""
+        """True if the request still waits for them: it has neither ended nor been started again."""
         return self.rows is self.state.rows
 
     @property
     def logit_rows(self) -> list[int]:
-        """Those of its rows whose logits are wanted."""
+        """Rows of the step whose logits are wanted."""
         return [row for row in range(self.placed.begin, self.placed.end) if row in self.rows.logits_now]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What runs in one step. logit_rows: rows of the step whose logits are wanted."""
+    """Rows that run in one step. logit_rows: those whose logits are wanted."""
 
     parts: tuple[ScheduledRows, ...]
     step: Step

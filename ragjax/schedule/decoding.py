@@ -1,4 +1,4 @@
-"""What a request computes behind its prompt: generated tokens, proposed ones with them, and given continuations.
+"""Rows behind a prompt: generated tokens, proposed ones with them, and given continuations.
 
 All functions change the request (`RequestState`): its plan's tail, its rows, and the tokens decoded.
 """
@@ -17,7 +17,7 @@ from ragjax.schedule.state import RequestState
 
 
 def decode(state: RequestState, token: int) -> None:
-    """Have a generated token computed, which yields the next one as `rows.chosen[0]` (or its logits, `rows.logits[0]`).
+    """Set the rows that compute a generated token; the next one comes as `rows.chosen[0]`.
 
     Tokens that may follow it are proposed and computed with it: `rows.chosen[i]` holds if the first i of them are
     accepted.
@@ -38,7 +38,7 @@ def decode(state: RequestState, token: int) -> None:
 
 
 def accept(state: RequestState, token: int) -> bool:
-    """Whether the token just generated is the next one proposed, so that its KV and its logits exist."""
+    """True if the token just generated is the next one proposed, so that its KV and its logits exist."""
     assert state.rows is not None
     at = _accepted(state, state.rows) + 1
     if at >= len(state.rows.token) or state.rows.token[at] != token:
@@ -54,7 +54,7 @@ def note_proposal(state: RequestState) -> None:
 
 
 def grow(state: RequestState, tokens: int = 1) -> None:
-    """Have slots for so many tokens behind those decoded, or for all that it may still generate if these are fewer.
+    """Reserve slots for so many tokens behind those decoded, or for all that it may still generate if these are fewer.
 
     Raises:
         OutOfPages: if no page can be had without evicting what is in use; nothing changes then.
@@ -71,7 +71,7 @@ def grow(state: RequestState, tokens: int = 1) -> None:
 
 
 def force(state: RequestState, tokens: Tokens) -> None:
-    """Have given tokens, int32 [n], computed after the prompt, before anything is decoded.
+    """Set the rows that compute given tokens, int32 [n], after the prompt, before anything is decoded.
 
     `rows.logits[i]` are the logits after token i. Set `rows` to None then, and decoding starts as if nothing had
     been computed: it writes over these tokens.
@@ -89,7 +89,7 @@ def force(state: RequestState, tokens: Tokens) -> None:
 
 
 def score(state: RequestState) -> bool:
-    """Have the continuation computed, now that the prompt is; False if there is none or nothing to compute."""
+    """Set the rows that compute the continuation, after the prompt; False if there is none or nothing to compute."""
     if not state.wants_scores:
         return False
     assert state.request.continuation is not None
@@ -109,7 +109,7 @@ def take_scores(state: RequestState) -> None:
 
 
 def draws(batch: Batch) -> list[Draw | None]:
-    """How a token is chosen by each row of logits; None where it is not."""
+    """Settings by which a token is chosen for each row of logits; None where none is."""
     found: list[Draw | None] = []
     for part in batch.parts:
         state, rows = part.state, part.rows
@@ -124,7 +124,7 @@ def draws(batch: Batch) -> list[Draw | None]:
 
 
 def first_draw(state: RequestState) -> Draw:
-    """How the token behind the prompt is chosen."""
+    """Settings by which the token behind the prompt is chosen."""
     return _draws(state, np.zeros(0, np.int32))[0]
 
 
@@ -134,7 +134,7 @@ def _draws(state: RequestState, proposed: Tokens) -> list[Draw]:
 
 
 def _accepted(state: RequestState, rows: PendingRows) -> int:
-    """How many of the proposed tokens in `rows` were accepted so far."""
+    """Number of proposed tokens in `rows` that were accepted so far."""
     return len(state.full_prompt) + len(state.decoded) - 1 - int(rows.index[0])
 
 

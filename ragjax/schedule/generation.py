@@ -52,7 +52,7 @@ class Generation:
 
     @property
     def over(self) -> bool:
-        """Whether no token comes after those that were pushed."""
+        """True if no token comes after those that were pushed."""
         return self._ended or len(self.tokens) >= self.limit or self.finish_reason is not None
 
     def push(self, chosen: Chosen) -> None:

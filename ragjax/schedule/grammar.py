@@ -1,4 +1,4 @@
-"""Which tokens may come next, so that an answer follows a grammar: constrained decoding.
+"""Constrained decoding: the tokens that may come next, so that an answer follows a grammar.
 
 The package `llguidance` does the work: it lexes by derivatives of regular expressions, parses by Earley's algorithm,
 and walks the tokens as a trie, to find at each step all tokens after which the text can still be completed. Its
@@ -141,7 +141,7 @@ class Constraint:
         return found
 
     def _take(self, token: int) -> bool:
-        """Whether a token can come next; it has come then."""
+        """True if a token can come next; it has come then."""
         if token in self._eos or token >= self._vocabulary or self.failure:  # an unknown one would break the matcher
             return False
         return self._matcher.try_consume_tokens([token]) == 1
@@ -209,7 +209,7 @@ class Grammars:
         return Constraint(matcher, self._eos, table.vocab_size)
 
     def _check(self, grammar: str, param: str) -> None:
-        """Have a grammar read elsewhere that was not read lately; one at a time, so that few cores are enough."""
+        """Read a grammar in a process of its own, unless it was lately; one at a time, so that few cores are enough."""
         with self._checking:
             if grammar not in self._readable:
                 check_readable(grammar, param)

@@ -45,7 +45,7 @@ def propose(tokens: Tokens, most: int) -> Tokens:
 
 @dataclass
 class Lookup:
-    """How many tokens to propose for a request, by how many of those before were accepted.
+    """Chooses how many tokens to propose for a request, by how many of those before were accepted.
 
     most: tokens that are proposed at most. share: of proposed tokens that are accepted, as seen lately.
     steps: decode steps. proposed, accepted: tokens so far.

@@ -119,7 +119,7 @@ class Queue(Generic[W]):
             older.overtaken += 1
 
     def next(self, may: Callable[[W], bool] = lambda waiting: True) -> W | None:
-        """Who starts next of those who may; None if nobody does.
+        """The request to start next of those that may; None if there is none.
 
         One that was overtaken as often as it bears is next even if it may not.
         """

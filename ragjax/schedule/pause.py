@@ -60,7 +60,7 @@ def suspend(state: RequestState, copier: Copier) -> None:
 
 
 def restore(state: RequestState, allocation: Allocation, copier: Copier) -> None:
-    """Have pages of its own that hold the same bits, and go on as if nothing had been.
+    """Copy the KV of a paused request into pages of its own; it goes on as if nothing had been.
 
     What it read from the cache is its own copy now; its next tokens are the same, whatever its strategy measured.
 
@@ -128,7 +128,7 @@ class Pauses:
                 self._give_way(victim)
 
     def _grown(self, state: RequestState, tokens: int) -> bool:
-        """Whether it has the slots; it gives up what it proposed before anybody gives way for it."""
+        """True if it has the slots; it gives up what it proposed before anybody gives way for it."""
         rows = state.rows
         try:
             decoding.grow(state, tokens + (0 if rows is None else rows.proposed))  # all of them may be accepted

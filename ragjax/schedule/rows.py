@@ -1,4 +1,4 @@
-"""What a request has to compute next: rows that wait for a step, or a move of cached KV.
+"""The next work of a request: rows that wait for a step, or a move of cached KV.
 
 `read_pass`, `read_move` and `read_compaction` check what a strategy yields and turn it into host arrays; results come
 back by the same objects.
@@ -134,7 +134,7 @@ class _Entries:
 
 
 def _by_layer(spans: Sequence[Span], page_size: int) -> LayerTable | None:
-    """Of the first span's entries. Its last page may be named more than once: the table takes the first of them."""
+    """Layer table of the first span's entries. Its last page may be named more than once: the table takes the first."""
     if not spans or (layout := spans[0].layout) is None:
         return None
     pages = spans[0].run.pages
@@ -209,7 +209,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Carried:
-    """What rows bring from earlier layers: each is a row of a step that ended there.
+    """Residuals of rows from earlier layers: each is a row of a step that ended there.
 
     steps: what these left. step_N, row_N: of each row the number of the step, and its place there, int32 [n].
     """
@@ -283,7 +283,7 @@ class PendingRows:
 
     @property
     def measure_now(self) -> StepMeasure | None:
-        """What is measured in the layers that run next."""
+        """Measure of the layers that run next."""
         if self.measure is None:
             return None
         low, high = (min(max(layer, self.layers[0]), self.layers[1]) for layer in self.measure.layers)
@@ -295,7 +295,7 @@ class PendingRows:
         self.last, self.layers = self.end, (self.layers[0], end)
 
     def go_on(self) -> bool:
-        """Whether there are layers left to run after these, whose rows are all computed; they are next then."""
+        """True if there are layers left to run after these, whose rows are all computed; they are next then."""
         if self.layers[1] == self.end:
             return False
         self.residual, self.layers = self.carried(), (self.layers[1], self.end)
@@ -318,7 +318,7 @@ class PendingRows:
         self.logits_at = {row: at for row, at in self.logits_at.items() if row < n}
 
     def shares(self, other: PendingRows) -> bool:
-        """Whether both can be computed in one step: through the same layers, measuring the same, or one nothing."""
+        """True if both can be computed in one step: through the same layers, measuring the same, or one nothing."""
         if self.layers != other.layers:
             return False
         mine, theirs = self.measure_now, other.measure_now
@@ -353,14 +353,14 @@ class PendingRows:
         self.measured = part if self.measured is None else np.concatenate([self.measured, part], axis)
 
     def carried(self) -> Carried:
-        """What all rows bring from the steps that computed them."""
+        """Residuals of all rows, from the steps that computed them."""
         sizes = [at.end - at.begin for at, _ in self.ended]
         rows = [np.arange(at.row, at.row + at.end - at.begin, dtype=np.int32) for at, _ in self.ended]
         numbers = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
         return Carried(tuple(residual for _, residual in self.ended), numbers, np.concatenate(rows))
 
     def results(self, measures: frozenset[Measure]) -> Results:
-        """What a pass with these measures gets, once all rows are computed."""
+        """Results of a pass with these measures, once all rows are computed."""
         found: dict[Measure, NDArray[np.float32]] = {}
         if self.logits_at:
             numbers = range(len(self.logits_at))
@@ -450,7 +450,7 @@ def _check(state: RequestState, asked: Pass, layers: tuple[int, int]) -> None:
 
 
 def _residual(state: RequestState, rows: NDArray[np.int32], begin: int, before: PendingRows | None) -> Carried | None:
-    """What the rows bring from the pass before."""
+    """Residuals that the rows bring from the pass before."""
     if begin == 0:
         return None
     if before is None or before.layers[1] != begin:

@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen: what the device's sampler (`kernels/sampling.py`) is told for each row of logits.
+"""Settings of the device's sampler (`kernels/sampling.py`) for each row of a request's logits.
 
 Sampling order is the usual one: repetition penalty (CTRL, arXiv 1909.05858), logit bias, presence and frequency
 penalties (OpenAI's API reference), temperature, then top-k, then top-p (nucleus, arXiv 1904.09751). Log-probabilities
@@ -39,11 +39,11 @@ class Sampler:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What did not go as asked."""
+        """Notices of what did not go as asked."""
         return () if self.constraint is None or not self.constraint.failure else (self.constraint.failure,)
 
     def draws(self, said: Sequence[int], proposed: Sequence[int] = ()) -> list[Draw]:
-        """How the next token is chosen, and the ones behind it if the proposed tokens are accepted.
+        """Settings for the next token, and for those behind it if the proposed tokens are accepted.
 
         said: all tokens generated so far; those of the last call are the first of them.
         """
@@ -119,7 +119,7 @@ class _Changes:
         self._count_A[self._place[token]] += 1
 
     def now(self) -> Adjusted | None:
-        """What changes now."""
+        """Changes of the logits for the next token."""
         if not len(self._token_A):
             return None
         asked = self._sampling

@@ -69,11 +69,11 @@ class Preload:
             self._units, self._seconds = FADES * self._units + units, FADES * self._seconds + seconds
 
     def seconds(self, tokens: int) -> float | None:
-        """How long so many tokens take to compute, by the last prefill steps; None if there were none."""
+        """Seconds that so many tokens take to compute, by the last prefill steps; None if there were none."""
         return tokens * self._seconds / self._units if self._units else None
 
     def may_run(self, state: RequestState) -> bool:
-        """Whether rows of a request that computes its prompt may run now; they are cut to what may."""
+        """True if rows of a request that computes its prompt may run now; they are cut to what may."""
         allocation, rows = state.held, rows_of(state)
         if rows.done and allocation.broken is None:
             return True
@@ -95,7 +95,7 @@ class Preload:
         return depth(stages, self._cost(state, len(rows.token)) * self._seconds / self._units, load_s)
 
     def _cost(self, state: RequestState, rows: int) -> float:
-        """Of so many rows through all layers."""
+        """Cost of so many rows through all layers."""
         return rows * (1 + len(rows_of(state).table) * state.held.page_size / self.keys)
 
 
@@ -105,7 +105,7 @@ STRETCH = 3.0
 
 @dataclass(frozen=True)
 class StepBudget:
-    """What a step may compute while requests decode, so that their next tokens do not wait long.
+    """Limits what a step computes while requests decode, so that their next tokens do not wait long.
 
     tokens: rows of a step, decoding tokens included, if they read no more than a few keys.
     keys: keys whose attention costs as much as the rest of a row; rows that read many keys count for more.
@@ -214,7 +214,7 @@ class Scheduler:
         return self._decode_batch(decoding) if self._decoded_last else self._prefill_batch(prefilling, bounded=True)
 
     def _decodes(self, rows: PendingRows) -> bool:
-        """Whether these are a generated token, and tokens proposed behind it, rather than many that were given."""
+        """True if these are a generated token, and tokens proposed behind it, rather than many that were given."""
         return rows.left - rows.proposed == 1 and rows.left <= self._most
 
     def _apart(self, states: list[RequestState]) -> list[RequestState]:
@@ -259,14 +259,14 @@ class Scheduler:
         return min(costs, default=None)
 
     def _cost(self, shape: RowShape, states: Sequence[RequestState], lefts: Sequence[int]) -> float:
-        """Of a decode step, in rows: each block reads the keys of its request once, but for those that are shared."""
+        """Cost of a decode step, in rows: a block reads the keys of its request once, but for those that are shared."""
         tables = [rows_of(state).table for state in states]
         entries = sum(-(-left // shape.block) * len(table) for left, table in zip(lefts, tables, strict=True))
         saved = sum(group.saved for group in self._groups(shape, states, lefts))
         return shape.rows + (entries - saved) * self.limits.page_size / self.budget.decode_keys
 
     def _groups(self, shape: RowShape, states: Sequence[RequestState], lefts: Sequence[int]) -> list[Group]:
-        """Which of the requests share keys, with so many rows each; their rows are in blocks of one."""
+        """Groups of requests that share keys, with so many rows each; their rows are in blocks of one."""
         pending = [rows_of(state) for state in states]
         if any(rows.measure_now is not None for rows in pending):
             return []
@@ -346,7 +346,7 @@ class Scheduler:
 
 
 def _sharing(states: Sequence[RequestState]) -> list[RequestState]:
-    """Those that the oldest can share a step with, itself first."""
+    """Requests that can share a step with the oldest, itself first."""
     found: list[RequestState] = []
     for state in states:
         if all(rows_of(state).shares(rows_of(other)) for other in found):
@@ -360,7 +360,7 @@ def _blocks(lefts: Sequence[int], shape: RowShape) -> int:
 
 
 def _worth(states: Sequence[RequestState], cost: float, plain: float) -> bool:
-    """Whether a step with the proposed tokens is expected to bring more tokens for its cost than one without them."""
+    """True if a step with the proposed tokens is expected to bring more tokens for its cost than one without them."""
     looking = [(state.lookup, rows_of(state).proposed) for state in states]
     expected = sum(proposed * lookup.share for lookup, proposed in looking if lookup is not None)
     return (len(states) + expected) * (STEP_ROWS + plain) > len(states) * (STEP_ROWS + cost)

@@ -63,7 +63,7 @@ class Odds:
                 stage.left_s = FADES * stage.left_s + seconds
 
     def pays(self, stage: int, compute_s: float | None) -> bool:
-        """Whether to begin with the documents of a stage, counted from 0; yes while too little is known.
+        """True if to begin with the documents of a stage, counted from 0; yes while too little is known.
 
         compute_s: seconds that the device takes for the prompt, if known.
         """
@@ -83,7 +83,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do after a stage, in this order.
+    """Decision after a stage, to be carried out in this order.
 
     cancel: the generation that was offered has other documents: end it. offer: these documents, to start when there is
     room. start: a generation with these documents now, whatever else runs. release: the generation that was offered
@@ -121,11 +121,11 @@ class Speculation:
         return Decision(cancel=self._offered, start=True)
 
     def forget(self) -> None:
-        """What was offered failed, or could not be made; the documents are not offered again before the last stage."""
+        """Note that the offered generation failed; its documents are not offered again before the last stage."""
         self._offered = False
 
     def decline(self) -> None:
-        """What was offered is not begun now; the same documents may be offered after the next stage."""
+        """Note that the offered generation is not begun now; its documents may be offered after the next stage."""
         self._offered, self._latest = False, ()
 
 
@@ -150,7 +150,7 @@ class Reserve(Generic[T]):
         return waited
 
     def take(self, pool: int) -> list[T]:
-        """Those that start now, which wait no longer. pool: requests whose prompts are not computed, started or not."""
+        """Take out those that start now. pool: requests whose prompts are not computed, started or not."""
         room = max(self._limit - pool, 0)
         started, self.waiting = self.waiting[:room], self.waiting[room:]
         return started

@@ -50,7 +50,7 @@ Sink = Callable[[Event | BaseException], None]
 
 @dataclass(frozen=True)
 class Paused:
-    """What a paused request held: its pages, int32 [P], what they hold, and the slots that its tail may have."""
+    """The holdings of a paused request: its pages, int32 [P], copies of them, and the slots that its tail may have."""
 
     pages: NDArray[np.int32]
     copies: object
@@ -201,12 +201,12 @@ class RequestState(Waiting):
 
     @property
     def background(self) -> bool:
-        """Whether it runs only while no other request waits or runs."""
+        """True if it runs only while no other request waits or runs."""
         return self.request.background
 
     @property
     def setting(self) -> Setting:
-        """What serves it."""
+        """Strategy, ratio and compression that serve it, as quality reports name them."""
         kept = None if self.compression is None else str(self.compression)
         if self.prompt.recognised and not self.strategy.exact:  # not what a report measured, or a budget is held to
             return Setting(self.strategy.name, self.ratio, "recognised" if kept is None else f"recognised {kept}")
@@ -214,12 +214,12 @@ class RequestState(Waiting):
 
     @property
     def by_default(self) -> bool:
-        """Whether it left the strategy to the engine."""
+        """True if it left the strategy to the engine."""
         return self.request.rag is None or self.request.rag.strategy is None
 
     @property
     def has_graph(self) -> bool:
-        """Whether it asked for facts of a graph."""
+        """True if it asked for facts of a graph."""
         return self.request.rag is not None and self.request.rag.graph is not None
 
     @property
@@ -236,7 +236,7 @@ class RequestState(Waiting):
 
     @property
     def compresses(self) -> bool:
-        """Whether its prompt is above its budget; what was generated before it was started again does not count."""
+        """True if its prompt is above its budget; what was generated before it was started again does not count."""
         return self.compression is not None and len(self.prompt) > self.compression.budget
 
     @property
@@ -247,23 +247,23 @@ class RequestState(Waiting):
 
     @property
     def wants_logits(self) -> bool:
-        """Whether the logits that its next token is chosen by are kept, for a replay to be compared with."""
+        """True if the logits that its next token is chosen by are kept, for a replay to be compared with."""
         return self.shadowed is not None and len(self.shadowed) < STEPS
 
     @property
     def wants_first(self) -> bool:
-        """Whether the token behind the prompt is to be chosen."""
+        """True if the token behind the prompt is to be chosen."""
         return self.first is None and self.generation is not None and not self.generation.over
 
     @property
     def reads_logits(self) -> bool:
-        """Whether logits of the prompt's last token are read on the host."""
+        """True if logits of the prompt's last token are read on the host."""
         wanted = self.request.want_logits or self.shadowed is not None or self.wants_scores
         return wanted or self.strategy.reads_logits
 
     @property
     def wants_scores(self) -> bool:
-        """Whether its continuation is to be computed before anything is generated."""
+        """True if its continuation is to be computed before anything is generated."""
         return self.request.continuation is not None and len(self.request.continuation) > 0 and self.scores is None
 
     @property
@@ -281,44 +281,44 @@ class RequestState(Waiting):
 
     @property
     def running(self) -> bool:
-        """Whether it was started, and has its pages."""
+        """True if it was started, and has its pages."""
         return self.phase is Phase.RUNNING
 
     @property
     def ended(self) -> bool:
-        """Whether it has its answer or its error, or nobody waits for one."""
+        """True if it has its answer or its error, or nobody waits for one."""
         return self.phase is Phase.ENDED
 
     @property
     def decoding(self) -> bool:
-        """Whether its prompt is computed."""
+        """True if its prompt is computed."""
         return self.plan is not None
 
     @property
     def tells_early(self) -> bool:
-        """Whether the token behind the prompt can go out now, before the prefill's end."""
+        """True if the token behind the prompt can go out now, before the prefill's end."""
         return self.known is not None and self.wants_first and not self.wants_scores
 
     @property
     def ready(self) -> bool:
-        """Whether all KV that its next rows read is on the device."""
+        """True if all KV that its next rows read is on the device."""
         assert self.allocation is not None
         return self.stages_ready == len(self.allocation.stages) - 1
 
     @property
     def stages_ready(self) -> int:
-        """How many stages of layers, the first ones, are on the device of all KV that it reads; 0 if some is lost."""
+        """Number of first stages whose KV, all that it reads, is on the device; 0 if some is lost."""
         assert self.allocation is not None
         return 0 if self.allocation.broken is not None else self.allocation.stages_ready
 
     @property
     def can_move(self) -> bool:
-        """Whether a move or a compaction is next, of KV that is on the device."""
+        """True if a move or a compaction is next, of KV that is on the device."""
         return self.move is not None and self.held.stages[self.stages_ready] >= self.move.layers[1]
 
     @property
     def exact_to(self) -> Exactness | None:
-        """What its answer is exact to: all of it, what it said before it was started again included."""
+        """The attention that all of its answer is exact to, what it said before it was started again included."""
         assert self.plan is not None
         return self.plan.exact_to if self._exact_before <= {self.plan.exact_to} else None
 
@@ -330,7 +330,7 @@ class RequestState(Waiting):
 
     @property
     def held(self) -> Allocation:
-        """What it holds in the cache."""
+        """Its allocation; it must have one."""
         assert self.allocation is not None
         return self.allocation
 

@@ -23,7 +23,7 @@ from ragjax.models.decoder import Decoder, Weight
 from ragjax.runner.mesh import make_mesh
 from ragjax.runner.runner import Runner, StepResult
 from ragjax.schedule.batch import empty_step, put_table
-from ragjax.schedule.rows import PageTable
+from ragjax.schedule.rows import SpanTable
 
 
 def random_decoder(config: ModelConfig, dtype: str) -> Decoder:
@@ -73,7 +73,7 @@ def cut(n: int, buckets: tuple[int, ...]) -> list[int]:
     return list(best(n)[1])
 
 
-def prefill_steps(grid: Grid, one: Pass, table: PageTable, tokens: Int, page: int) -> Iterator[tuple[Step, int]]:
+def prefill_steps(grid: Grid, one: Pass, table: SpanTable, tokens: Int, page: int) -> Iterator[tuple[Step, int]]:
     """Steps that carry out a pass of one request, and how many rows each computes."""
     begin, n = 0, len(one.order)
     for rows in cut(n, tuple(n for n, block, _ in grid.rows if block > 1)):
@@ -85,7 +85,7 @@ def prefill_steps(grid: Grid, one: Pass, table: PageTable, tokens: Int, page: in
         begin += take
 
 
-def decode_step(grid: Grid, parts: Sequence[tuple[Pass, PageTable, Int]], page: int) -> Step:
+def decode_step(grid: Grid, parts: Sequence[tuple[Pass, SpanTable, Int]], page: int) -> Step:
     step = empty_step(grid.rows[0], grid.entries[0], page)
     entry = 0
     for number, (one, table, tokens) in enumerate(parts):
@@ -119,7 +119,7 @@ class Ours:
 
     def _run(self, one: Pass, tokens: Int | None = None) -> tuple[StepResult, int]:
         ids = self.tokens(len(one.order), 0) if tokens is None else tokens
-        table = PageTable(one.spans, self.setting.page)
+        table = SpanTable(one.spans, self.setting.page)
         for step, taken in prefill_steps(self.runner.grid, one, table, ids, self.setting.page):
             outcome, last = self.runner.step(step), taken - 1
         return outcome, last
@@ -168,13 +168,13 @@ class Ours:
         return self.setting.decoded * len(layouts) / (time.perf_counter() - began)
 
     def next_tokens(
-        self, layouts: Sequence[Layout], tails: Sequence[tuple[PageTable, Int]], chosen: Sequence[Int], i: int
+        self, layouts: Sequence[Layout], tails: Sequence[tuple[SpanTable, Int]], chosen: Sequence[Int], i: int
     ) -> NDArray[np.float32]:
         """Logits behind the generated token i of each request."""
         return self.runner.logits(self._decode_step(layouts, tails, chosen, i), range(len(layouts)))
 
     def _decode_step(
-        self, layouts: Sequence[Layout], tails: Sequence[tuple[PageTable, Int]], chosen: Sequence[Int], i: int
+        self, layouts: Sequence[Layout], tails: Sequence[tuple[SpanTable, Int]], chosen: Sequence[Int], i: int
     ) -> StepResult:
         parts = []
         for layout, (table, slots), token in zip(layouts, tails, chosen, strict=True):
@@ -291,11 +291,11 @@ class Layout:
         slot = np.concatenate([fresh.run.slots(self.page), asked.run.slots(self.page)])
         return Pass(order, order, slot, (*self._cached(stale), fresh, asked))
 
-    def table(self, spans: Sequence[Span]) -> tuple[PageTable, Int]:
+    def table(self, spans: Sequence[Span]) -> tuple[SpanTable, Int]:
         """Entries of the prompt's spans and of a tail for generated tokens, not shown yet; and the tail's slots."""
         tail = self.runs[-1].slice(self.question, self.runs[-1].length, self.page)
         hidden = Span(np.full(tail.length, NEVER, np.int32), tail)
-        return PageTable([*spans, hidden], self.page), tail.slots(self.page)
+        return SpanTable([*spans, hidden], self.page), tail.slots(self.page)
 
 
 def indices(begin: int, end: int) -> Int:

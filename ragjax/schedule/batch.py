@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ragjax.core import NEVER, Chosen, Grid, Residual, RowShape, Step, StepMeasure
 from ragjax.core.layout import LayerTable
-from ragjax.schedule.rows import PageTable, PendingRows, Placed
+from ragjax.schedule.rows import PendingRows, Placed, SpanTable
 from ragjax.schedule.state import RequestState
 
 BLOCK_READS = 2.0
@@ -38,7 +38,7 @@ class Group:
 
 @dataclass(frozen=True)
 class _Search:
-    """lasting: hashes of entries, a request (`PageTable.lasting`). rows: of each request. block: rows of a block."""
+    """lasting: hashes of entries, a request (`SpanTable.lasting`). rows: of each request. block: rows of a block."""
 
     lasting: Sequence[NDArray[np.int64]]
     rows: Sequence[int]
@@ -67,7 +67,7 @@ class _Search:
         return [part for part in parts.values() if len(part) > 1]
 
 
-def find_groups(tables: Sequence[PageTable], rows: Sequence[int], sharing: tuple[int, int]) -> list[Group]:
+def find_groups(tables: Sequence[SpanTable], rows: Sequence[int], sharing: tuple[int, int]) -> list[Group]:
     """Find requests that share the first entries of their page tables, so that their rows read these keys together.
 
     Each row then looks at the rest alone; both parts merge exactly (Hydragen, arXiv 2402.05099; cascade inference in
@@ -274,7 +274,7 @@ def empty_step(shape: RowShape, entries: int, page_size: int) -> Step:
     )
 
 
-def put_table(step: Step, entry: int, request: int, table: PageTable, begin: int, end: int) -> None:
+def put_table(step: Step, entry: int, request: int, table: SpanTable, begin: int, end: int) -> None:
     """Write entries [begin, end) of a page table into the step, as a request's, from an entry on."""
     at, taken = slice(entry, entry + end - begin), slice(begin, end)
     step.page_S[at] = table.page_S[taken]
@@ -287,7 +287,7 @@ def put_table(step: Step, entry: int, request: int, table: PageTable, begin: int
         _put_layers(step.by_layer, entry, table, begin, end)
 
 
-def _put_layers(by_layer: LayerTable, entry: int, table: PageTable, begin: int, end: int) -> None:
+def _put_layers(by_layer: LayerTable, entry: int, table: SpanTable, begin: int, end: int) -> None:
     """The same of each layer: entries of a table without layouts are the same in all."""
     by_layer.page_LS[:, entry : entry + end - begin] = table.page_S[begin:end]
     if table.by_layer is None:

@@ -12,7 +12,7 @@ import numpy as np
 from ragjax.core import NEVER, Draw, Run, Span, Tokens
 from ragjax.schedule.batch import Batch
 from ragjax.schedule.lookup import propose
-from ragjax.schedule.rows import PageTable, PendingRows, table_of
+from ragjax.schedule.rows import PendingRows, SpanTable, table_of
 from ragjax.schedule.state import RequestState
 
 
@@ -147,7 +147,7 @@ def _proposal(state: RequestState, number: int) -> Tokens:
     return propose(tokens, min(state.lookup.size(), room))
 
 
-def _tail_rows(state: RequestState, table: PageTable, tokens: Tokens, first: int) -> PendingRows:
+def _tail_rows(state: RequestState, table: SpanTable, tokens: Tokens, first: int) -> PendingRows:
     """Rows of tokens after the prompt, generated or given; `first` is the number of the first of them."""
     assert state.tail_N is not None
     n, begin = len(tokens), len(state.full_prompt) + first
@@ -156,7 +156,7 @@ def _tail_rows(state: RequestState, table: PageTable, tokens: Tokens, first: int
     return PendingRows(tokens, index, index, slot, table, logits_at, begin + n, state.all_layers)
 
 
-def _open_tail(state: RequestState) -> PageTable:
+def _open_tail(state: RequestState) -> SpanTable:
     """The prompt's keys as generated tokens see them, and these, hidden as yet."""
     assert state.plan is not None
     tail, allocation = state.plan.tail, state.held

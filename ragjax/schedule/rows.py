@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ragjax.schedule.state import RequestState
 
 
-class PageTable:
+class SpanTable:
     """Spans as entries: one per page and offset, so that short runs share one; int32 arrays [S] and [S, C].
 
     by_layer: of its first entries, if the first span has a layout.
@@ -254,7 +254,7 @@ class PendingRows:
     index: NDArray[np.int32]
     position: NDArray[np.int32]
     slot: NDArray[np.int32]
-    table: PageTable
+    table: SpanTable
     logits_at: Mapping[int, int]
     context: int
     layers: tuple[int, int]
@@ -380,9 +380,9 @@ def _by_measure(what: Measure, measured: NDArray[np.float32]) -> dict[Measure, N
     return {what: measured.swapaxes(0, 1) if what is Measure.DEVIATION else measured}
 
 
-def table_of(state: RequestState, spans: Sequence[Span]) -> PageTable:
+def table_of(state: RequestState, spans: Sequence[Span]) -> SpanTable:
     """The page table of these spans; RequestError for more than a step can read."""
-    table = PageTable(spans, state.held.page_size)
+    table = SpanTable(spans, state.held.page_size)
     state.held.limits.check(len(table))
     return table
 
@@ -459,7 +459,7 @@ def _residual(state: RequestState, rows: NDArray[np.int32], begin: int, before: 
     return before.carried().pick(np.searchsorted(before.index, rows).astype(np.int32))
 
 
-def _measure(state: RequestState, asked: Pass, layers: tuple[int, int], table: PageTable) -> StepMeasure | None:
+def _measure(state: RequestState, asked: Pass, layers: tuple[int, int], table: SpanTable) -> StepMeasure | None:
     measures = asked.measures - {Measure.LOGITS}
     what = Measure.VALUED_SCORE if Measure.VALUED_SCORE in measures else next(iter(measures), None)
     if what is None:
@@ -472,7 +472,7 @@ def _measure(state: RequestState, asked: Pass, layers: tuple[int, int], table: P
 
 
 def _measure_arrays(
-    state: RequestState, what: Measure, asked: Pass, table: PageTable
+    state: RequestState, what: Measure, asked: Pass, table: SpanTable
 ) -> Mapping[str, NDArray[np.int32]]:
     if what is Measure.QUERY:
         return {}

@@ -25,7 +25,7 @@ from ragjax.core.depprompt import DepPrompt, LinearNode, Positions, TreeNode, la
 from ragjax.engine import Engine
 from ragjax.reuse import DEPENDENCY, strategies
 from ragjax.reuse.dependency import Dependency
-from ragjax.schedule.rows import PageTable
+from ragjax.schedule.rows import SpanTable
 from tests.support import tiny
 from tests.support.executor import Done, Executor, Keys, model
 
@@ -308,7 +308,7 @@ def test_scattered_branches_that_stand_twice_are_read_through_entries_of_their_o
     done = executor.run(strategy, prompt)
     assert sum(report.reused for report in done.plan.reports[1:]) > 0
     tail = Span.consecutive(len(prompt), done.plan.tail)
-    assert len(PageTable((*done.plan.spans, tail), executor.page_size)) <= executor.entries
+    assert len(SpanTable((*done.plan.spans, tail), executor.page_size)) <= executor.entries
 
 
 # ------------------------------------------------------------------------------------------------ engine

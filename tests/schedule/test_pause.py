@@ -15,7 +15,7 @@ from ragjax.core import NEVER, Kind, OutOfPages, Run, Span
 from ragjax.reuse import Full, Naive, Prefix
 from ragjax.schedule.admission import Admission, Allocations
 from ragjax.schedule.pause import RECOMPUTED, Pauses
-from ragjax.schedule.rows import PageTable
+from ragjax.schedule.rows import SpanTable
 from tests.support.bench import PAGE, STAGES, Bench, knowledge_prompt, make_prompt, read_table, simple
 from tests.support.states import Asked
 
@@ -153,7 +153,7 @@ def test_a_table_that_grew_equals_one_that_was_made_so(first, tail, more):
     start = first % PAGE
     tail = min(tail, PAGE - start)
     prompt, run = Run(tuple(range(1, 2 + first // PAGE)), 0, first), Run((1 + first // PAGE,), start, tail)
-    tables = [PageTable((Span.consecutive(0, prompt), Span(np.full(tail, NEVER), run)), PAGE)]
+    tables = [SpanTable((Span.consecutive(0, prompt), Span(np.full(tail, NEVER), run)), PAGE)]
     at, whole = 50, run
     for pages in more:
         piece = Run(tuple(range(at, at + pages)), 0, pages * PAGE)

@@ -17,7 +17,7 @@ from ragjax.core import NEVER, Grid, Kind, Measure, OutOfPages, Pass, Plan, Run,
 from ragjax.reuse import Full, Naive, Prefix
 from ragjax.reuse.base import match_spans
 from ragjax.schedule.lookup import Lookup
-from ragjax.schedule.rows import PageTable
+from ragjax.schedule.rows import SpanTable
 from ragjax.schedule.scheduler import Scheduler, StepBudget
 from tests.support.bench import (
     MIXED,
@@ -64,7 +64,7 @@ def read_slowly(span, page_size):
 @given(tables)
 def test_entries_say_what_spans_say(case):
     page_size, given_spans = case
-    table = PageTable(given_spans, page_size)
+    table = SpanTable(given_spans, page_size)
     pages = [(page, span.offset) for span in given_spans for page in span.run.pages]
     slots = [(*key[:2], span.offset) for span in given_spans for key in read_slowly(span, page_size)]
     assert len(set(pages)) <= len(table) <= len(pages)
@@ -81,7 +81,7 @@ def test_entries_say_what_spans_say(case):
 @given(tables, st.integers(0, 14), st.integers(0, 99))
 def test_values_are_summed_by_order(case, size, seed):
     page_size, given_spans = case
-    table = PageTable(given_spans, page_size)
+    table = SpanTable(given_spans, page_size)
     values = np.random.default_rng(seed).random((2, len(table), page_size), np.float32)
     expected = np.zeros((2, size))
     for s in range(len(table)):
@@ -95,7 +95,7 @@ def test_values_are_summed_by_order(case, size, seed):
 
 def test_a_token_shown_is_one_of_the_last_span():
     before, tail = Run((3, 4), 1, 6), Run((4, 9), 3, 4)
-    table = PageTable((Span.consecutive(0, before), Span(np.full(4, NEVER), tail)), PAGE)
+    table = SpanTable((Span.consecutive(0, before), Span(np.full(4, NEVER), tail)), PAGE)
     seen = set(read_table(table, PAGE))
     for index, (page, slot) in enumerate([(4, 3), (9, 0), (9, 1), (9, 2)]):
         table.show(index, 6 + index)
@@ -415,7 +415,7 @@ class Fixed:
         self.task = bench.task(simple(rows), Scripted((indices(0, rows), measures, ())), limit=1)
         self.task.begin()
         pages = tuple(range(1, entries + 1))
-        self.task.rows.table = PageTable((Span(np.full(entries * PAGE, NEVER), Run(pages, 0, entries * PAGE)),), PAGE)
+        self.task.rows.table = SpanTable((Span(np.full(entries * PAGE, NEVER), Run(pages, 0, entries * PAGE)),), PAGE)
         if decoding:
             self.task.plan = Plan((), Run((), 0, 0), None, (), np.zeros(0, np.float32))
 

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from ragjax.core import Kind, Run, Span
 from ragjax.reuse import Full, Naive, Prefix
 from ragjax.schedule.batch import BLOCK_READS, find_groups
-from ragjax.schedule.rows import PageTable
+from ragjax.schedule.rows import SpanTable
 from tests.support.bench import MIXED, PAGE, Bench, knowledge_prompt, make_prompt, simple, text
 
 
-def table(*pages: int, tail: int = 99, offset: int = 0) -> PageTable:
+def table(*pages: int, tail: int = 99, offset: int = 0) -> SpanTable:
     """Whole pages of a prompt, and a page of generated tokens."""
     prompt = Span(np.arange(len(pages) * PAGE, dtype=np.int32), Run(pages, 0, len(pages) * PAGE), offset)
-    return PageTable([prompt, Span(np.arange(PAGE, dtype=np.int32) + 1000, Run((tail,), 0, PAGE))], PAGE)
+    return SpanTable([prompt, Span(np.arange(PAGE, dtype=np.int32) + 1000, Run((tail,), 0, PAGE))], PAGE)
 
 
-def found(tables: list[PageTable], rows: list[int] | None = None, sharing: tuple[int, int] = (64, 16)) -> set:
+def found(tables: list[SpanTable], rows: list[int] | None = None, sharing: tuple[int, int] = (64, 16)) -> set:
     groups = find_groups(tables, rows or [1] * len(tables), sharing)
     return {(group.members, group.entries) for group in groups}
 
@@ -57,7 +57,7 @@ def test_the_page_of_generated_tokens_is_never_shared() -> None:
     """Requests whose tails lie in one page, which no two requests should have, or behind the prompt's last token."""
     assert found([table(1, tail=9), table(1, tail=9), table(1, tail=9)]) == {((0, 1, 2), 1)}
     half = [
-        PageTable([Span(np.arange(6, dtype=np.int32), Run((1, 2), 0, 6)), Span(np.arange(2), Run((2,), 2, 2))], PAGE)
+        SpanTable([Span(np.arange(6, dtype=np.int32), Run((1, 2), 0, 6)), Span(np.arange(2), Run((2,), 2, 2))], PAGE)
         for _ in range(3)
     ]
     assert found(half) == {((0, 1, 2), 1)}
@@ -66,7 +66,7 @@ def test_the_page_of_generated_tokens_is_never_shared() -> None:
 def test_pages_at_another_offset_or_of_hidden_tokens_are_others() -> None:
     assert found([table(1, 2), table(1, 2, offset=4), table(1, 2, offset=8)]) == set()
     hidden = [
-        PageTable(
+        SpanTable(
             [Span(np.arange(4, dtype=np.int32), Run((1,), 0, 4), 0, (i, 9)), Span(np.arange(1), Run((7,), 0, 1))], 4
         )
         for i in range(3)

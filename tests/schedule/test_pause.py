@@ -228,11 +228,11 @@ def test_who_is_still_in_its_prompt_starts_again():
     while not old.decoding:
         bench.iterate()
     young = bench.ask(simple(40, 2), Full(), limit=2)
-    young.held = True
+    young.stuck = True
     while not bench.requests.counters.stops:
         assert bench.iterate()
     assert not young.running and not bench.requests.counters.pauses
-    young.held = False
+    young.stuck = False
     while bench.iterate():
         pass
     assert bench.ended == {old.id: 45, young.id: 2}

@@ -33,7 +33,7 @@ class Started(RequestState):
 class Asked(RequestState):
     """A request as admission gets it, without sampling: `limit` tokens are generated, `said` before its last start.
 
-    held: its KV does not arrive.
+    stuck: its KV does not arrive.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Asked(RequestState):
     ):
         super().__init__(name, Request(background=background), prompt, prompt, strategy, times=Times(arrival))
         self.limit, self.said = limit, 0
-        self.held = False
+        self.stuck = False
 
     @property
     def stages_ready(self) -> int:
         """Whether all KV that its next rows read is on the device."""
-        return 0 if self.held else super().stages_ready
+        return 0 if self.stuck else super().stages_ready
 
     @property
     def decode_tokens(self) -> int:

@@ -14,8 +14,7 @@ from dataclasses import replace
 from math import inf
 
 from ragjax.cache.admitter import Admitter
-from ragjax.cache.hierarchy import Hierarchy, Storage
-from ragjax.cache.inventory import Left, Listing, listing
+from ragjax.cache.hierarchy import Hierarchy, LeftNode, Storage
 from ragjax.cache.loader import Loader
 from ragjax.cache.lookahead import Look, Outlook, causal_keys, path_keys
 from ragjax.cache.match import CacheMetrics, Match
@@ -112,12 +111,14 @@ class KnowledgeCache:
         finally:
             self.matcher.quiet = False
 
-    def listing(self, tenant: str, most: int) -> tuple[Listing, list[Left]]:
-        """A tenant's nodes, `most` of them at most, and what of its KV left lately; in bounded time."""
-        found = listing(self.tree.root, tenant, most)
-        for held in found.held:
-            self._hierarchy.on_disk(held.node)  # it may have left since
-        return found, self._hierarchy.departures.of(tenant)
+    @property
+    def departures(self) -> Sequence[LeftNode]:
+        """Nodes that left a tier lately, of all tenants, newest first."""
+        return self._hierarchy.departures
+
+    def on_disk(self, node: Node) -> bool:
+        """Whether the node's KV is on disk, or on its way there."""
+        return self._hierarchy.on_disk(node)
 
     @property
     def used(self) -> dict[str, float]:

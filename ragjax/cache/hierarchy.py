@@ -12,13 +12,14 @@ matches on it are broken.
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from ragjax.cache.host_memory import HostMemory
-from ragjax.cache.inventory import Departures
 from ragjax.cache.match import CacheMetrics, Loads
 from ragjax.cache.node import Node, Provenance, context_of, name
 from ragjax.cache.policy.base import Policy, Victims
@@ -31,6 +32,13 @@ REPLICATE = 2
 
 BACKLOG = 2**30
 """Bytes that may wait to be written; what leaves memory while there are more is not put on disk, lest memory fills."""
+
+
+DEPARTURES = 200
+"""Nodes that left a tier lately and are remembered."""
+
+HEAD = 24
+"""Tokens by which people are told which node is meant."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,17 @@ class Storage:
     inquiry: Inquiry | None = None
 
 
+class LeftNode(NamedTuple):
+    """A node that left a tier by the policy's choice."""
+
+    at: float  # `time.monotonic()`
+    tenant: str
+    head: bytes  # its first tokens, raw
+    tokens: int
+    tier: Tier
+    kept: Tier | None  # where it is now
+
+
 class Hierarchy:
     """Residence of the tree's nodes."""
 
@@ -66,7 +85,7 @@ class Hierarchy:
         self.host = Victims(policy, Tier.HOST)
         self.host_memory = HostMemory(storage.transfer if storage is not None else None)
         self.loads = Loads()
-        self.departures = Departures()
+        self.departures: deque[LeftNode] = deque(maxlen=DEPARTURES)  # newest first
         self._hot: dict[Node, None] = {}  # in order
         self._new: dict[Node, None] = {}
         self._writing: Counter[bytes] = Counter()  # keys of entries on their way to disk
@@ -123,13 +142,20 @@ class Hierarchy:
         self._metrics.evicted_tokens += len(node)
         if not kept:
             self._shelve(node, last=True)
-        self.departures.add(node, Tier.DEVICE)
+        self._note_departure(node, Tier.DEVICE)
         if not kept:
             self._drop(node)
             return
         self._demote(node)  # only now: making room in host memory may have queued it again
         self.consider(node)
         self._consider_parent(node)
+
+    def _note_departure(self, node: Node, tier: Tier) -> None:
+        """A node has left a tier; where it is now says who kept it."""
+        memory = (Tier.HOST, node.host) if tier is Tier.DEVICE else (Tier.DEVICE, node.run)
+        kept = memory[0] if memory[1] is not None else Tier.DISK if node.shelved else None
+        left = LeftNode(time.monotonic(), node.tenant, node.raw[: 4 * HEAD], len(node), tier, kept)
+        self.departures.appendleft(left)
 
     def put_back(self, nodes: Sequence[Node]) -> bool:
         """Take nodes off the device that are to come no more, parents first; False if one is in use or only there."""
@@ -266,7 +292,7 @@ class Hierarchy:
         if node is None:
             return False
         self._unhost(node, last=node.run is None)
-        self.departures.add(node, Tier.HOST)
+        self._note_departure(node, Tier.HOST)
         if node.run is None:
             self._drop(node)
         else:

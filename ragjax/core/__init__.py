@@ -21,7 +21,7 @@ from ragjax.core.errors import (
     VisibilityError,
 )
 from ragjax.core.filter import Attributes, Filter, Scalar
-from ragjax.core.inventory import Departure, Holding, Inventory, Replicas, Served, Sharing
+from ragjax.core.inventory import Departure, Holding, Inventory, Replicas, Served, SharedTierState
 from ragjax.core.library import (
     CHUNK_TOKENS,
     PURPOSES,
@@ -150,7 +150,7 @@ __all__ = [
     "Segment",
     "SegmentReport",
     "Served",
-    "Sharing",
+    "SharedTierState",
     "Slice",
     "Source",
     "Span",

@@ -1,93 +1,101 @@
-"""What the cache holds and what happened to it lately, as one tenant may see it: `Engine.inventory`."""
+"""The cache and what happened to it lately, as one tenant may see it: `Engine.inventory`, `GET /v1/cache`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+TEXT_CHARS = 80
+"""Of a text that tells which KV is meant."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    """A node of the knowledge tree.
+    """A node of the knowledge tree."""
 
-    id, parent: keys in hexadecimal, shortened; parent None: a root of what is shown. tokens: its own; below: its own
-    and those of all nodes under it. tiers: where its KV lies. hits: requests that matched it. in_use: whether one reads
-    it now. provenance, method: on what context its KV was computed, and by what. text: how it begins.
-    """
-
-    id: str
-    parent: str | None
+    id: str  # key in hexadecimal, shortened
+    parent: str | None  # None: a root of what is shown
     tokens: int
-    below: int
-    tiers: tuple[str, ...]
-    hits: int
-    in_use: bool
+    below: int  # tokens of it and of all nodes under it
+    tiers: tuple[str, ...]  # where its KV lies
+    hits: int  # requests that matched it
+    in_use: bool  # whether a request reads it now
     provenance: str
     method: str
-    text: str
+    text: str  # how it begins
 
 
 @dataclass(frozen=True)
 class Departure:
-    """KV that the replacement policy had leave a tier.
+    """KV that the replacement policy had leave a tier."""
 
-    age: seconds since. tokens: how many. left: the tier. kept: the next tier that has it; None: none has. text: how it
-    begins.
-    """
-
-    age: float
+    age: float  # seconds since
     tokens: int
-    left: str
-    kept: str | None
-    text: str
+    left: str  # the tier
+    kept: str | None  # the next tier that has it; None: none has
+    text: str  # how it begins
 
 
 @dataclass(frozen=True)
 class Served:
-    """A request that was answered.
+    """A request that was answered."""
 
-    age: seconds since. prompt_tokens: of which `reused` came from the cache. ttft: milliseconds.
-    """
-
-    age: float
+    age: float  # seconds since
     strategy: str
     prompt_tokens: int
-    reused: int
-    ttft: float
+    reused: int  # prompt tokens that came from the cache
+    ttft: float  # milliseconds
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """The shared tier. on: whether its server answers; error: why it does not. entries, bytes: of this model there."""
+class SharedTierState:
+    """The shared tier as one server sees it."""
 
     address: str
-    on: bool
-    error: str | None
-    entries: int
-    bytes: int
+    on: bool  # whether its server answers
+    error: str | None  # why it does not
+    entries: int  # of this model
+    bytes: int  # of this model
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What one tenant may see of the cache.
+    """The part of the cache that one tenant may see."""
 
-    policy: the replacement policy. tokens: KV that is the tenant's own, by tier; of the disk they are not known.
-    used: share of each tier's room that is taken, by all; without tenant only. nodes: of the tenant. holdings: those of
-    most tokens, parents first. whole: whether all nodes were looked at. departures, requests: the latest, newest first.
-    replicas: the same of each replica, by name, where several serve; the rest is then of all together.
-    shared: the shared tier, if there is one; without tenant only.
-    """
+    policy: str  # of replacement
+    tokens: Mapping[str, int]  # the tenant's own KV, by tier; of the disk it is not known
+    used: Mapping[str, float]  # share of each tier's room that is taken, by all; without tenant only
+    nodes: int  # of the tenant
+    holdings: tuple[Holding, ...]  # nodes of most tokens, parents first
+    whole: bool  # whether all nodes were looked at
+    departures: tuple[Departure, ...]  # the latest, newest first
+    requests: tuple[Served, ...]  # likewise
+    shared: SharedTierState | None = None  # if there is such a tier; without tenant only
+    replicas: Mapping[str, Inventory] = field(default_factory=dict)  # by name, where several serve
 
-    policy: str
-    tokens: Mapping[str, int]
-    used: Mapping[str, float]
-    nodes: int
-    holdings: tuple[Holding, ...]
-    whole: bool
-    departures: tuple[Departure, ...]
-    requests: tuple[Served, ...]
-    shared: Sharing | None = None
-    replicas: Mapping[str, Inventory] = field(default_factory=dict)
+    def body(self) -> dict[str, Any]:
+        """As JSON. Nodes, departures and requests are told of all replicas together alone."""
+        return {
+            **self._sums(),
+            "holdings": [_short(asdict(one)) for one in self.holdings],
+            "departures": [_short(asdict(one)) for one in self.departures],
+            "requests": [_short(asdict(one)) for one in self.requests],
+            **({"replicas": {name: one._sums() for name, one in self.replicas.items()}} if self.replicas else {}),
+        }
+
+    def _sums(self) -> dict[str, Any]:
+        return {
+            "object": "cache",
+            "policy": self.policy,
+            "tiers": {
+                name: {"tokens": self.tokens.get(name), "used": _rounded(self.used.get(name))}
+                for name in dict.fromkeys((*self.tokens, *self.used))
+            },
+            "nodes": self.nodes,
+            "whole": self.whole,
+            **({} if self.shared is None else {"shared": asdict(self.shared)}),
+        }
 
 
 @dataclass(frozen=True)
@@ -96,3 +104,14 @@ class Replicas:
 
     up: int
     wanted: int
+
+
+def _short(entry: dict[str, Any]) -> dict[str, Any]:
+    """Numbers to three digits, and a text of one line."""
+    if "text" in entry:
+        entry["text"] = " ".join(entry["text"].split())[:TEXT_CHARS]
+    return {name: _rounded(value) if isinstance(value, float) else value for name, value in entry.items()}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

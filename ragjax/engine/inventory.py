@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import replace
+from heapq import nlargest
 
 import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.inventory import Held, Left, head
+from ragjax.cache.hierarchy import HEAD, LeftNode
 from ragjax.cache.node import PUBLIC, Node
-from ragjax.core import Departure, Holding, Inventory, Sharing, StorageOptions
+from ragjax.core import Departure, Holding, Inventory, SharedTierState, StorageOptions
 from ragjax.core.tiers import Tier
 from ragjax.engine.loop import Loop
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.store.disk import DiskStore
 from ragjax.store.shared import SharedTier
+
+SEEN = 5_000
+"""Nodes that one inventory walks over, at most: requests wait meanwhile."""
 
 ID_CHARS = 16
 """Of a node's key, in hexadecimal."""
@@ -38,28 +42,31 @@ def inventory_of(
         ClosedError: if nothing is served any more.
     """
     made: list[Inventory] = []
-    heads: list[bytes] = []
-    departed: list[Left] = []
+    departed: list[LeftNode] = []
 
     def look() -> None:
-        listing, left = cache.listing(tenant, most)
-        shown = {held.node for held in listing.held}
-        departed.extend(left)
-        heads.extend(head(held.node) for held in listing.held)
+        sizes, whole = _sizes(cache.tree.root, tenant)
+        # a parent has no fewer tokens than its child and comes before it: it is among the largest if the child is
+        largest = {node: sizes[node] for node in nlargest(most, sizes, key=sizes.__getitem__)}
+        for node in largest:
+            cache.on_disk(node)  # it may have left since
+        departed.extend(left for left in cache.departures if left.tenant == tenant)
         made.append(
             Inventory(
                 policy=storage.policy,
                 tokens={tier.label: cache.tree.held[tier][tenant] for tier in (Tier.DEVICE, Tier.HOST)},
                 used=_used(cache, disk, shared, storage) if tenant == PUBLIC else {},
                 shared=_sharing(shared) if shared is not None and tenant == PUBLIC else None,
-                nodes=listing.nodes,
-                holdings=tuple(_holding(held, shown) for held in listing.held),
-                whole=listing.whole,
+                nodes=len(sizes),
+                holdings=tuple(_holding(node, largest) for node in largest),
+                whole=whole,
                 departures=(),
                 requests=loop.requests.recent_of(tenant),
             )
         )
+        heads.extend(node.raw[: 4 * HEAD] for node in largest)
 
+    heads: list[bytes] = []
     loop.call(look)
     titled = (replace(one, text=_text(raw, tokenizer)) for one, raw in zip(made[0].holdings, heads, strict=True))
     now = time.monotonic()
@@ -67,15 +74,31 @@ def inventory_of(
     return replace(made[0], holdings=tuple(titled), departures=departures)
 
 
-def _holding(held: Held, shown: Collection[Node]) -> Holding:
-    node, parent = held.node, held.node.parent
+def _sizes(root: Node, tenant: str) -> tuple[dict[Node, int], bool]:
+    """Tokens of a tenant's own nodes with all under them, and whether all nodes were looked at; in bounded time."""
+    below: dict[Node, int] = {}
+    stack, walked = [root], 0
+    while stack and walked < SEEN:
+        node = stack.pop()
+        walked += 1
+        if node.tenant == tenant and node is not root:
+            below[node] = len(node)
+        stack += [child for child in node.children() if child.tenant in (tenant, PUBLIC)]
+    for node in reversed(below):
+        if node.parent in below:
+            below[node.parent] += below[node]
+    return below, not stack
+
+
+def _holding(node: Node, shown: Mapping[Node, int]) -> Holding:
+    parent = node.parent
     on_device = node.run is not None and not node.loading
     places = ((Tier.DEVICE, on_device), (Tier.HOST, node.host is not None), (Tier.DISK, node.shelved))
     return Holding(
         id=_id(node),
         parent=_id(parent) if parent is not None and parent in shown else None,
         tokens=len(node),
-        below=held.below,
+        below=shown[node],
         tiers=tuple(tier.label for tier, there in places if there),
         hits=node.hits,
         in_use=node.pins > 0,
@@ -89,7 +112,7 @@ def _id(node: Node) -> str:
     return node.key.hex()[:ID_CHARS]
 
 
-def _departure(left: Left, now: float, tokenizer: Tokenizer) -> Departure:
+def _departure(left: LeftNode, now: float, tokenizer: Tokenizer) -> Departure:
     kept = None if left.kept is None else left.kept.label
     return Departure(now - left.at, left.tokens, left.tier.label, kept, _text(left.head, tokenizer))
 
@@ -98,9 +121,9 @@ def _text(raw: bytes, tokenizer: Tokenizer) -> str:
     return "".join(tokenizer.pieces(np.frombuffer(raw, "<i4")))
 
 
-def _sharing(shared: SharedTier) -> Sharing:
+def _sharing(shared: SharedTier) -> SharedTierState:
     standing = shared.standing()
-    return Sharing(standing.address, standing.on, standing.error, standing.entries, standing.bytes)
+    return SharedTierState(standing.address, standing.on, standing.error, standing.entries, standing.bytes)
 
 
 def _used(

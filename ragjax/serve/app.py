@@ -23,7 +23,6 @@ from ragjax.serve.description import describe
 from ragjax.serve.embedding import Embedder, EmbeddingBody
 from ragjax.serve.error import ApiError, api_error
 from ragjax.serve.ignored_fields import take_ignored
-from ragjax.serve.inventory import Looks
 from ragjax.serve.library import LibraryEndpoints
 from ragjax.serve.metric import Metrics
 from ragjax.serve.middleware import Callers, Door
@@ -183,6 +182,28 @@ def _no_model(name: str, own: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+FRESH = 1.0
+"""Seconds for which an inventory is told again: to make one holds up the engine's thread."""
+
+
+class Looks:
+    """Bodies of GET /v1/cache by tenant; now: the time in seconds."""
+
+    def __init__(self, look: Callable[[str], core.Inventory], now: Callable[[], float] = time.monotonic):
+        self._look = look
+        self._now = now
+        self._seen: dict[str, tuple[float, Json]] = {}
+        self._lock = asyncio.Lock()
+
+    async def body_for(self, tenant: str) -> Json:
+        async with self._lock:
+            at, body = self._seen.get(tenant, (-FRESH, {}))
+            if not body or self._now() - at >= FRESH:
+                body = await asyncio.to_thread(lambda: self._look(tenant).body())
+                self._seen[tenant] = self._now(), body
+            return body
+
+
 class _Endpoints:
     """The endpoints over one engine."""
 
@@ -211,7 +232,7 @@ class _Endpoints:
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     async def cache(self, request: Request) -> Json:
-        return await self._looks.of(request.state.tenant)
+        return await self._looks.body_for(request.state.tenant)
 
     async def models(self) -> Json:
         return {"object": "list", "data": [self._model(), *map(self._model, self._named), self._embedding_model()]}

@@ -658,16 +658,15 @@ def test_what_has_left_the_disk_is_not_said_to_be_there_and_is_written_again():
     bench = tiers(host=0, disk_index=FakeDiskIndex(), lag=True)
     bench.put(A)
     bench.cache.flush()
-    assert bench.cache.listing("", 9)[0].held[0].node.shelved, "it is on its way"
+    assert bench.cache.on_disk(bench.node(A)), "it is on its way"
     bench.settle()
     [key] = bench.disk_index.entries
     assert bench.node(A).shelved and bench.transfer.calls["write"] == 1
     bench.disk_index.entries.clear()  # the disk made room
-    [held] = bench.cache.listing("", 9)[0].held
-    assert held.node is bench.node(A) and not held.node.shelved
-    held.node.shelved = True
+    assert not bench.cache.on_disk(bench.node(A)) and not bench.node(A).shelved
+    bench.node(A).shelved = True
     bench.squeeze()
-    assert bench.cache.listing("", 9)[1][0].kept is Tier.DISK
+    assert bench.cache.departures[0].kept is Tier.DISK
     bench.settle()
     assert list(bench.disk_index.entries) == [key] and bench.transfer.calls["write"] == 2
     bench.audit()
@@ -751,7 +750,7 @@ def test_a_copy_that_leaves_host_memory_while_its_node_stays_is_kept_on_the_devi
             bench.length(ids)
         bench.cache.replicate()
     assert [where(bench, ids) for ids in (A, B)] == ["D", "DH"]
-    [left] = bench.cache.listing("", 9)[1]
+    [left] = bench.cache.departures
     assert (left.tier, left.kept) == (Tier.HOST, Tier.DEVICE)
     bench.audit()
 

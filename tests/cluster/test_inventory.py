@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from ragjax.cluster.fleet import LARGEST, merged
-from ragjax.core import Holding, Inventory, Sharing
+from ragjax.core import Holding, Inventory, SharedTierState
 
 
 def holding(name: str, parent: str | None, below: int) -> Holding:
     return Holding(name, parent, 1, below, ("device",), 1, False, "isolated", "naive", "text")
 
 
-def inventory(holdings: tuple[Holding, ...] = (), shared: Sharing | None = None) -> Inventory:
+def inventory(holdings: tuple[Holding, ...] = (), shared: SharedTierState | None = None) -> Inventory:
     return Inventory("lru", {"device": 5}, {"device": 0.5}, len(holdings), holdings, True, (), (), shared)
 
 
@@ -38,7 +38,10 @@ def test_of_many_nodes_the_largest_are_shown_with_their_parents() -> None:
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
 def test_a_replica_without_the_shared_tier_speaks_for_all(ranks: tuple[int, int]) -> None:
-    on, off = Sharing("redis:6379", True, None, 7, 100), Sharing("redis:6379", False, "no answer", 7, 100)
+    on, off = (
+        SharedTierState("redis:6379", True, None, 7, 100),
+        SharedTierState("redis:6379", False, "no answer", 7, 100),
+    )
     by_rank = dict(zip(ranks, (on, off), strict=True))
     assert merged({rank: inventory(shared=by_rank[rank]) for rank in (0, 1)}).shared == off
     assert merged({0: inventory(shared=on), 1: inventory()}).shared == on

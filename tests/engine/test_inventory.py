@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ragjax.cache import inventory as look
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Document, Inventory
 from ragjax.engine import Engine
+from ragjax.engine import inventory as look
 
 pytestmark = pytest.mark.engine(pages=16, host_bytes=2**17, policy="lru")
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from ragjax import core
-from ragjax.serve import inventory as room
-from ragjax.serve.inventory import FRESH, TEXT_CHARS, Looks, inventory
+from ragjax.core.inventory import TEXT_CHARS
+from ragjax.serve.app import FRESH, Looks
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, serving
 
@@ -43,9 +43,9 @@ def test_the_engine_is_held_up_once_a_second_at_most_for_each_tenant() -> None:
     async def run() -> None:
         nonlocal seconds
         looks = Looks(look, lambda: seconds)
-        await asyncio.gather(*(looks.of("a") for _ in range(5)), looks.of("b"))
+        await asyncio.gather(*(looks.body_for("a") for _ in range(5)), looks.body_for("b"))
         seconds = FRESH
-        again = await looks.of("a")
+        again = await looks.body_for("a")
         assert again["holdings"][0]["text"] == "system of a"
 
     asyncio.run(run())
@@ -54,23 +54,24 @@ def test_the_engine_is_held_up_once_a_second_at_most_for_each_tenant() -> None:
 
 def test_the_body_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     made_by: list[threading.Thread] = []
-    monkeypatch.setattr(room, "inventory", lambda seen: made_by.append(threading.current_thread()) or inventory(seen))
-    body = asyncio.run(Looks(FakeEngine().inventory).of(""))
-    assert body == inventory(FakeEngine().inventory(""))
+    made = core.Inventory.body
+    monkeypatch.setattr(core.Inventory, "body", lambda seen: made_by.append(threading.current_thread()) or made(seen))
+    body = asyncio.run(Looks(FakeEngine().inventory).body_for(""))
     assert made_by and threading.main_thread() not in made_by
+    assert body == FakeEngine().inventory("").body()
 
 
 def test_nodes_departures_and_requests_are_listed_of_all_replicas_together_alone() -> None:
     one = FakeEngine().inventory("")
-    body = inventory(replace(one, replicas={"0": one, "1": one}))
+    body = replace(one, replicas={"0": one, "1": one}).body()
     lists = {"holdings", "departures", "requests"}
     assert lists <= body.keys() and body["holdings"]
     for name in "01":
-        assert body["replicas"][name] == {k: v for k, v in inventory(one).items() if k not in lists}
+        assert body["replicas"][name] == {k: v for k, v in one.body().items() if k not in lists}
 
 
 def test_texts_are_one_short_line() -> None:
     left = core.Departure(1.23456, 3, "host", None, "The ferry\n\n leaves " + "x" * 200)
-    body = inventory(core.Inventory("lru", {}, {"disk": 0.5}, 0, (), True, (left,), ()))
+    body = core.Inventory("lru", {}, {"disk": 0.5}, 0, (), True, (left,), ()).body()
     assert body["departures"][0]["text"] == ("The ferry leaves " + "x" * 200)[:TEXT_CHARS]
     assert body["departures"][0]["age"] == 1.235 and body["tiers"] == {"disk": {"tokens": None, "used": 0.5}}

@@ -47,21 +47,21 @@ from benchmarks.quality import score
 from benchmarks.quality.score import Bootstrap
 from ragjax.commands.flags import integer
 from ragjax.core import ConfigError
-from ragjax.core.compression import METHODS, Compression, Graph
+from ragjax.core.compression import METHODS, Compression, GraphKV
 from ragjax.models.hub import cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.trained import load_model
 
-GRAPHS: Mapping[str, Graph | None] = {
-    "none": None, "ordered": Graph(), "mutual": Graph(order="mutual"), "rounds2": Graph(rounds=2),
-    "rounds3": Graph(rounds=3), "enhance": Graph(signal="enhance"), "evict": Graph(signal="evict"),
-    **{f"{edges}": Graph(edges=edges) for edges in ("vv", "kv", "qk", "qq")},
-    **{f"sources{share}": Graph(sources=share / 100) for share in (10, 50, 70, 100)},
-    **{f"neighbours{m}": Graph(neighbours=m) for m in (4, 8, 16, 64)}, "unrotated": Graph(keys="unrotated"),
-    "centred": Graph(keys="centred"), "centred-mutual": Graph(keys="centred", order="mutual"),
-    "centred-weak": Graph(keys="centred", sources=0.1, neighbours=4, strength=0.5),
-    "centred-enhance": Graph(keys="centred", signal="enhance", strength=0.5),
-    **{f"strength{s}": Graph(strength=s / 100) for s in (25, 50)},
+GRAPHS: Mapping[str, GraphKV | None] = {
+    "none": None, "ordered": GraphKV(), "mutual": GraphKV(order="mutual"), "rounds2": GraphKV(rounds=2),
+    "rounds3": GraphKV(rounds=3), "enhance": GraphKV(signal="enhance"), "evict": GraphKV(signal="evict"),
+    **{f"{edges}": GraphKV(edges=edges) for edges in ("vv", "kv", "qk", "qq")},
+    **{f"sources{share}": GraphKV(sources=share / 100) for share in (10, 50, 70, 100)},
+    **{f"neighbours{m}": GraphKV(neighbours=m) for m in (4, 8, 16, 64)}, "unrotated": GraphKV(keys="unrotated"),
+    "centred": GraphKV(keys="centred"), "centred-mutual": GraphKV(keys="centred", order="mutual"),
+    "centred-weak": GraphKV(keys="centred", sources=0.1, neighbours=4, strength=0.5),
+    "centred-enhance": GraphKV(keys="centred", signal="enhance", strength=0.5),
+    **{f"strength{s}": GraphKV(strength=s / 100) for s in (25, 50)},
 }  # fmt: skip
 """GraphKV's settings, one apart from the default, `ordered`; `mutual` is the paper's."""
 

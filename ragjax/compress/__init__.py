@@ -1,7 +1,7 @@
 """Which tokens of a prompt decoding sees: scorers by name, budgets, GraphKV, and the choice (docs/compression.md).
 
 Pure functions over the arrays of one layer, which the runner compiles and maps over layers; budgets on the host. A new
-scorer is one file, one line here, and its name in `METHODS` of `ragjax/core/compression.py`.
+scorer is a class, one line here, and its name in `METHODS` of `ragjax/core/compression.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from ragjax.compress.base import Evidence, Score, Scorer
 from ragjax.compress.cake import CAKE
 from ragjax.compress.h2o import H2O
-from ragjax.compress.keydiff import KeyDiff
-from ragjax.compress.knorm import KNorm
-from ragjax.compress.pyramidkv import PyramidKV
-from ragjax.compress.snapkv import SnapKV
+from ragjax.compress.knorm import KeyDiff, KNorm
+from ragjax.compress.snapkv import PyramidKV, SnapKV
 from ragjax.compress.streaming import Streaming
 
 SCORERS: Mapping[str, Scorer] = {

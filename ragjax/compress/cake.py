@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ragjax.compress import budget
 from ragjax.compress.base import Evidence, Score, Scorer
-from ragjax.compress.window import by_head, mean_pool
+from ragjax.compress.snapkv import by_head, mean_pool
 
 GAMMA = 200.0
 """Weight of the variance beside the mean."""
@@ -33,8 +33,6 @@ class CAKE(Scorer):
     needs_preference = True
 
     def score(self, evidence: Evidence) -> Score:
-        """See the module."""
-
         def measured(prob_WGN: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             mean_GN = prob_WGN.mean(0)
             var_GN = jnp.square(prob_WGN - mean_GN).sum(0) / max(1, len(prob_WGN) - 1)
@@ -46,7 +44,7 @@ class CAKE(Scorer):
     def budgets(
         self, layers: int, size: int, window: int, count: int, preference_L: NDArray[np.float32] | None = None
     ) -> NDArray[np.int32]:
-        """See the module.
+        """Number of tokens that each layer keeps.
 
         Raises:
             ValueError: without preferences.

@@ -6,7 +6,7 @@ and 5), T times. Sources and edges stay those of the first round, so that s_j^(T
 
 What the text leaves open is decided so (docs/compression.md): the product over sources of eq. 5, where Algorithm 2
 keeps the last factor; cosines of 0 and below are no edges; only tokens that may be dropped take part; keys as they are
-rotated, unless `Graph.keys` says otherwise.
+rotated, unless `GraphKV.keys` says otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ragjax.compress.base import Evidence
-from ragjax.core.compression import Graph
+from ragjax.core.compression import GraphKV
 from ragjax.kernels.pages import from_storage
 from ragjax.kernels.reductions.op import key_neighbours
 
@@ -26,7 +26,7 @@ MOST_GAIN = 60.0
 """Natural logarithm of the most that a score grows by, so that it stays finite."""
 
 
-def sources(graph: Graph, budget: int) -> int:
+def sources(graph: GraphKV, budget: int) -> int:
     """How many tokens of a layer that keeps `budget` are sources: its share, rounded up."""
     return math.ceil(round(graph.sources * budget, 6))
 
@@ -38,7 +38,7 @@ class Ends(NamedTuple):
     sender_NKD: jax.Array | None = None
 
 
-def ends(evidence: Evidence, graph: Graph) -> Ends:
+def ends(evidence: Evidence, graph: GraphKV) -> Ends:
     """What the edges compare: the first letter is the source's, "k", "v" or "q".
 
     Queries are averaged over the heads of their KV head, so that widths agree; the paper does not say.
@@ -58,7 +58,7 @@ def ends(evidence: Evidence, graph: Graph) -> Ends:
     return Ends(receiver_NKD, sender_NKD)
 
 
-def _keys(evidence: Evidence, graph: Graph) -> jax.Array:
+def _keys(evidence: Evidence, graph: GraphKV) -> jax.Array:
     """Keys as the graph sees them."""
     if not graph.needs_plain:
         return evidence.k_NKD
@@ -72,7 +72,7 @@ def _keys(evidence: Evidence, graph: Graph) -> jax.Array:
 
 
 def propagate(
-    s_N: jax.Array, ends: Ends, candidate_N: jax.Array, number: jax.Array, graph: Graph, most: int
+    s_N: jax.Array, ends: Ends, candidate_N: jax.Array, number: jax.Array, graph: GraphKV, most: int
 ) -> jax.Array:
     """Scores after the graph's rounds, float32 [N]; -inf for tokens that are evicted.
 

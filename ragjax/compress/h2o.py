@@ -18,7 +18,7 @@ class H2O(Scorer):
     needs_mass = True
 
     def score(self, evidence: Evidence) -> Score:
-        """See the module.
+        """Score the tokens.
 
         Raises:
             ValueError: without `Evidence.mass_NK`.

@@ -18,7 +18,6 @@ class Streaming(Scorer):
     """Sinks, then the newest."""
 
     def score(self, evidence: Evidence) -> Score:
-        """See the module."""
         index_N = jnp.arange(evidence.k_NKD.shape[0])
         age_N = (index_N + 1).astype(jnp.float32) / evidence.count.astype(jnp.float32)
         s_N = jnp.where(evidence.valid_N, jnp.where(index_N < SINKS, 2.0, age_N), 0.0)

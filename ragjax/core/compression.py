@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from ragjax.core.check import is_number, put, whole
 from ragjax.core.errors import ConfigError, RequestError
 
 Signal = Literal["decay", "enhance", "evict"]
@@ -42,52 +40,34 @@ MOST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Graph:
-    """How scores of similar tokens change each other before the best are kept: GraphKV (arXiv 2509.00388, section 4).
-
-    sources: how many tokens send a signal, as a share of the budget, in (0, 1].
-    neighbours: most similar tokens that a source sends to (m of eq. 3). rounds: how often (T of eq. 5; 0: never).
-    signal: what becomes of the score of a token with a similarity e to a source: "decay" s (1 - e), "enhance"
-    s (1 + e), "evict": it is kept only if there are too few others.
-    edges: the vectors that are compared: keys, values, or the tokens' queries; the first letter is the source's.
-    Those with "q" need the queries of all tokens, which only a full prefill has.
-    order: "mutual" as printed: two similar sources lower each other's score. "ordered": the lower one's alone, which is
-    nearer to the whole prompt (docs/compression.md).
-    strength: factor of e (eq. 4 has room for one), in [0, 1].
-    keys: how edges see keys: as attention does ("rotated"), before RoPE ("unrotated"), or so and without the prompt's
-    mean key, which all have in common ("centred").
+class GraphKV:
+    """How scores of similar tokens change each other before the best are kept (GraphKV, arXiv 2509.00388, section 4).
 
     Raises:
         RequestError: for a value out of its range.
     """
 
-    sources: float = 0.3
-    neighbours: int = 32
-    rounds: int = 1
-    signal: Signal = "decay"
-    edges: Edges = "kk"
-    order: Order = "ordered"
-    strength: float = 1.0
-    keys: Keys = "rotated"
+    sources: float = 0.3  # tokens that send a signal, as a share of the budget, in (0, 1]
+    neighbours: int = 32  # most similar tokens that a source sends to (m of eq. 3)
+    rounds: int = 1  # T of eq. 5; 0: none
+    signal: Signal = "decay"  # score s at similarity e: s (1 - e); "enhance" s (1 + e); "evict": kept only to fill up
+    edges: Edges = "kk"  # vectors compared, the source's first; "q" needs all queries, which a full prefill alone has
+    order: Order = "ordered"  # of two similar sources the lower one's score falls; "mutual": both, as printed
+    strength: float = 1.0  # factor of e (eq. 4 has room for one), in [0, 1]
+    keys: Keys = "rotated"  # "unrotated": before RoPE; "centred": and without the prompt's mean key
 
     def __post_init__(self) -> None:
-        _number(self, "sources", "graph.sources")
-        _check(0.0 < self.sources <= 1.0, "graph.sources", "must lie in (0, 1]", self.sources)
-        _whole(self, "neighbours", "graph.neighbours", 1)
-        _check(
-            self.neighbours <= MOST_NEIGHBOURS,
+        _require("graph.sources", 0.0 < self.sources <= 1.0, "must lie in (0, 1]", self.sources)
+        _require(
             "graph.neighbours",
-            f"must be at most {MOST_NEIGHBOURS}",
+            1 <= self.neighbours <= MOST_NEIGHBOURS,
+            f"must lie in [1, {MOST_NEIGHBOURS}]",
             self.neighbours,
         )
-        _whole(self, "rounds", "graph.rounds", 0)
-        _check(self.rounds <= MOST_ROUNDS, "graph.rounds", f"must be at most {MOST_ROUNDS}", self.rounds)
-        _choice(self.signal, "graph.signal", get_args(Signal))
-        _choice(self.edges, "graph.edges", get_args(Edges))
-        _choice(self.order, "graph.order", get_args(Order))
-        _choice(self.keys, "graph.keys", get_args(Keys))
-        _number(self, "strength", "graph.strength")
-        _check(0.0 <= self.strength <= 1.0, "graph.strength", "must lie in [0, 1]", self.strength)
+        _require("graph.rounds", 0 <= self.rounds <= MOST_ROUNDS, f"must lie in [0, {MOST_ROUNDS}]", self.rounds)
+        _require("graph.strength", 0.0 <= self.strength <= 1.0, "must lie in [0, 1]", self.strength)
+        for name, kind in (("signal", Signal), ("edges", Edges), ("order", Order), ("keys", Keys)):
+            _require_one_of(f"graph.{name}", getattr(self, name), get_args(kind))
 
     @property
     def needs_queries(self) -> bool:
@@ -99,67 +79,31 @@ class Graph:
         """Whether keys are compared as they were before RoPE."""
         return self.keys != "rotated" and "k" in self.edges
 
-    @staticmethod
-    def of(given: Mapping[str, object]) -> Graph:
-        """From its JSON form; fields left out, or null, have their defaults.
-
-        Raises:
-            RequestError: for an unknown field, or a value that cannot be.
-        """
-        return Graph(**_fields(Graph, given, "graph."))  # type: ignore[arg-type]
-
 
 @dataclass(frozen=True)
 class Compression:
     """How many tokens of a prompt decoding sees, and which: the rest of its KV is dropped after the prompt's last pass.
 
-    method: the scorer, one of `METHODS`. budget: tokens kept, as the mean over layers; a prompt that is not longer
-    is left as it is. graph: what happens to the scores before the best tokens are kept (None: nothing).
-    heads: "all" scores and keeps a token for all KV heads together, "each" for every KV head by itself.
-    window: the prompt's last tokens, at most `MOST_WINDOW`. They are always kept, count in the budget, and their
-    queries score the others.
-
     Raises:
         RequestError: for a value out of its range.
     """
 
-    method: str
-    budget: int
-    graph: Graph | None = None
-    heads: Heads = "all"
-    window: int = 32
+    method: str  # the scorer, one of `METHODS`
+    budget: int  # tokens kept, as the mean over layers; a prompt that is not longer is left as it is
+    graph: GraphKV | None = None  # what happens to the scores before the best tokens are kept
+    heads: Heads = "all"  # KV heads keep the same tokens; "each": its own
+    window: int = 32  # last tokens: always kept, within the budget, and their queries score the others
 
     def __post_init__(self) -> None:
-        _choice(self.method, "method", METHODS)
-        _whole(self, "window", "window", 1)
-        _check(self.window <= MOST_WINDOW, "window", f"must be at most {MOST_WINDOW}", self.window)
-        _whole(self, "budget", "budget", 1)
-        _check(self.budget > self.window, "budget", f"must be above window ({self.window})", self.budget)
-        _choice(self.heads, "heads", get_args(Heads))
-        ok = self.graph is None or isinstance(self.graph, Graph)
-        _check(ok, "graph", "must be an object", self.graph)
+        _require_one_of("method", self.method, METHODS)
+        _require_one_of("heads", self.heads, get_args(Heads))
+        _require("window", 1 <= self.window <= MOST_WINDOW, f"must lie in [1, {MOST_WINDOW}]", self.window)
+        _require("budget", self.budget > self.window, f"must be above window ({self.window})", self.budget)
 
     @property
     def program(self) -> Compression:
-        """What a program is compiled for: the same, with room for all budgets up to its own."""
+        """The compression that a program is compiled for: the same, with room for all budgets up to its own."""
         return replace(self, budget=max(ROOM, 1 << (self.budget - 1).bit_length()))
-
-    @staticmethod
-    def of(given: Mapping[str, object]) -> Compression:
-        """From its JSON form, `{"method": "snapkv", "budget": 512, "graph": {"rounds": 2}}`.
-
-        Fields left out, or null, have their defaults.
-
-        Raises:
-            RequestError: for an unknown field, a value that cannot be, or where method or budget is missing.
-        """
-        values = _fields(Compression, given, "")
-        for name in ("method", "budget"):
-            _check(name in values, name, "is missing")
-        graph = values.get("graph")
-        if isinstance(graph, Mapping):
-            values["graph"] = Graph.of(graph)
-        return Compression(**values)  # type: ignore[arg-type]
 
     @staticmethod
     def parse(text: str) -> Compression:
@@ -175,13 +119,13 @@ class Compression:
                 f"{', '.join(METHODS)}, and the tokens that are kept"
             )
         try:
-            return Compression(form[1], int(form[3]), Graph() if form[2] else None)
+            return Compression(form[1], int(form[3]), GraphKV() if form[2] else None)
         except RequestError as error:
             raise ConfigError(str(error)) from None
 
     @staticmethod
     def asked(text: str) -> Compression | Literal["none"]:
-        """As a request says it: the short form, or "none".
+        """From the short form in a request, or "none".
 
         Raises:
             RequestError: saying what may be written.
@@ -198,34 +142,11 @@ class Compression:
         return f"{self.method}{'+graph' if self.graph else ''}:{self.budget}"
 
 
-def _fields(kind: type[Graph | Compression], given: Mapping[str, object], prefix: str) -> dict[str, object]:
-    known = {field.name for field in fields(kind)}
-    for name in given:
-        if name not in known:
-            path = f"rag.compression.{prefix}{name}"
-            raise RequestError(f"unknown field {path!r}", param=path, code="unknown_parameter")
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _check(ok: bool, name: str, what: str, value: object = None) -> None:
+def _require(name: str, ok: bool, what: str, value: object) -> None:
     if not ok:
-        shown = "" if value is None else f", not {value!r}"
-        path = f"rag.compression.{name}"
-        raise RequestError(f"compression: {name} {what}{shown}", param=path, code="invalid_value")
+        reason = f"compression: {name} {what}, not {value!r}"
+        raise RequestError(reason, param=f"rag.compression.{name}", code="invalid_value")
 
 
-def _choice(value: object, name: str, choices: tuple[str, ...]) -> None:
-    _check(value in choices, name, f"must be one of {', '.join(choices)}", value)
-
-
-def _whole(of: object, field: str, name: str, least: int) -> None:
-    given = getattr(of, field)
-    value = whole(given)
-    _check(value is not None and value >= least, name, f"must be a whole number of at least {least}", given)
-    put(of, field, value)
-
-
-def _number(of: object, field: str, name: str) -> None:
-    value = getattr(of, field)
-    _check(is_number(value), name, "must be a number", value)
-    put(of, field, float(value))
+def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    _require(name, value in choices, f"must be one of {', '.join(choices)}", value)

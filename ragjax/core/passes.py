@@ -11,8 +11,74 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core.compression import Compression
-from ragjax.core.layout import Layout
 from ragjax.core.tokens import Intervals
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """The entries of a page table as each layer sees them, int32 [L, S] each."""
+
+    page_LS: NDArray[np.int32]  # page of the pool
+    lender_LS: NDArray[np.int32]  # layer whose unit of this page is read
+    seen_LS: NDArray[np.int32]  # slots that count, the first ones
+
+    @staticmethod
+    def common(page_S: NDArray[np.int32], layers: int, page_size: int) -> LayerTable:
+        """Entries that are the same in all layers, each in its own units."""
+        shape = (layers, len(page_S))
+        lender_LS = np.broadcast_to(np.arange(layers, dtype=np.int32)[:, None], shape).copy()
+        return LayerTable(np.broadcast_to(page_S, shape).copy(), lender_LS, np.full(shape, page_size, np.int32))
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """Pages of layers that keep other numbers of tokens, laid over whole pages of the pool.
+
+    A page holds its slots in every layer; the slots of one layer are a *unit* of it. A request takes whole pages as
+    *containers*, and a layer's pages are any of their units: those of layers that keep little hold tokens of layers
+    that keep much.
+    """
+
+    kept_L: NDArray[np.int32]  # tokens kept in each layer
+    reach: int  # layers that may use each other's units, since one array holds them; it divides L
+
+    def pages_L(self, page_size: int) -> NDArray[np.int32]:
+        """Pages that each layer takes, int32 [L]."""
+        return -(-self.kept_L // page_size)
+
+    def containers(self, page_size: int) -> int:
+        """Whole pages whose units are enough, in every array."""
+        units = self.pages_L(page_size).reshape(-1, self.reach).sum(1)
+        return int((-(-units // self.reach)).max())
+
+    def table(self, containers: Sequence[int], page_size: int) -> LayerTable:
+        """The entries of the kept tokens, as many as the layer that keeps most has pages.
+
+        Raises:
+            ValueError: if the containers have too few units.
+        """
+        if len(containers) < self.containers(page_size):
+            raise ValueError(f"{len(containers)} pages do not hold what takes {self.containers(page_size)}")
+        pages_L, page_P = self.pages_L(page_size), np.asarray(containers, np.int32)
+        number_S = np.arange(pages_L.max(), dtype=np.int32)
+        table = LayerTable.common(np.full(len(number_S), page_P[0]), len(pages_L), page_size)
+        table.seen_LS[:] = np.clip(self.kept_L[:, None] - page_size * number_S, 0, page_size)
+        for first in range(0, len(pages_L), self.reach):
+            layer_N, entry_N = np.nonzero(number_S < pages_L[first : first + self.reach, None])
+            container_N, lender_N = np.divmod(np.arange(len(layer_N), dtype=np.int32), self.reach)
+            table.page_LS[first + layer_N, entry_N] = page_P[container_N]
+            table.lender_LS[first + layer_N, entry_N] = first + lender_N
+        return table
+
+
+def most_containers(budget: int, window: int, tokens: int, layers: int, reach: int, page_size: int) -> int:
+    """Containers that are enough whatever each layer keeps of so many tokens.
+
+    Each keeps at least `window`, and `budget` in the mean.
+    """
+    kept = min(reach * tokens, layers * budget - (layers - reach) * window)
+    units = min(reach * -(-tokens // page_size), (kept + reach * (page_size - 1)) // page_size)
+    return -(-units // reach)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +120,7 @@ class Span:
     run: Run
     offset: int = 0
     hidden: tuple[int, int] = (0, 0)
-    layout: Layout | None = None
+    layout: LayerLayout | None = None
 
     @staticmethod
     def consecutive(index: int, run: Run, offset: int = 0, hidden: tuple[int, int] = (0, 0)) -> Span:
@@ -62,7 +128,7 @@ class Span:
         return Span(np.arange(index, index + run.length, dtype=np.int32), run, offset, hidden)
 
     @staticmethod
-    def laid(layout: Layout, containers: Sequence[int], page_size: int) -> Span:
+    def laid(layout: LayerLayout, containers: Sequence[int], page_size: int) -> Span:
         """What layers keep, over containers: token n of a layer is its n-th, in the order of the prompt."""
         entries = int(layout.pages_L(page_size).max())
         pages = (*containers, *[containers[-1]] * (entries - len(containers)))
@@ -145,8 +211,8 @@ class Compaction:
     the order of their indexes; they may be some of the source's. query_LWHD: rotated queries of the prompt's last rows,
     float32 (None: the scorer asks for none). mass_LN: attention that each token received, summed over rows, float32
     (likewise). What is kept of it comes back as `Measure.KEY_SCORE`, float32 [layers, budget].
-    Where layers keep other numbers of tokens, target is whole pages, the containers of a `core.layout.Layout`: as many
-    as are enough for any numbers. The numbers come back as `Measure.KEPT`.
+    Where layers keep other numbers of tokens, target is whole pages, the containers of a `LayerLayout`: as many as are
+    enough for any numbers. The numbers come back as `Measure.KEPT`.
     """
 
     compression: Compression

@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core.layout import LayerTable
-from ragjax.core.passes import Measure
+from ragjax.core.passes import LayerTable, Measure
 
 PREFILL_ROWS = 8
 """Least rows of a block that prefills: smaller blocks decode."""

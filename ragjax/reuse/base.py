@@ -116,7 +116,7 @@ class Allocation:
     needed at once. spare: pages that must be left to others when the request starts. alone: whether no others run.
     limits: what the spans of a pass may take.
     stages: layers at which a pass may begin, ascending, and the number of layers as a last entry.
-    reach: layers that may use each other's units (`core.layout`); 0: those of a stage.
+    reach: layers that may use each other's units (`core.passes.LayerLayout`); 0: those of a stage.
     cold: whether it may use KV from below the device, which has to be waited for.
 
     Attributes:

@@ -30,7 +30,7 @@ from ragjax.core import (
     Span,
 )
 from ragjax.core.compression import BY_LAYER, BY_MASS, BY_QUERIES
-from ragjax.core.layout import Layout, most_containers
+from ragjax.core.passes import LayerLayout, most_containers
 from ragjax.reuse.base import Allocation, Strategy
 
 QUERIES = frozenset({Measure.QUERY})
@@ -138,7 +138,7 @@ def _keep(allocation: Allocation, room: _Room, found: Results) -> Span:
         allocation.keep_only(room.run)
         return Span.consecutive(0, room.kept)
     page_size = allocation.page_size
-    layout = Layout(found[Measure.KEPT].astype(np.int32), allocation.reach)
+    layout = LayerLayout(found[Measure.KEPT].astype(np.int32), allocation.reach)
     needed = layout.containers(page_size)
     least = len(room.kept.pages) - len(room.spare)
     allocation.keep_only(room.run, *room.spare[: needed - least])

@@ -38,7 +38,7 @@ class DevicePool:
 
     Attributes:
         page_size: slots of a page.
-        reach: layers of an array, which may use each other's units (`core.layout`).
+        reach: layers of an array, which may use each other's units (`core.passes.LayerLayout`).
     """
 
     def __init__(self, create: Callable[[], Pages], stages: int, arrays: int, programs: Programs, rotation: Rotation):

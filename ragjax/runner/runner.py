@@ -28,7 +28,7 @@ from ragjax.compress import SCORERS
 from ragjax.compress.choose import quota
 from ragjax.core import Compression, DeviceFullError, Draw, Grid, Measure, Residual, Step, StepMeasure
 from ragjax.core.compression import BY_LAYER
-from ragjax.core.layout import LayerTable, Layout
+from ragjax.core.passes import LayerLayout, LayerTable
 from ragjax.kernels.attention.op import Choice
 from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.view import check_values
@@ -100,7 +100,7 @@ class Runner(DevicePool):
         attention: backend of attention to try first (`kernels.attention.op.BACKENDS`).
         widen: products of many rows read bfloat16 weights and KV as float32: faster on a CPU without bfloat16 products.
         whole: one pair of arrays for all layers in place of one for each stage, so that layers which keep many tokens
-            of a request may use what those leave that keep few (`core.layout`).
+            of a request may use what those leave that keep few (`core.passes.LayerLayout`).
 
     Raises:
         ConfigError: if there is no memory for so many pages.
@@ -476,7 +476,7 @@ class Runner(DevicePool):
             ]  # fmt: skip
             preference_L = np.concatenate([np.asarray(of_stage_L) for of_stage_L in found])
         numbers = quota(compression, scorer, self.config.num_layers, len(source_N), preference_L)
-        layout = Layout(numbers.kept_L, self.reach)
+        layout = LayerLayout(numbers.kept_L, self.reach)
         containers = (target_B[:: self.page_size] // self.page_size)[: layout.containers(self.page_size)]
         table = layout.table(containers.tolist(), self.page_size)
         unit_LU = self._units(table.page_LS, table.lender_LS)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import NEVER, Chosen, Grid, Residual, RowShape, Step, StepMeasure
-from ragjax.core.layout import LayerTable
+from ragjax.core.passes import LayerTable
 from ragjax.schedule.rows import PendingRows, Placed, SpanTable
 from ragjax.schedule.state import RequestState
 

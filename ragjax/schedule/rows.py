@@ -26,7 +26,7 @@ from ragjax.core import (
     Span,
     StepMeasure,
 )
-from ragjax.core.layout import LayerTable
+from ragjax.core.passes import LayerTable
 
 if TYPE_CHECKING:
     from ragjax.schedule.state import RequestState

@@ -7,7 +7,7 @@ import pytest
 
 from ragjax.compress import SCORERS, budget
 from ragjax.compress.choose import quota
-from ragjax.core.compression import Compression, Graph
+from ragjax.core.compression import Compression, GraphKV
 
 
 @pytest.mark.parametrize("layers", [1, 2, 7, 30, 32])
@@ -73,7 +73,7 @@ def test_cake_needs_preferences() -> None:
 
 @pytest.mark.parametrize("method", [m for m in SCORERS if m != "cake"])
 def test_a_quota_has_recent_tokens_and_sources(method: str) -> None:
-    found = quota(Compression(method, 100, Graph(sources=0.25)), SCORERS[method], 3, 1000)
+    found = quota(Compression(method, 100, GraphKV(sources=0.25)), SCORERS[method], 3, 1000)
     recent = 50 if method == "h2o" else 32
     assert found.recent_L.tolist() == [recent] * 3
     assert found.sources_L.tolist() == [int(np.ceil(0.25 * kept)) for kept in found.kept_L]
@@ -83,7 +83,7 @@ def test_a_quota_has_recent_tokens_and_sources(method: str) -> None:
 
 def test_a_share_of_sources_is_not_rounded_up_by_arithmetic() -> None:
     """0.7 * 10 is 7.000000000000001 for 0.1 * 7 * 10; a source too many would be chosen."""
-    found = quota(Compression("snapkv", 10, Graph(sources=0.1 * 7), window=2), SCORERS["snapkv"], 1, 1000)
+    found = quota(Compression("snapkv", 10, GraphKV(sources=0.1 * 7), window=2), SCORERS["snapkv"], 1, 1000)
     assert found.sources_L.tolist() == [7]
 
 

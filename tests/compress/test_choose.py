@@ -11,7 +11,7 @@ import pytest
 
 from ragjax.compress import SCORERS, Evidence
 from ragjax.compress.choose import choose, keep, quota
-from ragjax.core.compression import METHODS, Compression, Graph
+from ragjax.core.compression import METHODS, Compression, GraphKV
 from tests.support import eviction
 
 N, K, G, D, W = 64, 2, 2, 8, 6
@@ -80,10 +80,10 @@ def prompt(seed: int, count: int, layers: int = 3) -> Evidence:
 
 GRAPHS = [
     None,
-    Graph(neighbours=4, order="mutual"),
-    Graph(neighbours=4, order="ordered", rounds=2),
-    Graph(neighbours=6, signal="evict"),
-    Graph(neighbours=4, edges="kv"),
+    GraphKV(neighbours=4, order="mutual"),
+    GraphKV(neighbours=4, order="ordered", rounds=2),
+    GraphKV(neighbours=6, signal="evict"),
+    GraphKV(neighbours=4, edges="kv"),
 ]
 
 
@@ -91,7 +91,7 @@ GRAPHS = [
 @pytest.mark.parametrize("graph", GRAPHS, ids=["none", "mutual", "ordered", "evict", "kv"])
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("method", METHODS)
-def test_layers_keep_what_the_papers_keep(method: str, heads: str, graph: Graph | None) -> None:
+def test_layers_keep_what_the_papers_keep(method: str, heads: str, graph: GraphKV | None) -> None:
     """From scores to indexes, with budgets by layer."""
     count, layers = 50, 3
     compression = Compression(method, 20, graph, heads, W)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def test_the_graph_keeps_keys_that_are_less_alike() -> None:
     s[alike] += 1
     evidence = Evidence(jnp.asarray(k)[None], jnp.asarray(k)[None], jnp.full(1, N, jnp.int32))
 
-    def redundancy(graph: Graph | None) -> float:
+    def redundancy(graph: GraphKV | None) -> float:
         numbers = (jnp.full(1, x, jnp.int32) for x in (16, 2, 5))
         compression = Compression("snapkv", 16, graph, window=2)
         index_B = np.asarray(chosen(jnp.asarray(s)[None, :, None], evidence, *numbers, compression, 16)[0, 0])
@@ -138,5 +138,5 @@ def test_the_graph_keeps_keys_that_are_less_alike() -> None:
 
     base = redundancy(None)
     assert base > 0.4
-    assert redundancy(Graph(neighbours=16)) < 0.2 * base
-    assert redundancy(Graph(neighbours=16, order="ordered")) < 0.2 * base
+    assert redundancy(GraphKV(neighbours=16)) < 0.2 * base
+    assert redundancy(GraphKV(neighbours=16, order="ordered")) < 0.2 * base

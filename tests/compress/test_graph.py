@@ -12,7 +12,7 @@ import pytest
 from ragjax.compress import Evidence
 from ragjax.compress import graph as graph_module
 from ragjax.compress.graph import Ends, ends, propagate, sources
-from ragjax.core.compression import Graph
+from ragjax.core.compression import GraphKV
 from ragjax.kernels.reductions.op import key_neighbours
 from tests.support import eviction
 
@@ -51,15 +51,15 @@ def case(seed: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 GRAPHS = {
-    "printed": Graph(neighbours=5),
-    "thrice": Graph(neighbours=5, rounds=3),
-    "ordered": Graph(neighbours=5, order="ordered", rounds=2),
-    "enhance": Graph(neighbours=5, signal="enhance", rounds=2),
-    "evict": Graph(neighbours=2, signal="evict"),
-    "evict in order": Graph(neighbours=5, signal="evict", order="ordered"),
-    "weak": Graph(neighbours=5, strength=0.4),
-    "all neighbours": Graph(neighbours=64),
-    "more than there are": Graph(neighbours=1024),
+    "printed": GraphKV(neighbours=5),
+    "thrice": GraphKV(neighbours=5, rounds=3),
+    "ordered": GraphKV(neighbours=5, order="ordered", rounds=2),
+    "enhance": GraphKV(neighbours=5, signal="enhance", rounds=2),
+    "evict": GraphKV(neighbours=2, signal="evict"),
+    "evict in order": GraphKV(neighbours=5, signal="evict", order="ordered"),
+    "weak": GraphKV(neighbours=5, strength=0.4),
+    "all neighbours": GraphKV(neighbours=64),
+    "more than there are": GraphKV(neighbours=1024),
 }
 
 
@@ -82,9 +82,9 @@ def test_scores_follow_equation_5(name: str, kind: str) -> None:
 
 def test_neither_rounds_nor_strength_nor_sources_is_the_base() -> None:
     s, k = case(0, "alike")
-    for graph, number in ((Graph(rounds=0), 8), (Graph(strength=0.0), 8), (Graph(), 0)):
+    for graph, number in ((GraphKV(rounds=0), 8), (GraphKV(strength=0.0), 8), (GraphKV(), 0)):
         for signal in ("decay", "enhance", "evict"):
-            same = Graph(rounds=graph.rounds, strength=graph.strength, signal=signal)
+            same = GraphKV(rounds=graph.rounds, strength=graph.strength, signal=signal)
             np.testing.assert_array_equal(after(s, k, same, number=number), s)
 
 
@@ -100,7 +100,7 @@ def test_disjoint_neighbourhoods_are_algorithm_2() -> None:
     angle = np.array([0.0, 0.3, 1.5, 1.9])
     k = np.stack([np.cos(angle), np.sin(angle)], 1)[:, None]
     s = np.array([4.0, 1.0, 3.0, 2.0])
-    found = after(s, k, Graph(neighbours=1), number=2)
+    found = after(s, k, GraphKV(neighbours=1), number=2)
     want = [4, 1 * (1 - np.cos(0.3)), 3, 2 * (1 - np.cos(0.4))]
     np.testing.assert_allclose(found, want, rtol=1e-5)
 
@@ -109,32 +109,32 @@ def test_signals_from_two_sources_are_multiplied() -> None:
     """Equation 5; Algorithm 2 as printed keeps the last one."""
     angle = np.array([0.0, 1.0, 0.5])
     k = np.stack([np.cos(angle), np.sin(angle)], 1)[:, None]
-    found = after(np.array([4.0, 3.0, 2.0]), k, Graph(neighbours=1), number=2)
+    found = after(np.array([4.0, 3.0, 2.0]), k, GraphKV(neighbours=1), number=2)
     assert found[2] == pytest.approx(2 * (1 - np.cos(0.5)) ** 2, rel=1e-4)
 
 
 def test_two_equal_sources_erase_each_other_unless_ordered() -> None:
     s, k = np.array([1.0, 0.9, 0.1]), np.array([[1, 0], [1, 0], [0, 1]], float)[:, None]
-    np.testing.assert_allclose(after(s, k, Graph(order="mutual"), number=2), [0, 0, 0.1], atol=1e-6)
-    np.testing.assert_allclose(after(s, k, Graph(order="ordered"), number=2), [1, 0, 0.1], atol=1e-6)
+    np.testing.assert_allclose(after(s, k, GraphKV(order="mutual"), number=2), [0, 0, 0.1], atol=1e-6)
+    np.testing.assert_allclose(after(s, k, GraphKV(order="ordered"), number=2), [1, 0, 0.1], atol=1e-6)
 
 
 def test_among_equal_scores_the_lower_index_stays() -> None:
     s, k = np.full(3, 0.5), np.ones((3, 1, 2))
-    np.testing.assert_allclose(after(s, k, Graph(order="ordered"), number=2), [0.5, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(after(s, k, GraphKV(order="ordered"), number=2), [0.5, 0, 0], atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["random", "alike", "duplicates"])
 def test_decay_never_raises_and_enhance_never_lowers(kind: str) -> None:
     s, k = case(5, kind)
     for order in ("mutual", "ordered"):
-        assert (after(s, k, Graph(order=order, rounds=3)) <= s).all()
-        assert (after(s, k, Graph(order=order, rounds=3, signal="enhance")) >= s).all()
+        assert (after(s, k, GraphKV(order=order, rounds=3)) <= s).all()
+        assert (after(s, k, GraphKV(order=order, rounds=3, signal="enhance")) >= s).all()
 
 
 def test_enhanced_scores_stay_finite() -> None:
     n = 300
-    graph = Graph(signal="enhance", order="mutual", rounds=3, neighbours=n)
+    graph = GraphKV(signal="enhance", order="mutual", rounds=3, neighbours=n)
     found = after(np.ones(n), np.ones((n, 1, 2)), graph, number=n, most=n)
     assert np.isfinite(found).all() and (found > 1e20).all()
 
@@ -155,7 +155,7 @@ def test_edges_compare_what_their_letters_say(edges: str) -> None:
     of = {"k": k, "v": v, "q": q.reshape(N, K, 3, D).mean(2)}
     evidence = Evidence(jnp.asarray(k), jnp.asarray(v), jnp.int32(N), q_NHD=jnp.asarray(q))
     found = compiled(
-        jnp.asarray(s), ends(evidence, Graph(edges=edges)), jnp.ones(N, bool), jnp.int32(8), Graph(neighbours=5), 8
+        jnp.asarray(s), ends(evidence, GraphKV(edges=edges)), jnp.ones(N, bool), jnp.int32(8), GraphKV(neighbours=5), 8
     )
     want = eviction.propagated(s, of[edges[0]], of[edges[1]], list(range(N)), 8, neighbours=5)
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
@@ -164,9 +164,9 @@ def test_edges_compare_what_their_letters_say(edges: str) -> None:
 def test_edges_without_their_queries_are_refused() -> None:
     x = jnp.zeros((N, K, D))
     with pytest.raises(ValueError, match=r"edges 'qk' need the queries of all tokens"):
-        ends(Evidence(x, x, jnp.int32(N)), Graph(edges="qk"))
+        ends(Evidence(x, x, jnp.int32(N)), GraphKV(edges="qk"))
     with pytest.raises(ValueError, match=r"keys 'centred' need those before RoPE"):
-        ends(Evidence(x, x, jnp.int32(N)), Graph(keys="centred"))
+        ends(Evidence(x, x, jnp.int32(N)), GraphKV(keys="centred"))
 
 
 @pytest.mark.parametrize("keys", ["rotated", "unrotated", "centred"])
@@ -177,11 +177,11 @@ def test_keys_are_compared_as_they_are_asked_for(keys: str) -> None:
     plain[count:] = np.nan
     of = {"rotated": k, "unrotated": plain, "centred": plain - plain[:count].astype(np.float64).mean(0)}[keys]
     evidence = Evidence(jnp.asarray(k), jnp.asarray(v), jnp.int32(count), plain_NKD=jnp.asarray(plain))
-    graph, candidates = Graph(neighbours=5, keys=keys), jnp.arange(N) < count
+    graph, candidates = GraphKV(neighbours=5, keys=keys), jnp.arange(N) < count
     found = compiled(jnp.asarray(s), ends(evidence, graph), candidates, jnp.int32(8), graph, 8)
     want = eviction.propagated(s, of, of, list(range(count)), 8, neighbours=5)
     np.testing.assert_allclose(found[:count], want[:count], rtol=1e-4, atol=1e-6)
-    by_values = ends(evidence, Graph(edges="vv", keys=keys))
+    by_values = ends(evidence, GraphKV(edges="vv", keys=keys))
     np.testing.assert_array_equal(by_values.receiver_NKD, v)
 
 
@@ -190,7 +190,7 @@ def test_bfloat16_bits_are_compared_as_numbers() -> None:
     rounded = jnp.asarray(k, jnp.bfloat16)
     bits = jax.lax.bitcast_convert_type(rounded, jnp.uint16)
     found = [
-        compiled(jnp.asarray(s), Ends(x), jnp.ones(N, bool), jnp.int32(8), Graph(), 8)
+        compiled(jnp.asarray(s), Ends(x), jnp.ones(N, bool), jnp.int32(8), GraphKV(), 8)
         for x in (bits, rounded.astype(jnp.float32))
     ]
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
@@ -198,7 +198,7 @@ def test_bfloat16_bits_are_compared_as_numbers() -> None:
 
 @pytest.mark.parametrize(("share", "budget", "number"), [(0.3, 512, 154), (0.3, 10, 3), (1.0, 7, 7), (0.01, 32, 1)])
 def test_sources_are_a_share_of_the_budget_rounded_up(share: float, budget: int, number: int) -> None:
-    assert sources(Graph(sources=share), budget) == number
+    assert sources(GraphKV(sources=share), budget) == number
 
 
 def test_neighbours_take_no_room_beyond_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,5 +211,5 @@ def test_neighbours_take_no_room_beyond_the_tokens(monkeypatch: pytest.MonkeyPat
         return found
 
     monkeypatch.setattr(graph_module, "key_neighbours", spied)
-    propagate(jnp.asarray(s), Ends(jnp.asarray(k)), jnp.ones(N, bool), jnp.int32(8), Graph(neighbours=1024), 12)
+    propagate(jnp.asarray(s), Ends(jnp.asarray(k)), jnp.ones(N, bool), jnp.int32(8), GraphKV(neighbours=1024), 12)
     assert widths == [N, N]

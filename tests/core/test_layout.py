@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragjax.core.layout import LayerTable, Layout, most_containers
+from ragjax.core.passes import LayerLayout, LayerTable, most_containers
 
 PAGE = 16
 
@@ -15,7 +15,7 @@ PAGE = 16
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_no_unit_holds_two_pages_and_all_tokens_have_one(some: list[int], arrays: int, seed: int) -> None:
     kept = np.random.default_rng(seed).permutation(np.array(some * arrays, np.int32))
-    layout = Layout(kept, len(some))
+    layout = LayerLayout(kept, len(some))
     containers = [3 + 2 * i for i in range(layout.containers(PAGE))]
     table = layout.table(containers, PAGE)
     used = table.seen_LS > 0
@@ -40,14 +40,14 @@ def test_reserved_containers_are_enough_whatever_layers_keep(seed: int) -> None:
         at = random.integers(layers)
         kept[at] += min(left, int(random.integers(1, tokens)), tokens - kept[at])
     most = most_containers(budget, window, tokens, layers, int(reach), PAGE)
-    assert -(-budget // PAGE) <= Layout(kept.astype(np.int32), int(reach)).containers(PAGE) <= most
+    assert -(-budget // PAGE) <= LayerLayout(kept.astype(np.int32), int(reach)).containers(PAGE) <= most
 
 
 def test_one_array_wastes_less_than_a_page_and_an_array_for_each_stage_most_of_it() -> None:
     kept = np.array([90, 70, 40, 8], np.int32)  # 52 in the mean
-    assert Layout(kept, 4).containers(PAGE) == 4 and most_containers(52, 8, 200, 4, 4, PAGE) == 4
-    assert Layout(kept, 2).containers(PAGE) == 6  # 6 and 5 pages
-    assert Layout(kept, 1).containers(PAGE) == 6
+    assert LayerLayout(kept, 4).containers(PAGE) == 4 and most_containers(52, 8, 200, 4, 4, PAGE) == 4
+    assert LayerLayout(kept, 2).containers(PAGE) == 6  # 6 and 5 pages
+    assert LayerLayout(kept, 1).containers(PAGE) == 6
 
 
 def test_common_entries_are_in_each_layers_own_units() -> None:

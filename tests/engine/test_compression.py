@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ragjax.core import Kind, Prompt, RequestError, Segment
-from ragjax.core.compression import BY_MASS, METHODS, Graph
+from ragjax.core.compression import BY_MASS, METHODS, GraphKV
 from ragjax.engine import Engine, prepare
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Setting
@@ -25,7 +25,7 @@ SERVED = list(METHODS)
 # ------------------------------------------------------------------------------------- what answers see
 
 
-GRAPH = {"graph": Graph(sources=0.5, neighbours=6, rounds=2)}
+GRAPH = {"graph": GraphKV(sources=0.5, neighbours=6, rounds=2)}
 EACH = {"heads": "each"}
 
 
@@ -111,7 +111,7 @@ def test_shared_pages_are_never_written() -> None:
         runs = [node.run for node in engine._cache.tree.nodes() if node.run is not None]
         slots = np.unique(np.concatenate([run.slots(tiny.PAGE) for run in runs]))
         before = engine._runner.read(slots)
-        for method, graph in (("snapkv", None), ("snapkv", Graph()), ("pyramidkv", None), ("cake", Graph())):
+        for method, graph in (("snapkv", None), ("snapkv", GraphKV()), ("pyramidkv", None), ("cake", GraphKV())):
             engine.answer_prompt(prompt, compression=setting(method, graph=graph), max_tokens=20)
         for old, new in zip(before, engine._runner.read(slots), strict=True):
             np.testing.assert_array_equal(new, old)
@@ -137,7 +137,7 @@ def test_the_next_turn_finds_the_prompt_and_not_the_answer(method: str) -> None:
 @pytest.mark.parametrize("method", few(["snapkv", "pyramidkv", "cake"], ["snapkv", "cake"]))
 def test_prompt_lookup_and_pauses_do_not_change_compressed_answers(method: str) -> None:
     prompts = [tiny.prompt(i) for i in (0, 2, 4, 5)]
-    given: dict[str, Any] = {"compression": setting(method, graph=Graph()), "max_tokens": 150}
+    given: dict[str, Any] = {"compression": setting(method, graph=GraphKV()), "max_tokens": 150}
     with tiny.engine(lookup=0) as engine:
         alone = [engine.answer_prompt(prompt, **given).tokens for prompt in prompts]
     with tiny.engine(pages=24, lookup=6) as engine:
@@ -222,7 +222,7 @@ def test_books_are_clean_whatever_is_asked_and_cancelled(seed: int) -> None:
         for i in range(24):
             method = SERVED[random.integers(len(SERVED))]
             strategy = strategies[random.integers(2 if method == "h2o" else len(strategies))]
-            graph = Graph(rounds=int(random.integers(1, 4))) if random.random() < 0.5 else None
+            graph = GraphKV(rounds=int(random.integers(1, 4))) if random.random() < 0.5 else None
             compression = setting(method, int(random.integers(9, 200)), graph=graph)
             given = compression if random.random() < 0.8 else "none"
             prompt = tiny.prompt(int(random.integers(4)), chunks=(30, 25))
@@ -266,9 +266,9 @@ def refusal(engine: Engine, **given: Any) -> RequestError:
 
 def test_what_an_engine_cannot_do_is_refused_in_words() -> None:
     with tiny.engine() as engine:
-        edges = refusal(engine, compression=setting("snapkv", graph=Graph(edges="qk")))
+        edges = refusal(engine, compression=setting("snapkv", graph=GraphKV(edges="qk")))
         assert "kk, vv or kv" in str(edges) and edges.param == "rag.compression.graph.edges"
-        keys = refusal(engine, compression=setting("knorm", graph=Graph(keys="unrotated")))
+        keys = refusal(engine, compression=setting("knorm", graph=GraphKV(keys="unrotated")))
         assert "choose rotated" in str(keys) and keys.param == "rag.compression.graph.keys"
         assert "blend" in str(refusal(engine, strategy="blend", compression=setting("h2o")))
         answer = engine.answer_prompt(tiny.prompt(), max_tokens=2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ragjax.core import Step
-from ragjax.core.layout import Layout
+from ragjax.core.passes import LayerLayout
 from ragjax.engine import Engine
 from ragjax.runner.runner import Runner
 from tests.support import tiny
@@ -70,7 +70,7 @@ def test_a_request_holds_the_containers_of_what_its_layers_keep(
         held = list(decoding(seen, len(prompt)))
         scored = engine.answer_prompt(prompt, **given, continuation=SAID)
         tiny.check_ended(engine, [])
-    containers = Layout(kept, 9 if whole else 3).containers(tiny.PAGE)
+    containers = LayerLayout(kept, 9 if whole else 3).containers(tiny.PAGE)
     assert min(held) == containers + 1 and max(held) == containers + 2  # the tail has pages of its own
     if whole:
         assert containers <= -(-(48 + tiny.PAGE - 1) // tiny.PAGE)

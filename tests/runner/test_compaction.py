@@ -11,7 +11,7 @@ import pytest
 
 from ragjax.compress import SCORERS
 from ragjax.core import Compression
-from ragjax.core.compression import BY_LAYER, BY_MASS, BY_QUERIES, METHODS, Graph
+from ragjax.core.compression import BY_LAYER, BY_MASS, BY_QUERIES, METHODS, GraphKV
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
 from ragjax.runner import compaction
@@ -53,7 +53,7 @@ def test_scorers_and_their_names_agree_on_what_they_need() -> None:
 @pytest.mark.parametrize("heads", ["all", "each"])
 def test_it_lowers_for_cuda(method: str, heads: str) -> None:
     lower = pytest.importorskip("tests.support.compiler").lower
-    compression = Compression(method, 128, Graph(), heads, window=32)
+    compression = Compression(method, 128, GraphKV(), heads, window=32)
     pool = jax.ShapeDtypeStruct((LAYERS, 40, KV_HEADS, PAGE, WIDTH), jnp.bfloat16)
     angle = jax.ShapeDtypeStruct((4096, WIDTH // 2), jnp.float32)
     query = jax.ShapeDtypeStruct((LAYERS, 32, HEADS, WIDTH), jnp.float32) if method in BY_QUERIES else None

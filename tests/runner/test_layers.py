@@ -11,7 +11,7 @@ import pytest
 
 import ragjax.runner.weights
 from ragjax.core import NEVER, Measure, Span, Step, StepMeasure
-from ragjax.core.layout import LayerTable, Layout
+from ragjax.core.passes import LayerLayout, LayerTable
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.reductions.measure import ARRAYS
 from ragjax.runner.runner import Runner
@@ -181,5 +181,5 @@ def test_tables_that_reach_beyond_the_pool_or_an_array_are_refused(runners: tupl
 
 
 def test_a_span_over_containers_names_the_last_one_again() -> None:
-    span = Span.laid(Layout(np.array([40, 8, 3], np.int32), 3), (7, 5, 6), PAGE)
+    span = Span.laid(LayerLayout(np.array([40, 8, 3], np.int32), 3), (7, 5, 6), PAGE)
     assert span.run.pages == (7, 5, 6, 6, 6) and len(span.indices) == 40

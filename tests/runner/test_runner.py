@@ -651,7 +651,7 @@ import jax, numpy as np
 from dataclasses import replace
 from functools import partial
 from ragjax.core import Compression, Measure, StepMeasure
-from ragjax.core.compression import Graph
+from ragjax.core.compression import GraphKV
 from ragjax.kernels.attention import op as attention, triton as attention_triton
 from ragjax.kernels.pages import Pages
 from ragjax.runner.mesh import make_mesh
@@ -688,7 +688,7 @@ for devices, backend in ((1, "xla"), (8, "xla"), (8, "triton")):
     apart = made.step(replace(step, measure=StepMeasure(Measure.DEVIATION, (1, 2), stale))).measured
     assert apart.shape == (1, 2, 24) and apart.max() > 1
     queries = made.step(replace(step, measure=StepMeasure(Measure.QUERY, (0, 2), {}))).measured
-    asked = Compression("snapkv", 6, Graph(sources=0.5, neighbours=2), window=2)
+    asked = Compression("snapkv", 6, GraphKV(sources=0.5, neighbours=2), window=2)
     source, target = parts[0].spans[0].run.slots(t.PAGE), 38 * t.PAGE + np.arange(6, dtype=np.int32)
     kept = made.compact(asked, source, np.zeros(8, np.int32), target, queries[:, t.rows_of(step, 0)[-2:]])
     moved += [queries, *made.read(target), *(np.asarray(part) for part in kept.indexes)]

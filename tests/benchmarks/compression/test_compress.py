@@ -17,7 +17,7 @@ from benchmarks.compression.case import NEEDLE, Case, cases
 from benchmarks.compression.decode import decode_rate
 from benchmarks.compression.laboratory import Laboratory
 from ragjax.core import Answer, ConfigError, Timings
-from ragjax.core.compression import Compression, Graph
+from ragjax.core.compression import Compression, GraphKV
 from ragjax.engine import Engine
 from tests.support import tiny
 
@@ -48,7 +48,7 @@ def test_attention_that_tokens_receive_sums_to_the_rows(laboratory: Laboratory) 
 @pytest.mark.parametrize("method", compress.METHODS)
 def test_budgets_hold_and_the_last_tokens_stay(laboratory: Laboratory, method: str) -> None:
     prefill = laboratory.prefill(TOKENS)
-    for graph in (None, Graph(), Graph(edges="qk")):
+    for graph in (None, GraphKV(), GraphKV(edges="qk")):
         kept = laboratory.keep(prefill, Compression(method, 40, graph, window=8))
         mask = np.asarray(kept.kept_LKN)
         assert mask.sum(-1).tolist() == [[number] * 2 for number in kept.kept_L]

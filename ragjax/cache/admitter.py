@@ -1,4 +1,4 @@
-"""What a request has computed becomes nodes of the tree: prefixes, segments on a context, dependency paths."""
+"""KV that a request has computed becomes nodes of the tree: prefixes, segments on a context, dependency paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ragjax.core import Run, Tokens
 
 
 class Admitter:
-    """Attaches nodes; what the tree holds already stays as it is."""
+    """Attaches nodes; KV that the tree holds already stays as it is."""
 
     def __init__(
         self, matcher: Matcher, hierarchy: Hierarchy, policy: Policy, metrics: CacheMetrics, variants: Variants

@@ -75,17 +75,17 @@ class KnowledgeCache:
         )
 
     def peek(self, outlook: Outlook) -> Look:
-        """What a request would find now, on the device and in host memory; it pins, loads and counts nothing."""
+        """Tell what a request would find now; nothing is pinned, loaded or counted."""
         return outlook.look(self.tree)
 
     @property
     def tiered(self) -> bool:
-        """Whether there are tiers below the device."""
+        """True if there are tiers below the device."""
         return self._hierarchy.storage is not None
 
     @property
     def inquiry(self) -> Inquiry | None:
-        """Of the shared tier, if there is one."""
+        """Questions to the shared tier, if there is one."""
         return self._hierarchy.storage.inquiry if self._hierarchy.storage is not None else None
 
     @contextmanager
@@ -117,7 +117,7 @@ class KnowledgeCache:
         return self._hierarchy.departures
 
     def on_disk(self, node: Node) -> bool:
-        """Whether the node's KV is on disk, or on its way there."""
+        """Tell if the node's KV is on disk, or on its way there."""
         return self._hierarchy.on_disk(node)
 
     @property
@@ -229,11 +229,11 @@ class KnowledgeCache:
         self._hierarchy.make_room(self.pool.reclaimable_pages)
 
     def poll(self) -> bool:
-        """Take note of bytes that have arrived, or never will; whether there was anything."""
+        """Take note of bytes that have arrived, or never will; True if there were any."""
         return self._loader.poll()
 
     def replicate(self) -> bool:
-        """Copy hot nodes to the tiers below while there is time; whether there were any."""
+        """Copy hot nodes to the tiers below while there is time; True if there were any."""
         return self._hierarchy.replicate()
 
     @property
@@ -242,11 +242,11 @@ class KnowledgeCache:
         return len(self._hierarchy.loads)
 
     def give_up(self) -> bool:
-        """Have back the pages of loads that nobody waits for any more; whether there were any."""
+        """End the loads that nobody waits for any more, for their pages' sake; True if there were any."""
         return self._loader.give_up()
 
     def flush(self, limit: int = 256) -> bool:
-        """Order up to `limit` nodes that no disk has to be written; whether there were any."""
+        """Order up to `limit` nodes to be written that are not on disk; True if there were any."""
         return self._hierarchy.flush(limit)
 
     def lose_device(self) -> None:

@@ -1,4 +1,4 @@
-"""Where nodes lie, device or host memory, how they get there, and who leaves when room is needed.
+"""Residence of nodes on the device and in host memory: how they get there, and which leave when room is needed.
 
 Sources: RAGCache, section 5.1 (leaves leave first, a node swapped out once keeps its host copy) and section 6 (hot
 upper nodes are replicated); FusionRAG, section 4.2 and Cache-Craft, section 3.5 (three tiers, asynchronous loads).
@@ -43,20 +43,14 @@ HEAD = 24
 
 @dataclass(frozen=True)
 class Storage:
-    """The tiers below the device.
+    """The tiers below the device."""
 
-    transfer: moves the bytes. page_bytes: bytes of a page of the device. host_bytes: room in host memory (0: none).
-    disk_index: of the disk tier (None: none). quota: bytes that a tenant may hold on the device, in whole pages, and in
-    host memory (None: no limit). inquiry: of the shared tier, whose entries the index names too (None: none); what is
-    kept is put there as soon as there is time, for others.
-    """
-
-    transfer: TransferEngine
-    page_bytes: int
-    host_bytes: int = 0
+    transfer: TransferEngine  # moves the bytes
+    page_bytes: int  # of a page of the device
+    host_bytes: int = 0  # room in host memory (0: none)
     disk_index: DiskIndex | None = None
-    quota: Callable[[str], int | None] = lambda tenant: None
-    inquiry: Inquiry | None = None
+    quota: Callable[[str], int | None] = lambda tenant: None  # bytes on the device, in whole pages, and in host memory
+    inquiry: Inquiry | None = None  # of the shared tier, whose entries the index names too; new KV is put there soon
 
 
 class LeftNode(NamedTuple):
@@ -192,9 +186,9 @@ class Hierarchy:
         return True
 
     def on_disk(self, node: Node) -> bool:
-        """Whether the node's KV is on disk, or on its way there: what was put there may have left since.
+        """Tell if the node's KV is on disk, or on its way there; an entry of the past may have left since.
 
-        With a shared tier its word is taken for it: what left the disk is there, and a question would take time.
+        With a shared tier the note of the past is trusted: an entry that left the disk is there, and to ask takes time.
         """
         storage = self.storage
         if storage is None or storage.disk_index is None or not node.shelved:
@@ -414,7 +408,7 @@ class Hierarchy:
             self._new.update(dict.fromkeys(nodes))
 
     def replicate(self, limit: int = 64) -> bool:
-        """Copy hot nodes to host memory, and disk, while there is time (RAGCache, section 6); whether any was.
+        """Copy hot nodes to host memory and disk while there is time (RAGCache, section 6); True if there were any.
 
         With a shared tier, new nodes go to disk too. While too much waits to be written, all of them wait.
         """
@@ -432,7 +426,7 @@ class Hierarchy:
         return bool(hot or new)
 
     def _replicate(self, node: Node) -> None:
-        """Have a copy of a node of the device in host memory, if there is room, and on disk."""
+        """Copy a node of the device to host memory, if there is room, and to disk."""
         if node.dead or node.loading or node.run is None or self.storage is None:
             return
         if node.host is None and self._keep(node):
@@ -440,7 +434,7 @@ class Hierarchy:
         self._shelve(node)
 
     def flush(self, limit: int) -> bool:
-        """Order up to `limit` nodes that only memory holds to be put on disk; whether there were any.
+        """Order up to `limit` nodes that only memory holds to be put on disk; True if there were any.
 
         Each node is ordered once until none is left, so that calling again ends even where policy or disk refuse.
         While too much waits to be written nothing is ordered, and there is more to come.

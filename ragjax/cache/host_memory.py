@@ -1,4 +1,4 @@
-"""The ledger of host memory: its entries, their bytes, and what the transfer engine will be told of them."""
+"""Entries of host memory, their bytes by tenant, and the orders for the transfer engine that come of them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ragjax.core.tiers import Copy, Record, Save, TransferEngine, Write
 
 @dataclass
 class SavedEntry:
-    """A host entry: its size in bytes, whose it is, and how many nodes lie in it (a split leaves two)."""
+    """An entry of host memory."""
 
-    size: int
+    size: int  # bytes
     tenant: str
-    nodes: int = 1
+    nodes: int = 1  # that lie in it; a split leaves two
 
 
 @dataclass
 class _Orders:
-    """What the transfer engine will be told at the end of an operation, in this order."""
+    """Orders that the transfer engine gets at the end of an operation, in this sequence."""
 
     saves: list[Save] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)

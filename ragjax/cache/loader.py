@@ -1,6 +1,6 @@
 """Loads to the device: nodes of host memory, and entries of the disk that a look-up attaches to the tree.
 
-A load pins its nodes until its bytes are there. What the disk has behind a path is looked for by the digest of the
+A load pins its nodes until its bytes are there. An entry on disk behind a path is looked for by the digest of the
 context and the next token, and within entries that begin a few nodes earlier.
 """
 
@@ -48,7 +48,7 @@ class Loader:
         """Pages that loads may still take, besides what the pool has."""
 
     def load(self, start: Node, steps: Steps, raw: bytes, tenant: str, method: str | None = None) -> Steps:
-        """Have a path on the device, or on its way there; continued by what the disk has, shortened where no room is.
+        """Bring a path to the device: longer by KV that the disk has behind it, shorter where there is no room.
 
         start: the (pinned) node that the path begins under. raw: the tokens that were looked for, from there on.
         method: of dependency attention, if that is what the path's edges are (None: causal).
@@ -77,7 +77,7 @@ class Loader:
         return self._load_records(parent, [_Find(record, 0, len(record), tenant)], behind)[0][0]
 
     def poll(self) -> bool:
-        """Take note of finished jobs; whether there were any."""
+        """Take note of finished jobs; True if there were any."""
         if self._storage is None:
             return False
         finished = self._storage.transfer.poll()
@@ -94,7 +94,7 @@ class Loader:
         return bool(finished)
 
     def give_up(self) -> bool:
-        """End the loads that nobody waits for any more, for their pages' sake; whether there were any.
+        """End the loads that nobody waits for any more, for their pages' sake; True if there were any.
 
         What came from host memory is still there.
         """
@@ -136,9 +136,9 @@ class Loader:
             self._hierarchy.enforce(tenant)
 
     def _continuation(self, start: Node, steps: Steps, raw: bytes, tenant: str, method: str | None) -> list[_Find]:
-        """What the disk has behind a path.
+        """Find entries on disk that continue a path.
 
-        Behind where the path ends, or within entries that begin where one of its last nodes does: a node may be the
+        They begin where the path ends, or are entries that begin where one of its last nodes does: a node may be the
         first part of an entry, brought for a prompt that went on in another way.
         """
         found: list[_Find] = []
@@ -171,7 +171,7 @@ class Loader:
         return disk_index.children(place, raw[4 * begin :])
 
     def _fit(self, held: list[Node], records: list[_Find]) -> tuple[list[Node], list[_Find]]:
-        """As much of both as there is room for."""
+        """Cut both to the room that there is."""
         room = self._room
         while held and self._pool.pages_for(sum(map(len, held))) > room:
             held, records = held[:-1], []

@@ -1,4 +1,6 @@
-"""What a waiting request would find now: a look-up that pins nothing, loads nothing and counts nothing.
+"""Look-ups for requests that wait: the pieces they would find now, and the keys of the nodes they will use.
+
+Nothing is pinned, loaded or counted.
 
 A piece is KV that is kept as a unit: a segment of a causal prompt or of a dependency path, a chunk on its context. Its
 name says what the KV depends on, however the tree is cut, so two requests that would compute the same name the same.
@@ -18,7 +20,7 @@ from ragjax.cache.tree import KnowledgeTree
 
 @dataclass(frozen=True)
 class Look:
-    """What of a request is kept, on the device or in host memory, and what it would compute and keep.
+    """Pieces of a request that are kept on the device or in host memory, and those it would compute and keep.
 
     kept, missing: tokens by the name of their piece; a piece that is kept in part is in both.
     """
@@ -43,10 +45,10 @@ class Look:
 
 
 class LookaheadPart(Protocol):
-    """Pieces that are looked for together."""
+    """Pieces that one look-up finds."""
 
     def look(self, tree: KnowledgeTree) -> Look:
-        """Which of them the tree has."""
+        """Look for them in the tree."""
         ...
 
 
@@ -58,7 +60,7 @@ class Outlook:
         self._seen: tuple[int, Look] = (-1, Look())
 
     def look(self, tree: KnowledgeTree) -> Look:
-        """As of now; nothing is looked up again while no node comes or goes."""
+        """Look again if a node has come or gone since the last time."""
         if self._seen[0] != tree.generation:
             self._seen = tree.generation, self._look(tree)
         return self._seen[1]
@@ -81,7 +83,7 @@ class Causal:
         self._seen: tuple[int, Look] = (-1, Look())
 
     def look(self, tree: KnowledgeTree) -> Look:
-        """LookaheadPart of `LookaheadPart`."""
+        """Look for it in the tree."""
         at = sum(used for _, used in tree.walk(self._raw, self._tenant))
         if at != self._seen[0]:
             self._seen = at, self._pieces.look(at)
@@ -99,7 +101,7 @@ class Keyed:
         self._have, self._lack = Look({name: tokens}), Look({}, {name: tokens})
 
     def look(self, tree: KnowledgeTree) -> Look:
-        """LookaheadPart of `LookaheadPart`."""
+        """Look for it in the tree."""
         return self._have if any(tree.find(key) is not None for key in self._keys) else self._lack
 
 
@@ -117,7 +119,7 @@ class Paths:
         self._paths = [(raw, _Pieces(raw, stops, tenant, public, method, head)) for raw, stops, public in paths]
 
     def look(self, tree: KnowledgeTree) -> Look:
-        """LookaheadPart of `LookaheadPart`."""
+        """Look for it in the tree."""
         top = tree.walk(self._context, self._tenant)
         end = top[-1][0] if top else tree.root
         whole = sum(used for _, used in top) == len(self._context) // 4 and (not top or top[-1][1] == len(end))
@@ -166,7 +168,7 @@ def stops(cuts: Iterable[int], at: int, end: int) -> list[int]:
 
 
 def _public(public: int, end: Node | None) -> int:
-    """How many leading tokens go to all tenants, if the last node that is kept of them does. end: that one."""
+    """Number of leading tokens that go to all tenants, if `end`, the last node that is kept of them, does."""
     return public if end is None or end.tenant == PUBLIC else 0
 
 

@@ -1,4 +1,4 @@
-"""What a request holds of the cache: matches, and the counters of all look-ups."""
+"""Matches, which pin KV for a request; the loads that they wait for; and the counters of all look-ups."""
 
 from __future__ import annotations
 
@@ -18,35 +18,25 @@ EXACT = frozenset({Provenance.CAUSAL, Provenance.DEPENDENCY})
 
 
 class Totals(NamedTuple):
-    """Tokens of a request's prompt that were reused, and that it computes (RAGCache, Algorithm 1: alpha and beta)."""
+    """Prompt tokens of a request that were reused, and that it computes (RAGCache, Algorithm 1: alpha and beta)."""
 
     cached: int
     new: int
 
 
 class Candidate(NamedTuple):
-    """One entry under which a segment's KV may be kept.
-
-    behind: digest of the neighbours that it was computed behind, besides the context (b"": none). variant: whether it
-    is one of a limited number (`Variants`). cfo: cache fixing overhead of reusing it, or what tells it by the meta that
-    is kept with it.
-    """
+    """One entry under which a segment's KV may be kept."""
 
     provenance: Provenance
     method: str
-    behind: bytes = b""
-    variant: bool = False
-    cfo: float | Callable[[bytes], float] = 1.0
+    behind: bytes = b""  # digest of the neighbours that it was computed behind, besides the context (b"": none)
+    variant: bool = False  # one of a limited number (`Variants`)
+    cfo: float | Callable[[bytes], float] = 1.0  # cache fixing overhead, or a function of the meta kept with it
 
 
 @dataclass
 class CacheMetrics:
-    """Counters since the start, in tokens unless named otherwise; the last three are the present state.
-
-    tier_hit_tokens: tokens found, by the tier they came from. jobs, job_bytes, job_seconds (from order to end),
-    failures: by "save", "load", "write". unwritten_tokens: left memory while too much waited to be written to disk.
-    loss_max: largest relative RMS error of an encoding at rest.
-    """
+    """Counters since the start, in tokens unless named otherwise; the last three are the present state."""
 
     lookups: int = 0
     exact_hit_tokens: int = 0
@@ -54,13 +44,13 @@ class CacheMetrics:
     missed_tokens: int = 0
     admitted_tokens: int = 0
     evicted_tokens: int = 0
-    unwritten_tokens: int = 0
-    tier_hit_tokens: Counter[str] = field(default_factory=Counter)
-    jobs: Counter[str] = field(default_factory=Counter)
+    unwritten_tokens: int = 0  # left memory while too much waited to be written to disk
+    tier_hit_tokens: Counter[str] = field(default_factory=Counter)  # found, by the tier they came from
+    jobs: Counter[str] = field(default_factory=Counter)  # here and below by "save", "load", "write"
     job_bytes: Counter[str] = field(default_factory=Counter)
-    job_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    job_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # from order to end
     failures: Counter[str] = field(default_factory=Counter)
-    loss_max: float = 0.0
+    loss_max: float = 0.0  # largest relative RMS error of an encoding at rest
     pages_used: int = 0
     host_bytes: int = 0
     nodes: int = 0
@@ -68,40 +58,27 @@ class CacheMetrics:
 
 @dataclass(eq=False)
 class Progress:
-    """How far a load is.
+    """Progress of a load."""
 
-    stages: how many stages of layers, the first ones, are on the device. seconds: how long the whole of it takes, as
-    loads from its tier have taken so far (None: there were none).
-    """
-
-    stages: int = 0
-    seconds: float | None = None
+    stages: int = 0  # stages of layers that are on the device, the first ones
+    seconds: float | None = None  # duration of the whole, at the pace of its tier so far (None: not known)
 
 
 @dataclass(eq=False)
 class Match:
-    """Cached KV that a request is using; nothing of it leaves until `release`, which is called exactly once.
+    """Cached KV that a request is using; nothing of it leaves until `release`, which is called exactly once."""
 
-    spans: where the KV is, in order: runs, and the RoPE position each run's first K is stored rotated at.
-    tokens: the tokens found, int32 [length], a prefix of the `asked` tokens that were looked for.
-    node: the deepest node in use; it may end beyond `length`.
-    label: who holds it, a request id for instance; audits name it.
-    origins: (tokens, tier they came from), in order.
-    lossy: whether any of it lost precision at rest, or was computed on what did.
-    waits: loads that must be done before the KV is there, and how far they are. broken: why it never will be.
-    """
-
-    spans: tuple[tuple[Run, int], ...]
-    tokens: Tokens
-    asked: int
-    node: Node
+    spans: tuple[tuple[Run, int], ...]  # runs in order, and the RoPE position each run's first K is stored rotated at
+    tokens: Tokens  # found, int32 [length], a prefix of the `asked` tokens
+    asked: int  # number of tokens that were looked for
+    node: Node  # the deepest node in use; it may end beyond `length`
     tenant: str
-    label: str
-    origins: tuple[tuple[int, Tier], ...]
-    lossy: bool
+    label: str  # who holds it, for audits: a request id for instance
+    origins: tuple[tuple[int, Tier], ...]  # tokens, and the tier they came from, in order
+    lossy: bool  # some of it lost precision at rest, or was computed on KV that did
     _release: Callable[[Match], None] = field(repr=False)
-    waits: dict[int, Progress] = field(default_factory=dict)
-    broken: str | None = None
+    waits: dict[int, Progress] = field(default_factory=dict)  # loads that must be done before the KV is there
+    broken: str | None = None  # why the KV will never be there
     released: bool = False
 
     @property
@@ -111,12 +88,12 @@ class Match:
 
     @property
     def complete(self) -> bool:
-        """Whether everything that was looked for was found."""
+        """True if all tokens that were looked for were found."""
         return self.length == self.asked
 
     @property
     def ready(self) -> bool:
-        """Whether all bytes are on the device, or never will be (`broken`)."""
+        """True if all bytes are on the device, or never will be (`broken`)."""
         return not self.waits or self.broken is not None
 
     @cached_property
@@ -167,17 +144,16 @@ FADES = 0.7
 
 @dataclass
 class Pace:
-    """How fast loads from a tier are, from order to end: tokens and seconds, the last loads more than earlier ones."""
+    """Exponential moving average of a tier's throughput, from order to end, in tokens and seconds."""
 
     tokens: float = 0.0
     seconds: float = 0.0
 
-    def add(self, tokens: int, seconds: float) -> None:
-        """A load is done."""
+    def note_load(self, tokens: int, seconds: float) -> None:
         self.tokens = FADES * self.tokens + tokens
         self.seconds = FADES * self.seconds + seconds
 
-    def of(self, tokens: int) -> float | None:
+    def seconds_for(self, tokens: int) -> float | None:
         """Seconds that a load of so many tokens takes; None if there were no loads."""
         return tokens * self.seconds / self.tokens if self.tokens else None
 
@@ -200,14 +176,14 @@ class Loads:
 
     def begin(self, number: int, loading: Loading) -> None:
         """A load begins."""
-        loading.progress.seconds = self._pace[loading.tier].of(sum(map(len, loading.nodes)))
+        loading.progress.seconds = self._pace[loading.tier].seconds_for(sum(map(len, loading.nodes)))
         self.under_way[number] = loading
 
     def end(self, number: int, seconds: float | None) -> Loading:
         """A load is no longer under way; it took so many seconds, if all of it arrived."""
         loading = self.under_way.pop(number)
         if seconds is not None:
-            self._pace[loading.tier].add(sum(map(len, loading.nodes)), seconds)
+            self._pace[loading.tier].note_load(sum(map(len, loading.nodes)), seconds)
         return loading
 
     def note(self, arrived: Mapping[int, int]) -> None:

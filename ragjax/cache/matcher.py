@@ -1,4 +1,4 @@
-"""Look-ups: what is found is pinned by a match, counted, and told to the policy."""
+"""Look-ups: KV that is found is pinned by a match, counted, and told to the policy."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def _present(steps: Steps) -> Steps:
 
 
 def _usable(context: Match) -> bool:
-    """Whether other nodes may be looked for behind it."""
+    """True if other nodes may be looked for behind it."""
     return context.complete and context.broken is None
 
 

@@ -1,4 +1,4 @@
-"""One node of the knowledge tree: a run of tokens, what their KV was computed on, and where it lies."""
+"""One node of the knowledge tree, and the digests and edges by which nodes are found."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Node:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether nothing depends on it."""
+        """True if no node depends on it."""
         return not self.edges
 
     def children(self) -> Iterator[Node]:
@@ -228,7 +228,7 @@ def edge_of(node: Node) -> bytes:
 
 
 def radix_tag(tenant: str, method: str | None) -> bytes:
-    """What distinguishes the radix edges of a tenant and of a dependency method (None: causal)."""
+    """Suffix of radix edges, one for each tenant and dependency method (None: causal)."""
     if method is None and tenant == PUBLIC:
         return b""
     return b"\0".join((tenant.encode(), b"" if method is None else b"\1" + method.encode()))

@@ -113,7 +113,7 @@ class PagePool:
             self._reclaimable += self._pinned[page] == 0
 
     def all_pinned(self, run: Run) -> bool:
-        """Whether dropping a reference to this run could free no page, now or later."""
+        """True if dropping a reference to this run can free no page, now or later."""
         return all(self._pinned[page] for page in run.pages)
 
     def audit(self, held: Iterable[Run], pinned: Iterable[Run]) -> None:

@@ -74,7 +74,7 @@ class KnowledgeTree:
         return digest(b"chunk", self._identity, tenant.encode(), method.encode(), context, raw)
 
     def content(self, tenant: str, raw: bytes) -> Hashable:
-        """What a node says, wherever it stands; a tenant's own. Public tokens stand for themselves, without a copy."""
+        """Key of a tenant's tokens, wherever they stand. Public tokens are their own key, without a copy."""
         return raw if tenant == PUBLIC else (tenant, raw)
 
     # ---------------------------------------------------------------------------------------- look-ups
@@ -149,7 +149,7 @@ class KnowledgeTree:
     def land(self, node: Node, run: Run) -> None:
         """The node's KV lies on the device now, or will when its load is done."""
         assert node.run is None and node.parent is not None
-        self._take(node, run)
+        self._retain(node, run)
         node.run = run
         node.parent.on_device += 1
         self.held[Tier.DEVICE][node.tenant] += len(node)
@@ -161,7 +161,7 @@ class KnowledgeTree:
         assert node.run is not None and node.parent is not None
         if node.pins:
             self._pool.unpin(node.run)
-        self._give(node, node.run)
+        self._release(node, node.run)
         node.run = None
         node.parent.on_device -= not node.dead  # `detach` took it off the count
         self.held[Tier.DEVICE][node.tenant] -= len(node)
@@ -214,19 +214,19 @@ class KnowledgeTree:
         lower.run = run.slice(at, run.length, self._pool.page_size)
         upper.on_device = 1
         for part in (upper.run, lower.run):
-            self._take(lower, part)
+            self._retain(lower, part)
             if lower.pins:
                 self._pool.pin(part)
         if lower.pins:
             self._pool.unpin(run)
-        self._give(lower, run)
+        self._release(lower, run)
 
-    def _take(self, node: Node, run: Run) -> None:
+    def _retain(self, node: Node, run: Run) -> None:
         """One more run of the node's tenant."""
         self._pool.retain(run)
         self.pages[node.tenant].update(run.pages)
 
-    def _give(self, node: Node, run: Run) -> None:
+    def _release(self, node: Node, run: Run) -> None:
         """One run of the node's tenant less."""
         self._pool.release(run)
         pages = self.pages[node.tenant]
@@ -252,9 +252,9 @@ class KnowledgeTree:
         parent = upper.parent
         assert parent.edges is not None
         if run is not None and upper.run is not None and lower.run is not None:
-            self._take(lower, run)
-            self._give(upper, upper.run)
-            self._give(lower, lower.run)
+            self._retain(lower, run)
+            self._release(upper, upper.run)
+            self._release(lower, lower.run)
         lower.run, lower.host, lower.parent = run, host, parent
         lower.raw = upper.raw + lower.raw
         lower.start, lower.local_start = upper.start, upper.local_start

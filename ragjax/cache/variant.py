@@ -31,7 +31,7 @@ class Variants:
 
     @property
     def full(self) -> bool:
-        """Whether one has to leave before another is added."""
+        """True if one has to leave before another is added."""
         return len(self._reuse) >= self._limit
 
     def reuse(self, node: Node) -> float:

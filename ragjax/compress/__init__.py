@@ -1,4 +1,4 @@
-"""Which tokens of a prompt decoding sees: scorers by name, budgets, GraphKV, and the choice (docs/compression.md).
+"""The choice of the tokens of a prompt that decoding sees: scorers by name, budgets, GraphKV (docs/compression.md).
 
 Pure functions over the arrays of one layer, which the runner compiles and maps over layers; budgets on the host. A new
 scorer is a class, one line here, and its name in `METHODS` of `ragjax/core/compression.py`.

@@ -1,4 +1,4 @@
-"""What a scorer sees of a layer, and what it is."""
+"""The interface of scorers, and the arrays of a layer that they see."""
 
 from __future__ import annotations
 
@@ -17,33 +17,27 @@ from ragjax.compress import budget
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Evidence:
-    """What the tokens of a prompt are scored by, in one layer.
+    """Arrays of one layer by which the tokens of a prompt are scored.
 
     Row n of an array is the token at index n; rows from `count` on are padding and may hold anything. Keys and queries
     are rotated at the tokens' places in the prompt.
 
-    k_NKD, v_NKD: keys and values; float32, bfloat16, float16 or uint16 (bfloat16 bits, as in `kernels.pages.Pages`).
-    count: int32, tokens of the prompt; above the rows of `q_WHD`.
-    q_WHD: queries of the prompt's last W tokens, oldest first; any float dtype.
-    mass_NK: float32, attention that each key received from all rows, summed; by KV head, or [N, 1] over all heads.
-    q_NHD: queries of all tokens, for graphs with "q" in their edges.
-    plain_NKD: float32, keys before RoPE, for graphs that compare these.
-    scale, cap: of attention logits, as of `kernels.view.View`; a scale of None is 1/sqrt(D).
+    Keys and values are float32, bfloat16, float16 or uint16 (bfloat16 bits, as in `kernels.pages.Pages`).
     """
 
     k_NKD: jax.Array
     v_NKD: jax.Array
-    count: jax.Array
-    q_WHD: jax.Array | None = None
-    mass_NK: jax.Array | None = None
-    q_NHD: jax.Array | None = None
-    plain_NKD: jax.Array | None = None
-    scale: float | None = field(default=None, metadata={"static": True})
-    cap: float | None = field(default=None, metadata={"static": True})
+    count: jax.Array  # int32, tokens of the prompt; above the rows of `q_WHD`
+    q_WHD: jax.Array | None = None  # queries of the prompt's last W tokens, oldest first; any float dtype
+    mass_NK: jax.Array | None = None  # float32, attention that each key received, summed over rows; or [N, 1]
+    q_NHD: jax.Array | None = None  # queries of all tokens, for graphs with "q" in their edges
+    plain_NKD: jax.Array | None = None  # float32, keys before RoPE, for graphs that compare these
+    scale: float | None = field(default=None, metadata={"static": True})  # of attention logits; None: 1/sqrt(D)
+    cap: float | None = field(default=None, metadata={"static": True})  # of attention logits
 
     @property
     def valid_N(self) -> jax.Array:
-        """Which rows are tokens."""
+        """Mask of the rows that are tokens, bool [N]."""
         return jnp.arange(self.k_NKD.shape[0]) < self.count
 
 
@@ -57,7 +51,7 @@ class Score(NamedTuple):
 
 
 class Scorer(ABC):
-    """How important each token of a prompt is. One file each; `ragjax.compress.SCORERS` has them by name."""
+    """Scores the importance of each token of a prompt; `ragjax.compress.SCORERS` has the scorers by name."""
 
     needs_queries: ClassVar[bool] = False
     """Whether it reads `Evidence.q_WHD`."""
@@ -71,7 +65,7 @@ class Scorer(ABC):
         """Scores of one layer. Pure, so that it can be compiled, and mapped over layers."""
 
     def recent(self, budget: int, window: int) -> int:
-        """How many of the last tokens are kept whatever their score; at least the window."""
+        """Number of last tokens that are kept whatever their score; at least the window."""
         return window
 
     def budgets(

@@ -1,4 +1,4 @@
-"""How many tokens each layer keeps. On the host: these numbers become shapes, pages and reports."""
+"""Budgets: the number of tokens that each layer keeps. On the host, since they become shapes and pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens are kept: scores, the graph, and the best of what the budget has room for."""
+"""The choice of tokens: scores, the graph, and the best that the budget has room for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ragjax.core.compression import Compression
 
 
 class Quota(NamedTuple):
-    """Of each layer, int32 [L]: tokens kept, how many of the last tokens are among them, and sources of the graph."""
+    """Numbers of each layer, int32 [L]: tokens kept, last tokens among them, and sources of the graph."""
 
     kept_L: NDArray[np.int32]
     recent_L: NDArray[np.int32]
@@ -34,7 +34,7 @@ def quota(
     count: int,
     preference_L: NDArray[np.float32] | None = None,
 ) -> Quota:
-    """What each layer of a prompt of `count` tokens keeps. Their mean is the budget, or `count` if that is less.
+    """Numbers of tokens that each layer of a prompt keeps. Their mean is the budget, or `count` if that is less.
 
     Args:
         compression: budget, window and graph.

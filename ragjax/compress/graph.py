@@ -27,7 +27,7 @@ MOST_GAIN = 60.0
 
 
 def sources(graph: GraphKV, budget: int) -> int:
-    """How many tokens of a layer that keeps `budget` are sources: its share, rounded up."""
+    """Number of sources in a layer that keeps `budget` tokens: the graph's share, rounded up."""
     return math.ceil(round(graph.sources * budget, 6))
 
 
@@ -39,7 +39,7 @@ class Ends(NamedTuple):
 
 
 def ends(evidence: Evidence, graph: GraphKV) -> Ends:
-    """What the edges compare: the first letter is the source's, "k", "v" or "q".
+    """Vectors that the edges compare: the first letter is the source's, "k", "v" or "q".
 
     Queries are averaged over the heads of their KV head, so that widths agree; the paper does not say.
 

@@ -1,4 +1,4 @@
-"""What a reuse strategy yields: passes over spans of keys, moves of cached KV, and the plan carried out."""
+"""The steps that a reuse strategy yields: passes over spans of keys, moves of cached KV, and the plan carried out."""
 
 from __future__ import annotations
 
@@ -129,15 +129,16 @@ class Span:
 
     @staticmethod
     def laid(layout: LayerLayout, containers: Sequence[int], page_size: int) -> Span:
-        """What layers keep, over containers: token n of a layer is its n-th, in the order of the prompt."""
+        """Tokens that layers keep, over containers: token n of a layer is its n-th, in the order of the prompt."""
         entries = int(layout.pages_L(page_size).max())
         pages = (*containers, *[containers[-1]] * (entries - len(containers)))
         return replace(Span.consecutive(0, Run(pages[:entries], 0, entries * page_size)), layout=layout)
 
 
 class Measure(StrEnum):
-    """What a pass hands back to its strategy, as host arrays, over the layers of `Pass.measured`; heads are averaged,
-    but for QUERY.
+    """Measurements that a pass hands back to its strategy, as host arrays, over the layers of `Pass.measured`.
+
+    Heads are averaged, but for QUERY.
 
     A pass may have LOGITS and at most one of the others; KEY_SCORE and VALUED_SCORE count as one.
     """
@@ -239,7 +240,7 @@ Results = Mapping[Measure, NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """What became of one segment: token counts, its retrieval score, and where its reused KV came from.
+    """The account of one segment: token counts, its retrieval score, and where its reused KV came from.
 
     tier: "device", "host" or "disk", the coldest of them; None if nothing was reused.
     recomputed_at: which tokens were recomputed, as places in the segment.
@@ -262,7 +263,7 @@ system prompt and itself, of a model that was trained for it; or the same betwee
 
 @dataclass(frozen=True)
 class Plan:
-    """What a strategy carried out: what decoding continues from, and the account of it.
+    """The prefill that a strategy carried out: where decoding goes on from, and the account of it.
 
     spans: every key of the prompt as generated tokens see it.
     tail: slots of the request's own for the first generated tokens, up to the end of a page; it grows page by page.

@@ -25,13 +25,13 @@ class Tier(IntEnum):
 
     @property
     def label(self) -> str:
-        """As responses and metrics spell it."""
+        """Name in responses and metrics."""
         return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What an entry on disk says of its KV; all digests are 32 bytes and salted by tenant.
+    """Description of an entry on disk; all digests are 32 bytes and salted by tenant.
 
     key: digest of all that the KV depends on. place: digest of the context the KV was computed on, where readers look
     for what continues it; of approximate KV, what it says there (`KnowledgeTree.chunk_place`). tokens: int32 ids,
@@ -166,7 +166,7 @@ class TransferEngine(Protocol):
         ...
 
     def arrived(self) -> Mapping[int, int]:
-        """Of loads under way, by number: the leading stages that later steps see in the pool, as of the last `poll`.
+        """Leading stages of loads under way, by number, that later steps see in the pool, as of the last `poll`.
 
         A load that has none may be left out. What has arrived is not checked before the whole load is done: if the
         load fails, nothing computed on it may be used.
@@ -197,7 +197,7 @@ class DiskIndex(Protocol):
 
 
 class Inquiry(Protocol):
-    """What is asked of the shared tier on behalf of requests that wait; its answers reach the `DiskIndex`.
+    """Questions to the shared tier on behalf of requests that wait; its answers reach the `DiskIndex`.
 
     patience: seconds that a request may wait for them.
     """
@@ -209,9 +209,9 @@ class Inquiry(Protocol):
         ...
 
     def waits(self, questions: Collection[str]) -> bool:
-        """Whether one of them is not answered."""
+        """Tell if one of them is not answered."""
         ...
 
     def serves(self, key: bytes) -> bool:
-        """Whether the entry with this key is in the shared tier alone."""
+        """Tell if the entry with this key is in the shared tier alone."""
         ...

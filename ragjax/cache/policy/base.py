@@ -1,4 +1,4 @@
-"""What a replacement policy answers, and the queue of nodes that may leave a tier.
+"""The interface of replacement policies, and the queue of nodes that may leave a tier.
 
 The cache decides which nodes can leave (leaves nobody uses); a policy only orders them. To add one: a subclass of
 `Policy` that overrides what it needs, registered by `@POLICIES.register("name")`, in any module that is imported.
@@ -20,17 +20,12 @@ from ragjax.core.tiers import Tier
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a request met a node.
+    """A request's use of a node."""
 
-    hit: whether the node was cached; if not, the request computed it and it is admitted now.
-    cached, new: tokens of the request that were cached, and that had to be computed.
-    cfo: cache fixing overhead of reusing the node, in [0, 1] (Cache-Craft, section 3.2); 1 if nobody measured it.
-    """
-
-    hit: bool
-    cached: int
-    new: int
-    cfo: float = 1.0
+    hit: bool  # the node was cached; if not, the request computed it and it is admitted now
+    cached: int  # tokens of the request that were cached
+    new: int  # tokens of the request that had to be computed
+    cfo: float = 1.0  # cache fixing overhead, in [0, 1] (Cache-Craft, section 3.2); 1 if nobody measured it
 
 
 class Policy:
@@ -50,14 +45,14 @@ class Policy:
         return cls()
 
     def admit(self, node: Node, tier: Tier) -> bool:
-        """Whether a node that leaves the tier above is worth a place in `tier` (the device takes all)."""
+        """Decide if a node that leaves the tier above is worth a place in `tier` (the device takes all)."""
         return True
 
     def on_access(self, node: Node, access: Access) -> None:
         """The node was admitted, or a request matched it."""
 
     def score(self, node: Node, tier: Tier) -> float:
-        """What the node is worth keeping in `tier`."""
+        """Worth of keeping the node in `tier`."""
         return 0.0
 
     def second_chance(self, node: Node, tier: Tier) -> bool:
@@ -145,12 +140,12 @@ class Victims:
         self._live += 1
         node.queued[self._tier] = self._serial
         entry = (self._policy.score(node, self._tier), self._serial, node)
-        self._put(self._heaps[self._policy.queue_of(node, self._tier)], entry)
+        self._push_entry(self._heaps[self._policy.queue_of(node, self._tier)], entry)
         owned = self._owned.get(node.tenant)
         if owned is not None:
-            self._put(owned, entry)
+            self._push_entry(owned, entry)
 
-    def _put(self, heap: list[tuple[float, int, Node]], entry: tuple[float, int, Node]) -> None:
+    def _push_entry(self, heap: list[tuple[float, int, Node]], entry: tuple[float, int, Node]) -> None:
         heapq.heappush(heap, entry)
         if len(heap) > 2 * self._live + 64:
             heap[:] = [e for e in heap if self._good(e)]
@@ -179,12 +174,12 @@ class Victims:
 
     def _lowest(self, tenant: str | None) -> tuple[float, int, Node] | None:
         if tenant is not None:
-            return self._take(self._owned[tenant])
+            return self._pop_good(self._owned[tenant])
         first = self._policy.next_queue(self._tier)
         order = (self._heaps[first], *self._heaps[:first], *self._heaps[first + 1 :])
-        return next((entry for heap in order if (entry := self._take(heap)) is not None), None)
+        return next((entry for heap in order if (entry := self._pop_good(heap)) is not None), None)
 
-    def _take(self, heap: list[tuple[float, int, Node]]) -> tuple[float, int, Node] | None:
+    def _pop_good(self, heap: list[tuple[float, int, Node]]) -> tuple[float, int, Node] | None:
         while heap:
             entry = heapq.heappop(heap)
             if self._good(entry):

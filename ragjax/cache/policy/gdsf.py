@@ -17,19 +17,12 @@ WINDOW = 1_000_000
 
 @dataclass(slots=True)
 class Worth:
-    """What is known of a node.
+    """Statistics of a node. They outlive it, and count every request for it, whether it was kept then or not."""
 
-    frequency: its accesses in window number `window`, in which its last one fell.
-    clocks: those of device and host at its last access.
-    rate: cost per token; mean over the `misses` that told it.
-
-    It outlives the node: frequency and misses count every request for it, whether it was kept then or not.
-    """
-
-    frequency: int = 0
+    frequency: int = 0  # accesses in window number `window`, in which the last one fell
     window: int = 0
-    clocks: tuple[float, float] = (0.0, 0.0)
-    rate: float = 1.0
+    clocks: tuple[float, float] = (0.0, 0.0)  # of device and host at the last access
+    rate: float = 1.0  # cost per token, the mean over the `misses` that told it
     misses: int = 0
 
 

@@ -20,7 +20,7 @@ HALF_LIFE = 1000.0
 
 @dataclass(slots=True, eq=False)
 class Demand:
-    """What waiting requests want of the node with one key.
+    """Demand of waiting requests for the node with one key.
 
     users: waiting requests that want it, in the window or beyond. count, slots: of those in the window, how many
     they are and the sum of their slots. key: the node's.
@@ -35,7 +35,7 @@ class Demand:
     parts: list[Demand] = field(default_factory=list)
 
     def line(self) -> Iterator[Demand]:
-        """It, what it is a part of, and so on."""
+        """This demand and its ancestors: those for the nodes that it was split from."""
         yield self
         if self.whole is not None:
             yield from self.whole.line()
@@ -108,7 +108,7 @@ class LACR(Policy):
 
     @property
     def _first(self) -> int:
-        """What the first of the queue weighs."""
+        """Weight of the first of the queue."""
         return len(self._window) if self._length is None else self._length
 
     def _weight(self, demand: Demand | None) -> int:
@@ -192,7 +192,7 @@ class LACR(Policy):
         return rank
 
     def on_split(self, upper: Node, lower: Node, key: bytes) -> None:
-        """Who wants the node that had this key wants both halves."""
+        """Requests that want the node with this key want both halves."""
         demand = self._demands.get(key)
         if demand is None:
             return
@@ -203,7 +203,7 @@ class LACR(Policy):
                 demand.parts.append(part)
 
     def on_merge(self, upper: Node, lower: Node, key: bytes) -> None:
-        """Who wants a half wants the whole. O(what all who wait want), and rare."""
+        """Requests that want a half want the whole. O(keys of all who wait), and rare."""
         halves = [demand for half in (upper.key, key) if (demand := self._demands.get(half)) is not None]
         named = {demand for half in halves for demand in half.line()}
         wanting = [request for request, waiting in self._waiting.items() if not named.isdisjoint(waiting.demands)]

@@ -1,4 +1,7 @@
-"""Least frequently used: among the nodes that are kept, or of all that were ever asked for."""
+"""Policies by frequency of use: LFU, over the nodes that are kept or all that were ever asked for, and Cache-Craft's.
+
+Cache-Craft: section 3.3 of arXiv:2502.15734.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ LOWEST_CFO = 0.01
 
 
 def reuse_of(cfo: float) -> float:
-    """What one use at this cache fixing overhead, in [0, 1], adds to f_r."""
+    """Addition to f_r for one use at this cache fixing overhead, in [0, 1]."""
     return 1 / max(cfo, LOWEST_CFO)
 
 

@@ -5,7 +5,6 @@ goes in and events come out (docs/architecture.md walks one through).
 """
 
 from ragjax.core.compression import Compression
-from ragjax.core.draw import Adjusted, Chosen, Draw
 from ragjax.core.errors import (
     ClosedError,
     ConfigError,
@@ -35,7 +34,6 @@ from ragjax.core.library import (
     State,
     Store,
 )
-from ragjax.core.limits import StepLimits
 from ragjax.core.options import DTYPES, INDEXES, RETRIEVE, AtRest, EngineOptions, StorageOptions
 from ragjax.core.passes import (
     Asked,
@@ -52,7 +50,22 @@ from ragjax.core.passes import (
     SegmentReport,
     Span,
 )
-from ragjax.core.prompt import Chunk, Document, Hit, Kind, Prompt, Segment
+from ragjax.core.prompt import (
+    NEVER,
+    Chunk,
+    Document,
+    Hit,
+    Intervals,
+    Kind,
+    Prompt,
+    Segment,
+    Tokens,
+    Wrapper,
+    has_controls,
+    intervals,
+    is_unicode,
+    readable,
+)
 from ragjax.core.request import (
     Answer,
     Delta,
@@ -73,10 +86,8 @@ from ragjax.core.request import (
     ToolCall,
     Tools,
 )
-from ragjax.core.step import Grid, Residual, RowShape, Step, StepMeasure
-from ragjax.core.tokens import NEVER, Intervals, Tokens, has_controls, intervals, is_unicode, readable
+from ragjax.core.step import Adjusted, Chosen, Draw, Grid, Residual, RowShape, Step, StepLimits, StepMeasure
 from ragjax.core.visibility import Visibility
-from ragjax.core.wrapper import Wrapper
 
 __all__ = [
     "CHUNK_TOKENS",

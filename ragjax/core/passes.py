@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core.compression import Compression
-from ragjax.core.tokens import Intervals
+from ragjax.core.prompt import Intervals
 
 
 @dataclass(frozen=True)

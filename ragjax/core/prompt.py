@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import unicodedata
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ragjax.core.check import put
 from ragjax.core.errors import RequestError
-from ragjax.core.tokens import Tokens
+
+Tokens = NDArray[np.int32]
+"""Token ids, int32 [n]."""
+
+
+NEVER = np.int32(2**30)
+"""An index that no row has: the index of unused slots, and the end of an interval that never closes."""
+
+Intervals = tuple[tuple[int, int], ...]
+"""Half-open intervals [begin, end) of places, ascending and apart."""
+
+
+def intervals(places: Tokens) -> Intervals:
+    """The places, ascending and distinct, as the fewest intervals."""
+    if not len(places):
+        return ()
+    cuts = np.flatnonzero(np.diff(places) > 1)
+    begins, ends = places[[0, *(cuts + 1)]], places[[*cuts, len(places) - 1]] + 1
+    return tuple(zip(begins.tolist(), ends.tolist(), strict=True))
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8; JSON and file names can hold halves of surrogate pairs, which cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def readable(text: str) -> str:
+    """The text, with "?" for halves of surrogate pairs: what a client wrote can then be told in an error."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def has_controls(text: str) -> bool:
+    """Whether a text holds control characters (line ends, escapes): in a name they would forge lines of a log."""
+    return any(unicodedata.category(char) == "Cc" for char in text)
 
 
 @dataclass(frozen=True)
@@ -189,3 +228,38 @@ class Prompt:
     def tokens(self) -> Tokens:
         """All tokens, int32 [len(self)]."""
         return np.concatenate([s.tokens for s in self.segments])
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """Tokens before and behind a passage, int32 [h] and [t]; ids behind the vocabulary."""
+
+    header: Tokens
+    trailer: Tokens
+
+    @staticmethod
+    def of(vocabulary: int, header: int, trailer: int) -> Wrapper:
+        """Of so many tokens each, which follow a vocabulary of this size."""
+        tokens = vocabulary + np.arange(header + trailer, dtype=np.int32)
+        return Wrapper(tokens[:header], tokens[header:])
+
+    @property
+    def tokens(self) -> Tokens:
+        """All of them, int32 [h + t]."""
+        return np.concatenate([self.header, self.trailer])
+
+    def around(self, tokens: Tokens) -> Tokens:
+        """A passage between header and trailer, int32."""
+        return np.concatenate([self.header, tokens, self.trailer]).astype(np.int32)
+
+    def dressed(self, prompt: Prompt) -> Prompt:
+        """The prompt with every chunk between header and trailer; KV that chunks have without them is forgotten."""
+        return replace(
+            prompt,
+            segments=tuple(
+                replace(segment, tokens=self.around(segment.tokens), behind=b"")
+                if segment.kind is Kind.CHUNK
+                else segment
+                for segment in prompt.segments
+            ),
+        )

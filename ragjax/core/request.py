@@ -13,8 +13,7 @@ from ragjax.core.check import is_list, is_number, put, whole
 from ragjax.core.compression import Compression
 from ragjax.core.errors import RequestError
 from ragjax.core.passes import Exactness, SegmentReport
-from ragjax.core.prompt import Document, Prompt
-from ragjax.core.tokens import Tokens
+from ragjax.core.prompt import Document, Prompt, Tokens
 
 Role = Literal["system", "user", "assistant", "tool"]
 """Who says a message."""

@@ -32,8 +32,8 @@ from ragjax.core import (
     Wrapper,
     intervals,
 )
-from ragjax.core.limits import StepLimits
 from ragjax.core.registry import Registry
+from ragjax.core.step import StepLimits
 from ragjax.core.tiers import Tier
 
 LOGITS = frozenset({Measure.LOGITS})

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ragjax.core import Answer, Prompt, Request
-from ragjax.core.limits import StepLimits
+from ragjax.core.step import StepLimits
 from ragjax.core.tiers import Tier
 from ragjax.engine import Engine
 from ragjax.schedule.admission import PREFETCH, Allocations, Prefetch, Preview

@@ -48,7 +48,7 @@ def measure_ours(record: gpu.Record, name: str, setting: Setting, limits: Ceilin
     ours = Ours(config, setting)
     for context in setting.contexts:
         key = f"{name}/ours/{context}"
-        layout = Layout(context, setting.chunk, setting.question, setting.page)
+        layout = setting.layout(context)
         whole, cold, warm, some = layout.full(), layout.chunks(), layout.naive(), layout.recompute(SHARE)
 
         def row(strategy: str, state: str, work: Sequence[Pass], context: int = context, key: str = key) -> None:
@@ -61,16 +61,13 @@ def measure_ours(record: gpu.Record, name: str, setting: Setting, limits: Ceilin
         row("naive", "cold", [cold, warm])
         row("naive", "warm", [warm])
         row(f"recompute-{round(100 * SHARE)}", "warm", [some])
-    apart = [
-        Layout(setting.batch_context, setting.chunk, setting.question, setting.page, first)
-        for first in _first_pages(setting)
-    ]
+    apart = [setting.layout(setting.batch_context, first) for first in _first_pages(setting)]
     known = _known(name, "ragjax", "full", "decode", setting.batch_context, len(apart))
     record.row(f"{name}/ours/decode-batch", known, partial(_decode, ours, apart, [a.full().spans for a in apart]))
 
 
 def _first_pages(setting: Setting) -> list[int]:
-    each = Layout(setting.batch_context, setting.chunk, setting.question, setting.page).pages
+    each = setting.layout(setting.batch_context).pages
     # the question's last page and the tail's first are one page in two entries
     return [1 + i * each for i in range(min(8, setting.entries // (each + 1)))]
 
@@ -142,9 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measure_ours(record, name, setting, record.head.ceilings)
             gc.collect()  # the runner's weights and pool go before the next model's come
             measure_theirs(record, name, setting, rival)
-    print("\nmedians:\n" + report.table(record.replace(with_ratios), COLUMNS))
-    record.finish()
-    return 1 if record.failed else 0
+    return gpu.conclude(record, with_ratios, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def check_logits(record: gpu.Record, name: str, setting: Setting, devices: int) 
 
 
 def _logits(config: ModelConfig, setting: Setting, devices: int) -> np.ndarray:
-    ours, layout = Ours(config, setting, devices), _layout(setting, setting.contexts[0])
+    ours, layout = Ours(config, setting, devices), setting.layout(setting.contexts[0])
     first = ours.prefill(layout.full())
     # the same token on any number of devices: what is compared is not the choice
     token = np.array([7], np.int32)
@@ -60,7 +60,7 @@ def _logits(config: ModelConfig, setting: Setting, devices: int) -> np.ndarray:
 def measure(record: gpu.Record, name: str, setting: Setting, devices: int) -> None:
     ours = Ours(setting.models[name], setting, devices)
     for context in setting.contexts:
-        layout = _layout(setting, context)
+        layout = setting.layout(context)
         key = f"{name}/{devices}/{context}"
         first = partial(ours.first_token, [layout.full()], setting.runs)
         record.row(f"{key}/prefill", _known(name, "prefill", devices, context), first)
@@ -70,10 +70,6 @@ def measure(record: gpu.Record, name: str, setting: Setting, devices: int) -> No
 def _decode(ours: Ours, layout: Layout) -> dict[str, Any]:
     ours.prefill(layout.full())
     return {"decode_tokens_per_s": ours.decode([layout], [layout.full().spans])}
-
-
-def _layout(setting: Setting, context: int) -> Layout:
-    return Layout(context, setting.chunk, setting.question, setting.page)
 
 
 def _known(name: str, case: str, devices: int, context: int) -> dict[str, Any]:
@@ -114,9 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 gc.collect()  # a runner's weights and pool go before the next one's come
             measure(record, name, setting, 1)
             gc.collect()
-    print("\nmedians:\n" + report.table(record.replace(with_ratios), COLUMNS))
-    record.finish()
-    return 1 if record.failed else 0
+    return gpu.conclude(record, with_ratios, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -168,6 +168,15 @@ def begin(
     return chosen, Record(chosen, report.header(part, arguments), clock)
 
 
+def conclude(
+    record: Record, change: Callable[[Sequence[report.Row]], Sequence[report.Row]], columns: Sequence[str]
+) -> int:
+    """Put what `change` makes of the rows in their place, print and write them; the exit code."""
+    print("\nmedians:\n" + report.table(record.replace(change), columns))
+    record.finish()
+    return 1 if record.failed else 0
+
+
 def gate(name: str, wanted: str, measured: float | None, passed: Callable[[float], bool], text: str = "") -> report.Row:
     """A row that says whether a target is met; `passed` is None where the figure is missing, or is no GPU's."""
     verdict = bool(passed(measured)) if measured is not None and on_gpu() else None

@@ -338,6 +338,9 @@ class Setting:
     runs: int
     decoded: int
 
+    def layout(self, context: int, first_page: int = 1) -> Layout:
+        return Layout(context, self.chunk, self.question, self.page, first_page)
+
     def grid(self, config: ModelConfig) -> Grid:
         """Row buckets that fit the passes measured here; one entry bucket, to compile few programs."""
         # with its padded group a block fills the 128 rows of a kernel

@@ -19,8 +19,8 @@ behind the layer that tells which chunks the question looks at; from there the o
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -31,7 +31,7 @@ from ragjax.cache.lookahead import Keyed, LookaheadPart, Outlook
 from ragjax.cache.match import Candidate, Match, Totals
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
-    NEVER,
+    Exactness,
     Kind,
     Measure,
     Move,
@@ -41,16 +41,13 @@ from ragjax.core import (
     Prompt,
     RequestError,
     Results,
-    Run,
-    SegmentReport,
     Span,
     Tokens,
 )
-from ragjax.reuse.base import Allocation, indices, match_spans, owner_of, report, segments_of
+from ragjax.reuse.base import LOGITS, Allocation, indices, owner_of, segments_of
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.head import (
     ChunkStrategy,
-    head_account,
     head_keys,
     head_length,
     head_part,
@@ -72,7 +69,7 @@ from ragjax.reuse.influence import (
     variant_digest,
 )
 from ragjax.reuse.repair import share
-from ragjax.reuse.stitch import alone, asking, check, query_spans
+from ragjax.reuse.stitch import Stitched, alone, check, lay_out
 
 TAU = 1.0
 """Cache fixing overhead, before alpha, above which a chunk in a new prefix gets a variant of its own; 1: none does.
@@ -91,56 +88,6 @@ class Reuse:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where everything of a prompt lies while it is computed.
-
-    hit: tokens of the head (`head.py`) that are reused. head: slots of its others, if there are any.
-    whole: slots of the chunks that are computed whole. reused: the others' KV.
-    picked: indexes mended, int32 [n], ascending. rows: indexes to compute, int32 [m], ascending.
-    spans: every key. old: reused KV with nothing hidden. new: slots of what is mended. tail: slots for decoding.
-    """
-
-    prompt: Prompt
-    hit: int
-    head: Run | None
-    whole: Mapping[int, Run]
-    reused: Mapping[int, Reuse]
-    picked: Tokens
-    spans: tuple[Span, ...]
-    old: tuple[Span, ...]
-    new: tuple[Span, ...]
-    tail: Run
-    rows: Tokens
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """Indexes of the prompt's chunks."""
-        return segments_of(self.prompt, Kind.CHUNK)
-
-    @property
-    def exact(self) -> bool:
-        """Whether it is full attention: what is reused was computed right behind the system prompt, as it stands."""
-        start = system_length(self.prompt)
-        return all(
-            self.prompt.starts[i] == start and reuse.match.node.method == VARIANT and not reuse.match.node.behind
-            for i, reuse in self.reused.items()
-        )
-
-    def of_chunks(self, chunks: Iterable[int]) -> Tokens:
-        """The mended tokens (indexes) of some chunks, by index of the segment."""
-        bounds = map(self.prompt.bounds, chunks)
-        parts = [self.picked[(self.picked >= begin) & (self.picked < end)] for begin, end in bounds]
-        return np.concatenate([self.picked[:0], *parts])
-
-    def ask(self, rows: Tokens, measures: Iterable[Measure], layers: tuple[int, int] | None = None) -> Pass:
-        """The pass over some rows and layers."""
-        measures = frozenset(measures)
-        return Pass(
-            rows, rows, self.spans, measures, (len(self.prompt) - 1,) if Measure.LOGITS in measures else (), layers
-        )
-
-
-@dataclass(frozen=True)
 class Outcome:
     """What the passes brought: logits of the last token, scores by pass, and what became of the focus."""
 
@@ -155,6 +102,9 @@ Scores = tuple[Tokens, NDArray[np.float32]]
 Asking = Generator[Pass | Move, Results, Outcome]
 
 
+SCORED = LOGITS | {Measure.SEGMENT_SCORE}
+
+
 class Craft(ChunkStrategy):
     """Cache-Craft: the best variant of each chunk, mended where its context differs.
 
@@ -165,7 +115,7 @@ class Craft(ChunkStrategy):
     overhead: of a variant, in [0, 1]; ablations leave a factor out.
     """
 
-    measures = frozenset({Measure.LOGITS, Measure.SEGMENT_SCORE})
+    measures = SCORED
     selective = True
     steady = False  # it takes the best of the variants that earlier requests left
 
@@ -239,13 +189,13 @@ class Craft(ChunkStrategy):
         matched, context = match_head(prompt, allocation)
         reused = self._reused(prompt, context, allocation, 1.0 if ratio is not None else self.tau)
         counts = self._counts(prompt, reused, ratio)
-        layout = lay_out(prompt, allocation, matched, reused, counts)
-        focus = self._focus and len(layout.picked) and len(layout.chunks) > 2
-        outcome = yield from _by_stages(layout, allocation.stages) if focus else _at_once(layout)
-        _keep(layout, allocation, matched, context, outcome.scores)
-        exact = layout.exact and not allocation.lossy
-        account = _account(layout, matched)
-        return Plan(layout.spans, layout.tail, "full" if exact else None, account, outcome.logits, outcome.figures)
+        mending = plan_mending(prompt, allocation, matched, reused, counts)
+        focus = self._focus and len(mending.picked) and len(mending.chunks) > 2
+        outcome = yield from _by_stages(mending) if focus else _at_once(mending)
+        _keep(mending, allocation, context, outcome.scores)
+        exact_to: Exactness | None = "full" if mending.exact and not allocation.lossy else None
+        account = mending.stitched.account(mending.picked)
+        return Plan(mending.spans, mending.stitched.tail, exact_to, account, outcome.logits, outcome.figures)
 
     def _reused(self, prompt: Prompt, context: Match, allocation: Allocation, tau: float) -> dict[int, Reuse]:
         found = {}
@@ -302,127 +252,131 @@ def _public(prompt: Prompt, i: int) -> bool:
     return prompt.public >= prompt.starts[i + 1]
 
 
-def lay_out(
+@dataclass(frozen=True)
+class Mending:
+    """The tokens that a request computes, over a prompt's layout.
+
+    picked: indexes of reused chunks' tokens that are mended, int32 [n]. rows: of all that is computed, int32 [m]; both
+    ascending.
+    """
+
+    stitched: Stitched
+    picked: Tokens
+    rows: Tokens
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Every key of the prompt, mended tokens in their new slots."""
+        return self.stitched.mended(self.picked)
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """Indexes of the prompt's chunks."""
+        return segments_of(self.stitched.prompt, Kind.CHUNK)
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is full attention: what is reused was computed right behind the system prompt, as it stands."""
+        prompt = self.stitched.prompt
+        start = system_length(prompt)
+        return all(
+            prompt.starts[i] == start and match.node.method == VARIANT and not match.node.behind
+            for i, match in self.stitched.matches.items()
+        )
+
+    def ask(self, rows: Tokens, measures: Iterable[Measure], layers: tuple[int, int] | None = None) -> Pass:
+        """The pass over some rows and layers."""
+        measures = frozenset(measures)
+        logits = (len(self.stitched.prompt) - 1,) if Measure.LOGITS in measures else ()
+        return Pass(rows, rows, self.spans, measures, logits, layers)
+
+    def out_of_focus(self, focus: Focus | None) -> Tokens:
+        """Mended tokens (indexes) of the chunks that the question does not look at."""
+        if focus is None:
+            return self.picked[:0]
+        unseen = (i for at, i in enumerate(self.chunks) if at not in focus.chunks)
+        return np.concatenate(
+            [self.picked[:0], *(np.intersect1d(self.picked, indices(*self.stitched.prompt.bounds(i))) for i in unseen)]
+        )
+
+
+def plan_mending(
     prompt: Prompt, allocation: Allocation, matched: Match, reused: Mapping[int, Reuse], counts: Mapping[int, int]
-) -> Layout:
+) -> Mending:
     """Reserve what will be written and place everything; `counts[i]` tokens of reused chunk i are computed anew.
 
     Raises:
         OutOfPages: if there is no room now.
     """
-    starts, page_size, length = prompt.starts, allocation.page_size, head_length(prompt)
     reused = {i: reuse for i, reuse in reused.items() if counts[i] < len(prompt.segments[i])}
-    picks = [starts[i] + np.sort(reuse.influence.ranking[: counts[i]]) for i, reuse in reused.items()]
+    picks = [prompt.starts[i] + np.sort(reuse.influence.ranking[: counts[i]]) for i, reuse in reused.items()]
     picked = np.concatenate([indices(0, 0), *picks]).astype(np.int32)
-    asked = asking(prompt)
-    others = len(prompt) - length + len(picked) + allocation.decode_tokens
-    runs, hit = allocation.leading(matched, length, others=others, pieces=len(prompt.segments) + 1)
-    head = allocation.reserve(length - hit) if length > hit else None
-    whole = {i: allocation.reserve(len(prompt.segments[i])) for i in segments_of(prompt, Kind.CHUNK) if i not in reused}
-    new = (Span(picked, allocation.reserve(len(picked))),) if len(picked) else ()
-    run = allocation.reserve_with_tail(len(asked))
-
-    old = tuple(span for i, reuse in reused.items() for span in match_spans(reuse.match, starts[i]))
-    hidden = (replace(span, indices=np.where(np.isin(span.indices, picked), NEVER, span.indices)) for span in old)
-    spans = [*match_spans(matched, 0, runs=runs), *hidden, *new]
-    if head is not None:
-        spans.append(Span.consecutive(hit, head))
-    spans += [Span.consecutive(starts[i], piece) for i, piece in whole.items()]
-    spans += query_spans(prompt, run, page_size)
-    computed = [indices(*prompt.bounds(i)) for i in whole]
-    rows = np.sort(np.concatenate([indices(hit, length), picked, *computed, asked]))
-    tail = run.slice(len(asked), run.length, page_size)
-    return Layout(prompt, hit, head, whole, reused, picked, tuple(spans), old, new, tail, rows)
+    matches = {i: reuse.match for i, reuse in reused.items()}
+    begins = {i: prompt.starts[i] for i in segments_of(prompt, Kind.CHUNK)}
+    stitched = lay_out(prompt, allocation, matched, matches, begins, repaired=len(picked))
+    whole = [indices(*prompt.bounds(i)) for i in stitched.fresh]
+    missing = indices(stitched.hit, head_length(prompt))
+    return Mending(stitched, picked, np.sort(np.concatenate([missing, picked, *whole, stitched.queries])))
 
 
-def _at_once(layout: Layout) -> Asking:
+def _at_once(mending: Mending) -> Asking:
     """One pass through all layers; the attention is measured if there is a new chunk to keep."""
-    measures = {Measure.LOGITS, Measure.SEGMENT_SCORE} if layout.whole else {Measure.LOGITS}
-    results = yield layout.ask(layout.rows, measures)
-    scores = ((layout.rows, results[Measure.SEGMENT_SCORE]),) if layout.whole else ()
+    whole = bool(mending.stitched.fresh)
+    results = yield mending.ask(mending.rows, SCORED if whole else LOGITS)
+    scores = ((mending.rows, results[Measure.SEGMENT_SCORE]),) if whole else ()
     return Outcome(results[Measure.LOGITS][0], scores, {})
 
 
-def _by_stages(layout: Layout, stages: Sequence[int]) -> Asking:
+def _by_stages(mending: Mending) -> Asking:
     """Stage by stage until the focus is known; then without the tokens of other chunks, which take their old KV."""
+    stages, prompt, whole = mending.stitched.stages, mending.stitched.prompt, bool(mending.stitched.fresh)
     depth, at = stages[-1], 0
     focus: Focus | None = None
     scores: list[Scores] = []
     results: Results = {}
     for begin, at in pairwise(stages):
-        measures = {Measure.SEGMENT_SCORE, Measure.LOGITS} if at == depth else {Measure.SEGMENT_SCORE}
-        results = yield layout.ask(layout.rows, measures, (begin, at))
-        scores.append((layout.rows, results[Measure.SEGMENT_SCORE]))
-        focus = find_focus(_seen_by_question(layout, scores))
+        results = yield mending.ask(mending.rows, SCORED if at == depth else {Measure.SEGMENT_SCORE}, (begin, at))
+        scores.append((mending.rows, results[Measure.SEGMENT_SCORE]))
+        # inter(C, U) of every layer so far and chunk, [layers, chunks]
+        seen_LZ = [
+            score[:, rows >= prompt.starts[-2]][..., list(mending.chunks)].sum(1, dtype=np.float64)
+            for rows, score in scores
+        ]
+        focus = find_focus(np.concatenate(seen_LZ))
         if focus is not None:
             break
+    dropped = mending.out_of_focus(focus)
     if at < depth:
-        results = yield from _rest(layout, _out_of_focus(layout, focus), (at, depth), scores)
-    return Outcome(results[Measure.LOGITS][0], tuple(scores), _savings(layout, focus, at, depth))
-
-
-def _rest(
-    layout: Layout, dropped: Tokens, layers: tuple[int, int], scores: list[Scores]
-) -> Generator[Pass | Move, Results, Results]:
-    """The remaining layers without the dropped rows; what they measure of new chunks is added to `scores`."""
-    if len(dropped):
-        yield Move(dropped, layout.old, layout.new, layers)
-    rows = layout.rows[~np.isin(layout.rows, dropped)]
-    measures = {Measure.LOGITS, Measure.SEGMENT_SCORE} if layout.whole else {Measure.LOGITS}
-    results = yield layout.ask(rows, measures, layers)
-    if layout.whole:
-        scores.append((rows, results[Measure.SEGMENT_SCORE]))
-    return results
-
-
-def _savings(layout: Layout, focus: Focus | None, at: int, depth: int) -> dict[str, float]:
-    """Shares of the mending (tokens times layers) that the focus saves: if it ended at once, and as it did.
-
-    at: the layer from which on it did.
-    """
-    dropped = len(_out_of_focus(layout, focus)) / len(layout.picked)
-    layer = depth if focus is None else focus.layer
-    return {
+        if len(dropped):
+            fresh = Span(mending.picked, mending.stitched.repaired)
+            yield Move(dropped, mending.stitched.chunk, (fresh,), (at, depth))
+        rows = mending.rows[~np.isin(mending.rows, dropped)]
+        results = yield mending.ask(rows, SCORED if whole else LOGITS, (at, depth))
+        if whole:
+            scores.append((rows, results[Measure.SEGMENT_SCORE]))
+    share, layer = len(dropped) / len(mending.picked), depth if focus is None else focus.layer
+    # shares of the mending (tokens times layers) that the focus saves: if it ended at once, and as it did
+    figures = {
         "focus_layer": float(layer),
-        "focus_ideal": dropped * (1 - layer / depth),
-        "focus_realised": dropped * (1 - at / depth),
+        "focus_ideal": share * (1 - layer / depth),
+        "focus_realised": share * (1 - at / depth),
     }
+    return Outcome(results[Measure.LOGITS][0], tuple(scores), figures)
 
 
-def _out_of_focus(layout: Layout, focus: Focus | None) -> Tokens:
-    """Mended tokens (indexes) of the chunks that the question does not look at."""
-    if focus is None:
-        return layout.picked[:0]
-    return layout.of_chunks(i for at, i in enumerate(layout.chunks) if at not in focus.chunks)
-
-
-def _seen_by_question(layout: Layout, scores: Sequence[Scores]) -> NDArray[np.float64]:
-    """inter(C, U) of every layer so far and chunk, [layers, chunks]."""
-    begin, chunks = layout.prompt.starts[-2], list(layout.chunks)
-    return np.concatenate([score[:, rows >= begin][..., chunks].sum(1, dtype=np.float64) for rows, score in scores])
-
-
-def _keep(layout: Layout, allocation: Allocation, matched: Match, context: Match, scores: Sequence[Scores]) -> None:
+def _keep(mending: Mending, allocation: Allocation, context: Match, scores: Sequence[Scores]) -> None:
     """Admit the head, and the chunks that were computed whole."""
-    prompt = layout.prompt
-    totals = Totals(len(prompt) - len(layout.rows), len(layout.rows))
-    if layout.head is not None:
-        context = keep_head(prompt, allocation, matched, layout.hit, layout.head, totals)
-    if not layout.whole or not context.complete:
+    stitched, prompt = mending.stitched, mending.stitched.prompt
+    totals = Totals(len(prompt) - len(mending.rows), len(mending.rows))
+    if stitched.fresh_head.length:
+        context = keep_head(prompt, allocation, stitched.matched, stitched.hit, stitched.fresh_head, totals)
+    if not stitched.fresh or not context.complete:
         return
-    own = np.concatenate([indices(*prompt.bounds(i)) for i in layout.whole])
+    own = np.concatenate([indices(*prompt.bounds(i)) for i in stitched.fresh])
     score = np.concatenate([score[:, np.isin(rows, own)] for rows, score in scores])
-    for i, run in layout.whole.items():
+    for i, run in stitched.fresh.items():
         allocation.cache.admitter.admit_segment(
             context, prompt.segments[i].tokens, run, prompt.starts[i], Provenance.APPROXIMATE, VARIANT,
             behind=variant_digest(before(prompt, i)), meta=record(prompt, i, own, score).encode(), variant=True,
             public=_public(prompt, i), totals=totals,
         )  # fmt: skip
-
-
-def _account(layout: Layout, matched: Match) -> tuple[SegmentReport, ...]:
-    """What was reused. A token that was computed in some layers counts as recomputed."""
-    prompt = layout.prompt
-    reused, tiers = head_account(prompt, matched, layout.hit)
-    tiers |= {i: reuse.match.tier() for i, reuse in layout.reused.items()}
-    return report(prompt, reused, tiers, recomputed={i: layout.of_chunks([i]) for i in layout.reused})

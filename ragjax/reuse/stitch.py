@@ -31,6 +31,7 @@ from ragjax.core import (
     RequestError,
     Results,
     Run,
+    SegmentReport,
     Span,
     Tokens,
     Visibility,
@@ -92,28 +93,23 @@ class Isolated:
 
 @dataclass(frozen=True)
 class Stitched:
-    """A prompt whose head has KV, and whose chunks have it side by side, before the query segments behind are computed.
-
-    head, chunk, query: spans of the head (`head.py`), chunks at their places, and query segments behind the head (in
-    slots of its own).
-    tail: slots for generated tokens. repaired, scratch: slots for tokens to recompute, and to measure with.
-    matched: the match on the head, of which `hit` tokens are used. matches: of chunks that were found, by segment.
-    meta: bytes kept with each chunk, by segment.
-    """
+    """Where everything of a prompt lies: its head, its chunks side by side, and the query segments behind them."""
 
     prompt: Prompt
-    head: tuple[Span, ...]
-    chunk: tuple[Span, ...]
-    query: tuple[Span, ...]
-    tail: Run
-    repaired: Run
-    scratch: Run
-    matched: Match
-    hit: int
-    matches: Mapping[int, Match]
-    meta: Mapping[int, bytes]
-    stages: tuple[int, ...]
+    stages: tuple[int, ...]  # layers at which a pass may begin, and the number of layers
     page_size: int
+    matched: Match  # on the head (`head.py`)
+    hit: int  # tokens of the head that are reused
+    matches: Mapping[int, Match]  # on the chunks that are reused, by segment
+    meta: Mapping[int, bytes]  # kept with each chunk, by segment
+    fresh_head: Run  # slots of the head's other tokens
+    fresh: Mapping[int, Run]  # slots of the other chunks, by segment
+    head: tuple[Span, ...]
+    chunk: tuple[Span, ...]  # chunks at their places, nothing hidden
+    query: tuple[Span, ...]  # query segments behind the head
+    tail: Run  # slots for generated tokens
+    repaired: Run  # slots for tokens to recompute
+    scratch: Run  # slots to measure with
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -191,15 +187,17 @@ class Stitched:
     ) -> Plan:
         """The account of what was carried out; `recomputed` are indexes of chunk tokens."""
         redone = indices(0, 0) if recomputed is None else recomputed
+        exact_to: Exactness | None = "full" if self._exact(redone) else None
+        return Plan(spans, self.tail, exact_to, self.account(redone), logits, fused=self.fused)
+
+    def account(self, recomputed: Tokens) -> tuple[SegmentReport, ...]:
+        """What was reused; a token that was computed in some layers counts as recomputed."""
         reused, tiers = head_account(self.prompt, self.matched, self.hit)
         computed = {}
         for i, match in self.matches.items():
-            computed[i] = np.intersect1d(indices(*self.prompt.bounds(i)), redone)
+            computed[i] = np.intersect1d(indices(*self.prompt.bounds(i)), recomputed)
             tiers[i] = match.tier()
-        account = report(self.prompt, reused, tiers, recomputed=computed)
-        exact = self._exact(redone)
-        exact_to: Exactness | None = "full" if exact else None
-        return Plan(spans, self.tail, exact_to, account, logits, fused=self.fused)
+        return report(self.prompt, reused, tiers, recomputed=computed)
 
     def _exact(self, recomputed: Tokens) -> bool:
         if self.matched.lossy and self.hit:
@@ -225,60 +223,80 @@ def prepare(
     check(prompt)
     system, length = system_length(prompt), head_length(prompt)
     matched, context = match_head(prompt, allocation)
-    tokens = len(prompt) - length + allocation.decode_tokens + repaired
-    runs, hit = allocation.leading(matched, length, others=tokens, pieces=len(prompt.segments) + 1)
     chunks = segments_of(prompt, Kind.CHUNK)
     found = {i: allocation.first(context, prompt.segments[i].tokens, source.candidates(prompt, i)) for i in chunks}
     matches = {i: match for i, match in found.items() if match is not None}
+    begins = dict.fromkeys(chunks, system)
+    stitched = lay_out(prompt, allocation, matched, matches, begins, repaired=repaired, scratch=scratch)
+    fresh, fresh_head = stitched.fresh, stitched.fresh_head
+    if not fresh_head.length and not fresh:
+        return stitched
 
-    fresh_head = reserve(allocation, length - hit)
-    fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in chunks if i not in matches}
-    queries = asking(prompt)
-    own = allocation.reserve_with_tail(len(queries))
-    mending, measuring = reserve(allocation, repaired), reserve(allocation, scratch)
-
-    missing_tokens = fresh_head.length + sum(run.length for run in fresh.values()) + len(queries)
+    missing_tokens = fresh_head.length + sum(run.length for run in fresh.values()) + len(stitched.queries)
     # what is missing is computed, and may be recomputed behind the others as well
     totals = Totals(len(prompt) - missing_tokens, missing_tokens + repaired)
-    head = match_spans(matched, 0, runs=runs)
+    seen = cut_head(stitched.head, system, (length, len(prompt)), allocation.page_size)
+    results = yield missing(prompt, stitched.hit, length, fresh, seen, source.measures if fresh else frozenset())
+    meta = {i: source.meta(results, *prompt.bounds(i)) for i in fresh}
     if fresh_head.length:
-        head = (*head, Span.consecutive(hit, fresh_head))
-    meta = {i: match.node.meta for i, match in matches.items()}
-    if fresh_head.length or fresh:
-        seen = cut_head(head, system, (length, len(prompt)), allocation.page_size)
-        results = yield missing(prompt, hit, length, fresh, seen, source.measures if fresh else frozenset())
-        meta |= {i: source.meta(results, *prompt.bounds(i)) for i in fresh}
-        if fresh_head.length:
-            context = keep_head(prompt, allocation, matched, hit, fresh_head, totals)
-        for i, run in fresh.items() if context.complete else ():
-            segment = prompt.segments[i]
-            allocation.cache.admitter.admit_segment(
-                context,
-                segment.tokens,
-                run,
-                system,
-                Provenance.ISOLATED,
-                source.method,
-                meta=meta[i],
-                public=segment.public,
-                totals=totals,
-            )
+        context = keep_head(prompt, allocation, matched, stitched.hit, fresh_head, totals)
+    for i, run in fresh.items() if context.complete else ():
+        segment = prompt.segments[i]
+        allocation.cache.admitter.admit_segment(
+            context, segment.tokens, run, system, Provenance.ISOLATED, source.method, meta=meta[i],
+            public=segment.public, totals=totals,
+        )  # fmt: skip
+    return replace(stitched, meta={**stitched.meta, **meta})
 
-    pieces = {i: ((run, system),) for i, run in fresh.items()} | {i: match.spans for i, match in matches.items()}
+
+def lay_out(
+    prompt: Prompt,
+    allocation: Allocation,
+    matched: Match,
+    matches: Mapping[int, Match],
+    begins: Mapping[int, int],
+    *,
+    repaired: int = 0,
+    scratch: int = 0,
+) -> Stitched:
+    """Reserve what will be written, and place everything.
+
+    Args:
+        prompt: of the request.
+        allocation: where slots are reserved.
+        matched: what was found of the head.
+        matches: the chunks that are reused, by segment.
+        begins: the position at which the first token of each other chunk is computed, by segment.
+        repaired: tokens to recompute.
+        scratch: tokens to measure with.
+
+    Raises:
+        OutOfPages: if there is no room now.
+    """
+    length, chunks, queries = head_length(prompt), segments_of(prompt, Kind.CHUNK), asking(prompt)
+    others = len(prompt) - length + allocation.decode_tokens + repaired
+    runs, hit = allocation.leading(matched, length, others=others, pieces=len(prompt.segments) + 1)
+    fresh_head = reserve(allocation, length - hit)
+    fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in chunks if i not in matches}
+    own = allocation.reserve_with_tail(len(queries))
+    pieces = {i: ((run, begins[i]),) for i, run in fresh.items()} | {i: match.spans for i, match in matches.items()}
+    rest = (Span.consecutive(hit, fresh_head),) if fresh_head.length else ()
     return Stitched(
         prompt=prompt,
-        head=head,
-        chunk=tuple(span for i in chunks for span in _placed(prompt.starts[i], pieces[i])),
-        query=query_spans(prompt, own, allocation.page_size),
-        tail=own.slice(len(queries), own.length, allocation.page_size),
-        repaired=mending,
-        scratch=measuring,
+        stages=allocation.stages,
+        page_size=allocation.page_size,
         matched=matched,
         hit=hit,
         matches=matches,
-        meta=meta,
-        stages=allocation.stages,
-        page_size=allocation.page_size,
+        meta={i: match.node.meta for i, match in matches.items()},
+        fresh_head=fresh_head,
+        fresh=fresh,
+        head=(*match_spans(matched, 0, runs=runs), *rest),
+        chunk=tuple(span for i in chunks for span in _placed(prompt.starts[i], pieces[i])),
+        query=query_spans(prompt, own, allocation.page_size),
+        tail=own.slice(len(queries), own.length, allocation.page_size),
+        repaired=reserve(allocation, repaired),
+        scratch=reserve(allocation, scratch),
     )
 
 

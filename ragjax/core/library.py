@@ -89,7 +89,7 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Batch:
+class FileBatch:
     """Files that came into a store together."""
 
     id: str

@@ -12,7 +12,7 @@ from functools import partial
 
 from ragjax.core import EngineOptions, Graph, Grounded, Hit, Prompt, Rag, Request, RequestError, StepLimits
 from ragjax.engine.grounding import BROUGHT, Grounding, overlong, too_long
-from ragjax.engine.knowledge import Knowledge, Registry
+from ragjax.engine.knowledge import Knowledge, KnowledgeRegistry
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting import chat, facts
 from ragjax.prompting.passage import Cutter
@@ -35,7 +35,7 @@ class Composer:
 
     tokenizer: Tokenizer
     grounding: Grounding
-    graphs: Registry[KnowledgeGraph]
+    graphs: KnowledgeRegistry[KnowledgeGraph]
     strategies: Mapping[str, Strategy]
     contract: Contract
     limits: StepLimits  # what one step can read

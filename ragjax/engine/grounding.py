@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ragjax.core import Chunk, Document, Hit, Rag, Request, RequestError
-from ragjax.engine.knowledge import Registry
+from ragjax.engine.knowledge import KnowledgeRegistry
 from ragjax.prompting.passage import Cutter, brings_passages
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import BasePart, KnowledgeBase, SearchStage, search_parts
@@ -23,7 +23,7 @@ class Grounding:
     in messages. check: called for each document that a request brings; an error of it ends the work.
     """
 
-    knowledge: Registry[KnowledgeBase]
+    knowledge: KnowledgeRegistry[KnowledgeBase]
     chunker: Chunker
     context_length: int
     top_k: int

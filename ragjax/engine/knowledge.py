@@ -36,7 +36,7 @@ Source = str | Path | Mapping[str, str | Path] | None
 """One source, several by name, or none."""
 
 
-class Embedder(TextEncoder, Protocol):
+class KnowledgeEncoder(TextEncoder, Protocol):
     """A sentence encoder that counts tokens."""
 
     def count(self, texts: Sequence[str]) -> int:
@@ -46,7 +46,7 @@ class Embedder(TextEncoder, Protocol):
 T = TypeVar("T", bound=KnowledgeBase | KnowledgeGraph)
 
 
-class Registry(Generic[T]):
+class KnowledgeRegistry(Generic[T]):
     """Knowledge bases, or graphs, by name. Each is opened when it is first filled; the first one without an owner is
     the default.
 
@@ -140,10 +140,10 @@ class Knowledge:
 
     def __init__(
         self,
-        bases: Registry[KnowledgeBase],
-        graphs: Registry[KnowledgeGraph],
+        bases: KnowledgeRegistry[KnowledgeBase],
+        graphs: KnowledgeRegistry[KnowledgeGraph],
         chunker: Chunker,
-        encoder: Callable[[], Embedder],
+        encoder: Callable[[], KnowledgeEncoder],
         directory: str | Path | None = None,
         file_quota_gb: float = 1.0,
     ):
@@ -161,8 +161,8 @@ class Knowledge:
         open_base = knowledge_opener(tokenizer, options.index, options.index_dir, encoder)
         open_graph = graph_opener(options.graph_dir, encoder, options.progress)
         return cls(
-            Registry("knowledge base", "rag.knowledge", open_base),
-            Registry("knowledge graph", "rag.graph.name", open_graph),
+            KnowledgeRegistry("knowledge base", "rag.knowledge", open_base),
+            KnowledgeRegistry("knowledge graph", "rag.graph.name", open_graph),
             Chunker(partial(tokenizer.encode, special=False, continued=True)),
             encoder,
             options.index_dir,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Grounded:
+class GroundedFacts:
     """A prompt with its facts. notices: what did not go as asked."""
 
     prompt: Prompt
@@ -45,13 +45,15 @@ def gather(
     return graph.subgraphs(question, asked.entities, serialization=asked.serialization, check=check, **limits)
 
 
-def ground(subgraphs: Sequence[Subgraph], build: Callable[[Sequence[Subgraph]], Prompt], room: int) -> Grounded:
+def ground(subgraphs: Sequence[Subgraph], build: Callable[[Sequence[Subgraph]], Prompt], room: int) -> GroundedFacts:
     """The prompt with as many paths as fit into `room` tokens, those least similar to the question left out."""
     if not subgraphs:
-        return Grounded(build(()), (), ("no entity of the graph is meant by the question: answered without facts",))
+        return GroundedFacts(
+            build(()), (), ("no entity of the graph is meant by the question: answered without facts",)
+        )
     prompt = build(subgraphs)
     if len(prompt) <= room:
-        return Grounded(prompt, tuple(subgraphs), ())
+        return GroundedFacts(prompt, tuple(subgraphs), ())
     best = sorted((path.score for s in subgraphs for path in s.paths), reverse=True)
     fits, fails = 0, len(best)
     while fails - fits > 1:
@@ -59,7 +61,7 @@ def ground(subgraphs: Sequence[Subgraph], build: Callable[[Sequence[Subgraph]], 
         fits, fails = (middle, fails) if len(build(_foremost(subgraphs, middle))) <= room else (fits, middle)
     kept = _foremost(subgraphs, fits)
     left = f"{len(best) - fits} of {len(best)} relation paths"
-    return Grounded(build(kept), kept, (f"{left}, those least similar to the question, did not fit the context",))
+    return GroundedFacts(build(kept), kept, (f"{left}, those least similar to the question, did not fit the context",))
 
 
 def _foremost(subgraphs: Sequence[Subgraph], count: int) -> tuple[Subgraph, ...]:

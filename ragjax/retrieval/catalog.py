@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ragjax.core import WHOLE, Attachment, Batch, Counts, DamageError, File, Slice, State, Store
+from ragjax.core import WHOLE, Attachment, Counts, DamageError, File, FileBatch, Slice, State, Store
 from ragjax.retrieval.database import add_column, checksum, compare_schema, exclusive
 
 _SCHEMA = """
@@ -217,7 +217,7 @@ class Catalog:
     # ---------------------------------------------------------------------------------------- attachments
 
     def attach(
-        self, attachments: list[Attachment], quota: int, least: int, batch: Batch | None = None, batches: int = 0
+        self, attachments: list[Attachment], quota: int, least: int, batch: FileBatch | None = None, batches: int = 0
     ) -> bool:
         """Keep attachments to a store, all or none; one that was there is replaced.
 
@@ -303,10 +303,10 @@ class Catalog:
         with self._changing() as database:
             database.execute("delete from attachments where store = ? and file = ?", (store, file))
 
-    def batch(self, store: str, batch: str) -> Batch | None:
+    def batch(self, store: str, batch: str) -> FileBatch | None:
         """A batch of a store."""
         rows = self._rows("select id, store, created from batches where store = ? and id = ?", store, batch)
-        return next((Batch(*row) for row in rows), None)
+        return next((FileBatch(*row) for row in rows), None)
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:

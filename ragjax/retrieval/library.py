@@ -19,9 +19,9 @@ from pathlib import Path
 from ragjax.core import (
     WHOLE,
     Attachment,
-    Batch,
     Chunk,
     Counts,
+    FileBatch,
     Filter,
     MissingError,
     Passage,
@@ -171,7 +171,7 @@ class Library(Files):
 
     # ---------------------------------------------------------------------------------------- attachments
 
-    def attach(self, tenant: str, attachments: Sequence[Attachment], *, batch: bool = False) -> Batch | None:
+    def attach(self, tenant: str, attachments: Sequence[Attachment], *, batch: bool = False) -> FileBatch | None:
         """Put files into a store, all of the same; they are read and embedded one behind another, later.
 
         Raises:
@@ -183,7 +183,7 @@ class Library(Files):
         self._check(store)
         for one in attachments:
             self.file(tenant, one.file)
-        made = Batch(f"vsfb_{hexadecimal()}", store.id, now) if batch else None
+        made = FileBatch(f"vsfb_{hexadecimal()}", store.id, now) if batch else None
         rows = [replace(one, created=now, batch=None if made is None else made.id) for one in attachments]
         try:
             with self._attaching:
@@ -266,7 +266,7 @@ class Library(Files):
                 raise RequestError(f"the file {file!r} is in a vector store", param="file_id", code="in_use")
             self._remove(found)
 
-    def batch(self, tenant: str, store: str, batch: str) -> Batch:
+    def batch(self, tenant: str, store: str, batch: str) -> FileBatch:
         """A batch.
 
         Raises:
@@ -278,7 +278,7 @@ class Library(Files):
             raise MissingError(f"no file batch {batch!r} in vector store {store!r}", param="batch_id", code="not_found")
         return found
 
-    def cancel(self, tenant: str, store: str, batch: str) -> Batch:
+    def cancel(self, tenant: str, store: str, batch: str) -> FileBatch:
         """Read no more of a batch: what is in progress of it is cancelled; raises as `batch`."""
         found = self.batch(tenant, store, batch)
         for file in self._catalog.cancel(store, batch):

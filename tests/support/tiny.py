@@ -23,7 +23,7 @@ from ragjax.core import Answer, AtRest, Compression, EngineOptions, Grid, Prompt
 from ragjax.core import Kind as SegmentKind
 from ragjax.engine import Engine
 from ragjax.engine.build import DTYPE_BYTES, Parts
-from ragjax.engine.knowledge import Knowledge, Registry
+from ragjax.engine.knowledge import Knowledge, KnowledgeRegistry
 from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
@@ -206,8 +206,8 @@ def knowledge(index: str = "flat", open_graph: Callable[[str], KnowledgeGraph] |
     """Knowledge in memory, of which nothing needs a model."""
     tokenizer = byte_tokenizer()
     return Knowledge(
-        Registry("knowledge base", "rag.knowledge", opener(tokenizer, index)),
-        Registry("knowledge graph", "rag.graph.name", open_graph),
+        KnowledgeRegistry("knowledge base", "rag.knowledge", opener(tokenizer, index)),
+        KnowledgeRegistry("knowledge graph", "rag.graph.name", open_graph),
         Chunker(partial(tokenizer.encode, special=False), 64),
         HashedEncoder,
     )

@@ -6,13 +6,13 @@ from concurrent.futures import CancelledError
 
 
 class Cancellation:
-    """Whether work was cancelled. Loops over what a client sent call `check` at each step."""
+    """A flag that ends work. Loops over what a client sent call `check` at each step."""
 
     def __init__(self) -> None:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Have the work end at its next check."""
+        """End the work at its next check."""
         self._cancelled = True
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""What a value is that a Python caller gave; the dataclasses of options and requests say in words what is wrong."""
+"""Types of the values that Python callers give; the dataclasses of options and requests say what is wrong."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def whole(value: object) -> int | None:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a real number, of Python or NumPy. A bool is none; infinities and NaN are."""
+    """Tell if it is a real number, of Python or NumPy. A bool is none; infinities and NaN are."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_list(value: object, kinds: type | tuple[type, ...]) -> bool:
-    """Whether it is a sequence of such items; a text is none."""
+    """Tell if it is a sequence of such items; a text is none."""
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, kinds) for item in value)
 
 

@@ -1,4 +1,4 @@
-"""How a request's KV is compressed before it decodes: a scorer, a budget of tokens, and a graph between scores."""
+"""The compression of a request's KV before it decodes: a scorer, a budget of tokens, and a graph between scores."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MOST_ROUNDS = 3
 
 @dataclass(frozen=True)
 class GraphKV:
-    """How scores of similar tokens change each other before the best are kept (GraphKV, arXiv 2509.00388, section 4).
+    """Propagation of scores among similar tokens before the best are kept (GraphKV, arXiv 2509.00388, section 4).
 
     Raises:
         RequestError: for a value out of its range.
@@ -71,18 +71,18 @@ class GraphKV:
 
     @property
     def needs_queries(self) -> bool:
-        """Whether the queries of all tokens are compared, not only their keys and values."""
+        """True if the queries of all tokens are compared, not only their keys and values."""
         return "q" in self.edges
 
     @property
     def needs_plain(self) -> bool:
-        """Whether keys are compared as they were before RoPE."""
+        """True if keys are compared as they were before RoPE."""
         return self.keys != "rotated" and "k" in self.edges
 
 
 @dataclass(frozen=True)
 class Compression:
-    """How many tokens of a prompt decoding sees, and which: the rest of its KV is dropped after the prompt's last pass.
+    """Choice of the tokens that decoding sees: the rest of the prompt's KV is dropped after its last pass.
 
     Raises:
         RequestError: for a value out of its range.

@@ -167,7 +167,7 @@ class Layout:
     hide_until: Tokens
 
     def visible(self) -> NDArray[np.bool_]:
-        """Whether each row sees each key, [n, n]. For looking at, and for checks."""
+        """Visibility of each key to each row, bool [n, n]. For looking at, and for checks."""
         index = np.arange(len(self.token))[:, None]
         return (index >= index.T) & ~((self.hide_from <= index) & (index < self.hide_until))
 

@@ -25,7 +25,7 @@ class ConfigError(RagjaxError):
 
 
 class DamageError(RagjaxError):
-    """What was kept is not as it was written."""
+    """Stored data is not as it was written."""
 
 
 class OverloadError(RagjaxError):

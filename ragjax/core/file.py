@@ -17,7 +17,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def durable_path(target: Path) -> Iterator[Path]:
-    """As `atomic_path`, for a file that no other process writes: it is on the disk before it becomes `target`.
+    """Like `atomic_path`, for a file that no other process writes: it is on the disk before it becomes `target`.
 
     What a kill leaves has the same name each time, so that it is written over.
     """

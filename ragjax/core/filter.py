@@ -27,7 +27,7 @@ class Filter:
     value: Scalar | tuple[Scalar, ...]
 
     def holds(self, attributes: Attributes) -> bool:
-        """Whether it is so of a file; one without the attribute passes "ne" and "nin" alone.
+        """Tell if it holds for a file; one without the attribute passes "ne" and "nin" alone.
 
         Strings are ordered by their characters; what cannot be ordered (a string and a number) is not so.
         """
@@ -41,7 +41,7 @@ class Filter:
 
 
 def _like(one: Scalar, other: Scalar) -> bool:
-    """Whether two values are of one type: a boolean is no number."""
+    """True if two values are of one type: a boolean is no number."""
     return _kind(one) is _kind(other)
 
 

@@ -75,7 +75,7 @@ class Inventory:
     replicas: Mapping[str, Inventory] = field(default_factory=dict)  # by name, where several serve
 
     def body(self) -> dict[str, Any]:
-        """As JSON. Nodes, departures and requests are told of all replicas together alone."""
+        """The JSON body. Nodes, departures and requests are told of all replicas together alone."""
         return {
             **self._sums(),
             "holdings": [_short(asdict(one)) for one in self.holdings],
@@ -100,7 +100,7 @@ class Inventory:
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many replicas of a model serve, and how many should."""
+    """Numbers of replicas of a model: those that serve, and those that should."""
 
     up: int
     wanted: int

@@ -99,7 +99,7 @@ class FileBatch:
 
 @dataclass(frozen=True)
 class Slice:
-    """Which part of a list is meant: so many of its entries, at most, between two of them; -1: all.
+    """Part of a list: so many of its entries at most, between two of them; -1: all.
 
     after, before: ids that they stand behind and before (None: no bound). last: whether they are the last ones within
     these bounds, else the first.

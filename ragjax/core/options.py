@@ -73,7 +73,7 @@ class StorageOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is loaded with: from Python, from flags, and in tests.
+    """Options that an engine is loaded with: from Python, from flags, and in tests.
 
     Raises:
         ConfigError: naming the field that cannot work.

@@ -34,7 +34,7 @@ def intervals(places: Tokens) -> Intervals:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be written as UTF-8; JSON and file names can hold halves of surrogate pairs, which cannot."""
+    """Tell if a text can be written as UTF-8; JSON and file names can hold halves of surrogate pairs, which cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -48,7 +48,7 @@ def readable(text: str) -> str:
 
 
 def has_controls(text: str) -> bool:
-    """Whether a text holds control characters (line ends, escapes): in a name they would forge lines of a log."""
+    """Tell if a text holds control characters (line ends, escapes): in a name they would forge lines of a log."""
     return any(unicodedata.category(char) == "Cc" for char in text)
 
 
@@ -99,7 +99,7 @@ class Hit:
 
 
 class Kind(StrEnum):
-    """What a segment is to its prompt, which decides what it depends on."""
+    """Role of a segment in its prompt; it decides which segments it sees."""
 
     SYSTEM = "system"
     """Depends on everything before it (it comes first)."""
@@ -210,7 +210,7 @@ class Prompt:
 
     @property
     def preprocessed(self) -> bool:
-        """Whether every chunk has KV that was computed behind its neighbours; true without chunks."""
+        """True if every chunk has KV that was computed behind its neighbours, or there are no chunks."""
         return all(s.behind for s in self.segments if s.kind is Kind.CHUNK)
 
     def followed_by(self, said: Tokens) -> Prompt:
@@ -221,7 +221,7 @@ class Prompt:
 
     @property
     def recognised(self) -> bool:
-        """Whether any chunk was recognised in a message."""
+        """True if any chunk was recognised in a message."""
         return any(s.recognised for s in self.segments)
 
     @cached_property

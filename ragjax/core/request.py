@@ -67,7 +67,7 @@ class Tools:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. temperature 0 is greedy; top_k 0 means no limit.
+    """The choice of the next token. temperature 0 is greedy; top_k 0 means no limit.
 
     stop: texts, or one, before which the answer ends.
     logit_bias: what is added to the logits of tokens, by id. presence_penalty, frequency_penalty: what is taken off the
@@ -158,7 +158,7 @@ def _biases(given: Mapping[int, float]) -> Mapping[int, float]:
 
 @dataclass(frozen=True)
 class Graph:
-    """Which facts of a knowledge graph a request uses.
+    """Facts of a knowledge graph that a request uses.
 
     name: of the graph; None uses the engine's default.
     entities: whose facts; None: of those that the question names.
@@ -198,7 +198,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Rag:
-    """What knowledge a request uses and how its KV is reused.
+    """Knowledge that a request uses, and the reuse of its KV.
 
     knowledge: name of the knowledge base; None uses the engine's default, if it has one.
     top_k: chunks to retrieve; None uses the engine's default; 0 retrieves none.
@@ -328,7 +328,7 @@ class Request:
 
     @property
     def question(self) -> str:
-        """What the user said last; empty if nothing."""
+        """Last message of the user; empty if there is none."""
         return next((message.content for message in reversed(self.messages) if message.role == "user"), "")
 
 
@@ -364,7 +364,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far an answer is from full attention's, per token: kl in nats, top1 the share of equal likeliest tokens."""
+    """Distance of an answer from full attention's, per token: kl in nats, top1 the share of equal likeliest tokens."""
 
     kl: float
     top1: float

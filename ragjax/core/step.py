@@ -52,7 +52,7 @@ class RowShape(NamedTuple):
 
     @property
     def mixed(self) -> bool:
-        """Whether decoding tokens and prefill share the step."""
+        """True if decoding tokens and prefill share the step."""
         return self.single > 0
 
 
@@ -145,7 +145,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class StepMeasure:
-    """What a step measures in some of its layers (half-open), and the host arrays it takes, int32 [T] and [S, C].
+    """Measurement in some layers (half-open) of a step, and the host arrays it takes, int32 [T] and [S, C].
 
     what: any but LOGITS; VALUED_SCORE brings KEY_SCORE along. segments: most segments of a prompt, a bucket of the
         grid; 0 if the measure has none.
@@ -161,7 +161,7 @@ class StepMeasure:
 
 
 class Residual(Protocol):
-    """What a step left of its rows after its last layer; it stays on the device until somebody reads it."""
+    """Residuals of a step's rows after its last layer; they stay on the device until somebody reads them."""
 
     def __len__(self) -> int:
         """Rows of the step."""
@@ -222,7 +222,7 @@ class Adjusted:
 
 @dataclass(frozen=True)
 class Draw:
-    """How a token is chosen: the likeliest, unless a temperature is given.
+    """The choice of a token: the likeliest, unless a temperature is given.
 
     top_k: likeliest tokens that may be drawn (0: all). top_p: mass that the likeliest of these reach together. uniform:
     where in the distribution to draw, in [0, 1). logprobs: whether log-probabilities are wanted. allowed: which tokens
@@ -254,7 +254,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What the largest compiled step can read.
+    """Limits of the largest compiled step.
 
     entries: entries of its page table; an entry is one page at one RoPE offset. page_size: slots of a page.
     """
@@ -267,7 +267,7 @@ class StepLimits:
         return -(-tokens // self.page_size) + 2 * runs
 
     def holds(self, tokens: int, runs: int) -> bool:
-        """Whether a step surely reads so many tokens in so many runs."""
+        """Tell if a step surely reads so many tokens in so many runs."""
         return self.entries_for(tokens, runs) <= self.entries
 
     def room_beside(self, tokens: int, runs: int) -> int:
@@ -275,7 +275,7 @@ class StepLimits:
         return self.entries - self.entries_for(tokens, runs)
 
     def leading(self, runs: Iterable[Run], tokens: int, room: int | None = None) -> tuple[int, int]:
-        """How many runs of a prefix to read, from its first, and their tokens; what is left of `tokens` is computed.
+        """Number of runs of a prefix to read, from its first, and their tokens; the rest of `tokens` is computed.
 
         A prefix that many requests made piece by piece lies scattered: each piece takes a page, and an entry.
 
@@ -293,7 +293,7 @@ class StepLimits:
         return best
 
     def densest(self, found: Mapping[int, Sequence[Span]], room: int) -> frozenset[int]:
-        """Which of the span lists to read through `room` entries; entries with the fewest tokens are left out first.
+        """Choose the span lists to read through `room` entries; entries with the fewest tokens are left out first.
 
         Short runs that many requests made lie scattered, a page each. A span that stands twice at one offset takes two
         entries.

@@ -64,7 +64,7 @@ class Visibility:
 
 
 def _unbroken(seers: Sequence[int], i: int, total: int) -> int:
-    """How many of the segments that see segment i follow it without a gap.
+    """Number of the segments that see segment i and follow it without a gap.
 
     Raises:
         VisibilityError: if the others that see it are not the last of all.

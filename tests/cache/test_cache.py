@@ -6,10 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ragjax.cache.node import Node, Provenance, context_digest
+from ragjax.cache.lookahead import Causal, Outlook
+from ragjax.cache.node import Node, Provenance, context_digest, raw_of
 from ragjax.cache.policy.base import LRU, Access, Victims
 from ragjax.cache.policy.lfu import LFU
 from ragjax.cache.pool import AuditError
+from ragjax.cache.tree import KnowledgeTree
 from ragjax.core import OutOfPages
 from tests.support.transfers import PAGE, Bench, causal_content, keyed_content, match_segment, tokens
 
@@ -170,6 +172,29 @@ def test_exact_and_approximate_hits_are_counted_apart():
     assert after.exact_hit_tokens - before.exact_hit_tokens == 3
     assert after.approximate_hit_tokens - before.approximate_hit_tokens == 2
     assert after.missed_tokens - before.missed_tokens == 2
+
+
+def test_keys_look_and_match_of_a_prompt_share_one_walk(monkeypatch):
+    bench, walked, real = Bench(), [], KnowledgeTree._walked
+    bench.put(range(12))
+    monkeypatch.setattr(KnowledgeTree, "_walked", lambda self, *asked: walked.append(asked) or real(self, *asked))
+    ids = tokens(*range(12), 50, 51)
+    outlook = Outlook([Causal(raw_of(ids), (12,), "", 0)])
+
+    def look():
+        bench.cache.keys_of(ids, (12,))
+        found = bench.cache.peek(outlook).found
+        with bench.cache.matcher.match_prefix(ids) as match:
+            assert match.length == found
+        return found
+
+    assert look() == 12 and len(walked) == 1
+    bench.put([0, 1, 2, 99])  # cuts the node
+    walked.clear()
+    assert look() == 12 and len(walked) == 1
+    bench.cache.clear()
+    walked.clear()
+    assert look() == 0 and len(walked) == 1
 
 
 def test_a_quiet_look_up_pins_and_counts_nothing():

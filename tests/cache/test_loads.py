@@ -97,13 +97,13 @@ def test_failed_loads_say_nothing_of_the_pace() -> None:
 
 def test_the_last_loads_count_most() -> None:
     pace = Pace()
-    assert pace.of(10) is None
+    assert pace.seconds_for(10) is None
     for _ in range(20):
-        pace.add(100, 1.0)
-    assert pace.of(50) == pytest.approx(0.5)
+        pace.note_load(100, 1.0)
+    assert pace.seconds_for(50) == pytest.approx(0.5)
     for _ in range(20):
-        pace.add(100, 4.0)
-    assert pace.of(50) == pytest.approx(2.0, rel=0.01)
+        pace.note_load(100, 4.0)
+    assert pace.seconds_for(50) == pytest.approx(2.0, rel=0.01)
 
 
 def test_tiers_have_paces_of_their_own() -> None:

@@ -20,57 +20,32 @@ from starlette.middleware.cors import CORSMiddleware
 from ragjax import core
 from ragjax.serve import page
 from ragjax.serve.description import describe
-from ragjax.serve.embedding import Embedder, EmbeddingBody
+from ragjax.serve.embedding import EmbeddingBody, EmbeddingQueue
 from ragjax.serve.error import ApiError, api_error
 from ragjax.serve.ignored_fields import take_ignored
 from ragjax.serve.library import LibraryEndpoints
-from ragjax.serve.metric import Metrics
-from ragjax.serve.middleware import Callers, Door
-from ragjax.serve.response import ChatForm, Form, Json, TextForm, ToolForm, chunks, whole
+from ragjax.serve.metric import ServerMetrics
+from ragjax.serve.middleware import BrowserGuard, RequestMiddleware
+from ragjax.serve.response import (
+    ChatForm,
+    EventStream,
+    Form,
+    Json,
+    TextForm,
+    ToolForm,
+    TypedStream,
+    chunks,
+    merged,
+    respond,
+    whole,
+)
 from ragjax.serve.responses_api import Reply
 from ragjax.serve.schema.chat import ChatBody, CompletionBody
 from ragjax.serve.schema.response import ResponseBody
 from ragjax.serve.server import Drain, Limits
-from ragjax.serve.stream import EventStream, TypedStream, merged, respond
 
 if TYPE_CHECKING:
     from ragjax.cluster.fleet import Service
-
-SEPARATOR = ":"
-"""Stands between the names of a model and of a knowledge base."""
-
-
-def names(model: str, knowledge: tuple[str, ...]) -> list[str]:
-    """What requests may name besides the model itself."""
-    return [f"{model}{SEPARATOR}{name}" for name in knowledge]
-
-
-def knowledge_of(named: str, model: str, knowledge: tuple[str, ...]) -> str | None:
-    """The knowledge base that a model's name brings along; None if it is not one of `names`."""
-    name = named.removeprefix(model + SEPARATOR)
-    return name if name in knowledge and named != name else None
-
-
-def grounded(request: core.Request, knowledge: str) -> core.Request:
-    """The request with the knowledge base that its model's name brings along.
-
-    Raises:
-        core.RequestError: if the request retrieves nothing, or names another knowledge base.
-    """
-    rag = request.rag
-    if request.prompt is not None:
-        raise _contradiction(f"text completions retrieve nothing, so none from {knowledge!r}")
-    if rag is None:
-        raise _contradiction(f"the model's name asks for knowledge from {knowledge!r}, and rag: null for none")
-    if any(name != knowledge for name in rag.named):
-        others = ", ".join(map(repr, rag.named))
-        raise _contradiction(f"the model's name asks for knowledge from {knowledge!r}, and the request for {others}")
-    return request if rag.named else replace(request, rag=replace(rag, knowledge=knowledge))
-
-
-def _contradiction(reason: str) -> core.RequestError:
-    return core.RequestError(f"{reason}: change one of them", param="model", code="invalid_value")
-
 
 MAX_BODY_BYTES = 8 * 2**20
 """Default limit of a request's body, bytes."""
@@ -107,10 +82,10 @@ def create_app(
         strict: refuse fields that have no effect, rather than name them in a notice.
         cors_origins: where pages of a browser may come from that call this server; "*": anywhere.
         hosts: names that the server may be called by if there are no keys, in lower case; None: any.
-        proxied: as `Door` has it.
+        proxied: as in `RequestMiddleware`.
     """
-    metrics = Metrics(engine)
-    embedder = Embedder(engine)
+    metrics = ServerMetrics(engine)
+    embedder = EmbeddingQueue(engine)
     endpoints = _Endpoints(engine, embedder, metrics, strict)
     # No /docs and /redoc: their pages load scripts from elsewhere. A missing content-type counts as JSON.
     app = FastAPI(
@@ -142,10 +117,10 @@ def create_app(
     for kind in (core.RagjaxError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(
-        Door,
+        RequestMiddleware,
         metrics=metrics,
         keys=keys,
-        callers=Callers(cors_origins, hosts),
+        guard=BrowserGuard(cors_origins, hosts),
         limits={"/v1/files": max_file_bytes},
         max_body_bytes=max_body_bytes,
         timeout=timeout,
@@ -155,7 +130,7 @@ def create_app(
         proxied=proxied,
     )
     describe(app)
-    if cors_origins:  # in front of the door: a browser asks first, without a key
+    if cors_origins:  # in front of the other: a browser asks first, without a key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(cors_origins),
@@ -167,8 +142,7 @@ def create_app(
 
 
 @asynccontextmanager
-async def _closing(embedder: Embedder) -> AsyncGenerator[None, None]:
-    """The time in which the application serves."""
+async def _closing(embedder: EmbeddingQueue) -> AsyncGenerator[None, None]:
     with closing(embedder):
         yield
 
@@ -204,10 +178,30 @@ class Looks:
             return body
 
 
+def _grounded(request: core.Request, knowledge: str) -> core.Request:
+    """Returns the request with the knowledge base that its model's name brings along.
+
+    Raises:
+        core.RequestError: if the request retrieves nothing, or names another knowledge base.
+    """
+    rag = request.rag
+    others = () if rag is None else tuple(name for name in rag.named if name != knowledge)
+    if request.prompt is not None:
+        reason = f"text completions retrieve nothing, so none from {knowledge!r}"
+    elif rag is None:
+        reason = f"the model's name asks for knowledge from {knowledge!r}, and rag: null for none"
+    elif others:
+        named = ", ".join(map(repr, rag.named))
+        reason = f"the model's name asks for knowledge from {knowledge!r}, and the request for {named}"
+    else:
+        return request if rag.named else replace(request, rag=replace(rag, knowledge=knowledge))
+    raise core.RequestError(f"{reason}: change one of them", param="model", code="invalid_value")
+
+
 class _Endpoints:
     """The endpoints over one engine."""
 
-    def __init__(self, engine: Service, embedder: Embedder, metrics: Metrics, strict: bool):
+    def __init__(self, engine: Service, embedder: EmbeddingQueue, metrics: ServerMetrics, strict: bool):
         self._engine = engine
         self._embedder = embedder
         self._metrics = metrics
@@ -235,15 +229,14 @@ class _Endpoints:
         return await self._looks.body_for(request.state.tenant)
 
     async def models(self) -> Json:
-        return {"object": "list", "data": [self._model(), *map(self._model, self._named), self._embedding_model()]}
+        engine = self._engine
+        names = [engine.model_name, *(f"{engine.model_name}:{name}" for name in engine.knowledge_names)]
+        return {"object": "list", "data": [*map(self._model, names), self._model(engine.embedding_model)]}
 
     async def model(self, model: str) -> Json:
-        if model == self._engine.embedding_model:
-            return self._embedding_model()
-        if model in self._named:
-            return self._model(model)
-        self._check_model(model)
-        return self._model()
+        if model != self._engine.embedding_model:
+            self._knowledge_of(model)
+        return self._model(model)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         return await self._respond(ChatForm, body, request)
@@ -253,9 +246,10 @@ class _Endpoints:
 
     async def response(self, body: ResponseBody, request: Request) -> Response:
         tenant, notices = request.state.tenant, take_ignored(body, strict=self._strict)
+        knowledge = self._knowledge_of(body.model)
         sources = await asyncio.to_thread(self._sources, body, tenant)
-        (made,) = self._named_by(body.model, lambda: [body.to_core(sources)])
-        asked = replace(made, tenant=tenant)
+        asked = replace(body.to_core(sources), tenant=tenant)
+        asked = asked if knowledge is None else _grounded(asked, knowledge)
         await self._use_stores(asked)
         reply = Reply(self._engine, body, asked, notices)
         events = self._events(asked, request.state.arrived)
@@ -264,7 +258,7 @@ class _Endpoints:
         return await respond(reply.whole(events), request)
 
     def _sources(self, body: ResponseBody, tenant: str) -> tuple[core.Source, ...]:
-        """Where the search of a response looks, and for which files."""
+        """Returns the stores that a response searches, with the files that pass its filter."""
         search = body.search
         if search is None:
             return ()
@@ -272,7 +266,7 @@ class _Endpoints:
         return tuple(core.Source(store, library.within(tenant, store, wanted)) for store in search.vector_store_ids)
 
     async def _use_stores(self, request: core.Request) -> None:
-        """Note that the stores of a request are used; an error if one has expired."""
+        """Notes that the stores of a request are used; raises RequestError if one has expired."""
         for name in () if request.rag is None else request.rag.named:
             await asyncio.to_thread(self._engine.library.use, request.tenant, name)
 
@@ -284,7 +278,9 @@ class _Endpoints:
 
     async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:
         notices = take_ignored(body, strict=self._strict)
-        asked = [replace(one, tenant=request.state.tenant) for one in self._asked(body)]
+        knowledge = self._knowledge_of(body.model)
+        asked = [replace(one, tenant=request.state.tenant) for one in body.to_core()]
+        asked = asked if knowledge is None else [_grounded(one, knowledge) for one in asked]
         await self._use_stores(asked[0])
         form_of = ToolForm if asked[0].tools is not None else form_of
         form = form_of(self._engine, asked[0].sampling.logprobs is not None, len(asked), body.n or 1, notices)
@@ -294,9 +290,9 @@ class _Endpoints:
         return await respond(whole(form, events), request)
 
     async def _events(self, request: core.Request, arrived: float) -> AsyncGenerator[core.Event, None]:
-        """The engine's events, their times observed; nothing is submitted before the first is asked for.
+        """Yields the engine's events and records TTFT and inter-token time.
 
-        Which strategy ran is known once there is an answer: a request without one is left out of the first texts.
+        TTFT is labelled by strategy, so it is recorded with the answer.
         """
         first = last = None
         async with aclosing(self._engine.submit(request)) as events:
@@ -310,43 +306,26 @@ class _Endpoints:
                 last = now
                 yield event
 
-    def _asked(self, body: ChatBody | CompletionBody) -> Sequence[core.Request]:
-        """What the body asks of the engine, with the knowledge that its model's name brings along."""
-        return self._named_by(body.model, body.to_core)
+    def _knowledge_of(self, model: str) -> str | None:
+        """Returns the knowledge base that a model's name brings along: MODEL:KNOWLEDGE is for clients without `rag`.
 
-    def _named_by(self, model: str, requests: Callable[[], Sequence[core.Request]]) -> Sequence[core.Request]:
-        """The requests, made once the model's name is known, with the knowledge that it brings along."""
-        knowledge = knowledge_of(model, self._engine.model_name, self._engine.knowledge_names)
-        if knowledge is not None:
-            return [grounded(one, knowledge) for one in requests()]
-        self._check_model(model)
-        return requests()
+        Raises:
+            ApiError: 404 if there is no such model.
+        """
+        knowledge = model.removeprefix(f"{self._engine.model_name}:")
+        if knowledge != model and knowledge in self._engine.knowledge_names:
+            return knowledge
+        if model != self._engine.model_name:
+            raise _no_model(model, self._engine.model_name)
+        return None
 
-    @property
-    def _named(self) -> list[str]:
-        """Names of the model with a knowledge base each."""
-        return names(self._engine.model_name, self._engine.knowledge_names)
-
-    def _check_model(self, name: str) -> None:
-        if name != self._engine.model_name:
-            raise _no_model(name, self._engine.model_name)
-
-    def _embedding_model(self) -> Json:
-        return {
-            "id": self._engine.embedding_model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "ragjax",
-        }
-
-    def _model(self, name: str | None = None) -> Json:
-        """The model. name: as it is called with one of its knowledge bases."""
+    def _model(self, name: str) -> Json:
         engine = self._engine
+        model: Json = {"id": name, "object": "model", "created": self._created, "owned_by": "ragjax"}
+        if name == engine.embedding_model:
+            return model
         return {
-            "id": engine.model_name if name is None else name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "ragjax",
+            **model,
             "context_length": engine.context_length,
             "rag": {
                 "knowledge": list(engine.knowledge_names),

@@ -59,7 +59,7 @@ UNUSED = ("HTTPValidationError", "ValidationError")
 
 
 def describe(app: FastAPI) -> None:
-    """Have the application's document list what is sent; it is made when it is first asked for."""
+    """Corrects the application's OpenAPI document, which is made when it is first asked for."""
 
     def document() -> Json:
         if app.openapi_schema is None:
@@ -88,13 +88,10 @@ def _corrected(document: Json) -> Json:
     for path, methods in document["paths"].items():
         for method, route in methods.items():
             route["responses"].pop("422", None)
-            route["responses"] |= {str(status): _response(status) for status in sorted(_sent(path, method, route))}
+            error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+            for status in sorted(_sent(path, method, route)):
+                route["responses"][str(status)] = {"description": ERRORS[status], "content": error}
     return document
-
-
-def _response(status: int) -> Json:
-    schema = {"$ref": "#/components/schemas/Error"}
-    return {"description": ERRORS[status], "content": {"application/json": {"schema": schema}}}
 
 
 def _sent(path: str, method: str, route: Json) -> set[int]:

@@ -119,7 +119,7 @@ class EmbeddingBody(RefusingBody):
     user: Text | None = None
 
 
-class Embedder:
+class EmbeddingQueue:
     """Embeds the texts of requests, one request after another, in a thread of its own; the tenants take turns.
 
     So embeddings take no thread that chats need. most: requests of a tenant that may wait.

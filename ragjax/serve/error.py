@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.routing import BaseRoute, Match
+from starlette.routing import Match
 from starlette.types import Scope
 
 from ragjax import core
@@ -43,8 +43,9 @@ class ApiError(HTTPException):
 
 
 def api_error(error: BaseException, scope: Scope) -> ApiError:
-    """What to tell the client. A request that failed inside the engine is logged here by its id; what was unforeseen
-    is told by this id alone.
+    """Returns the error that the client is told.
+
+    A failure inside the engine is logged by the request id; of an unforeseen one the client gets this id alone.
     """
     if isinstance(error, ApiError):
         return error
@@ -82,19 +83,19 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
 
 
 def stopping() -> ApiError:
-    """What a request is told that comes while the server stops, or that it cannot end before."""
+    """503 for requests that come while the server stops, or do not end before it does."""
     message = "the server is stopping; try again later"
     return ApiError(503, message, "server_error", code="stopping", headers={"retry-after": "5"})
 
 
 def late(seconds: float) -> ApiError:
-    """What a client is told whose request does not arrive in time; the connection ends with it."""
+    """408 for a request that does not arrive in time; it ends the connection."""
     message = f"the request did not arrive within {seconds:g} seconds; send it faster, or less of it"
     return ApiError(408, message, code="timeout", headers={"connection": "close"})
 
 
 def overloaded(connections: int) -> ApiError:
-    """What a client is told whose connection is one too many; it ends with it."""
+    """503 for one connection too many; it ends the connection."""
     message = f"the server has {connections} connections, its limit; try again later"
     headers = {"connection": "close", "retry-after": "5"}
     return ApiError(503, message, "server_error", code="overloaded", headers=headers)
@@ -109,17 +110,17 @@ def _http_error(error: HTTPException, scope: Scope) -> ApiError:
 
 
 def _allowed(scope: Scope) -> str:
-    """Methods of a path, of all its routes; Starlette names those of the first one."""
-    found = (m for m in METHODS if any(_takes(route, {**scope, "method": m}) for route in scope["app"].routes))
-    return ", ".join(found)
-
-
-def _takes(route: BaseRoute, scope: Scope) -> bool:
-    return route.matches(scope)[0] is Match.FULL
+    """Lists the methods of all routes of a path; Starlette names those of the first one."""
+    taken: list[str] = []
+    for method in METHODS:
+        asked = {**scope, "method": method}
+        if any(route.matches(asked)[0] is Match.FULL for route in scope["app"].routes):
+            taken.append(method)
+    return ", ".join(taken)
 
 
 def _unreadable(cause: BaseException | None) -> str | None:
-    """What is wrong with a body at which Python's parser failed; None if something else did."""
+    """Returns why Python's parser failed at a body, or None if something else did."""
     if isinstance(cause, UnicodeDecodeError):
         return "it is not UTF-8"
     if isinstance(cause, RecursionError):

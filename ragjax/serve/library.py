@@ -30,14 +30,14 @@ MOST_PARTS = 16
 """Parts of a form, at most."""
 
 
-class Part(NamedTuple):
+class FormField(NamedTuple):
     """A field of a form. filename: None unless it is a file."""
 
     content: bytes
     filename: str | None
 
 
-def parse(body: bytes, content_type: str) -> dict[str, Part]:
+def parse(body: bytes, content_type: str) -> dict[str, FormField]:
     """The fields of a form by name.
 
     Raises:
@@ -46,7 +46,7 @@ def parse(body: bytes, content_type: str) -> dict[str, Part]:
     kind, options = parse_options_header(content_type)
     if kind != "multipart/form-data" or not options.get("boundary"):
         raise _broken("send it as multipart/form-data")
-    found: dict[str, Part] = {}
+    found: dict[str, FormField] = {}
     name, filename, content = "", None, bytearray()
     try:
         with PushMultipartParser(options["boundary"], len(body), max_segment_count=MOST_PARTS, strict=True) as parser:
@@ -58,7 +58,7 @@ def parse(body: bytes, content_type: str) -> dict[str, Part]:
                 elif name in found:
                     raise RequestError(f"the field {name!r} is given twice", param=name, code="invalid_value")
                 else:
-                    found[name] = Part(bytes(content), filename)
+                    found[name] = FormField(bytes(content), filename)
     except MultipartError as error:
         raise _broken(str(error)) from error
     return found
@@ -81,20 +81,16 @@ FOUND = 10
 
 
 @dataclass(frozen=True)
-class Page:
-    """Which part of a list is asked for: the first entries behind one id, or else the last ones before one.
+class ListPage:
+    """The part of a list that is asked for: the first entries behind `after`, or else the last ones before `before`."""
 
-    order: by time of creation.
-    """
-
-    order: Order
+    order: Order  # by time of creation
     limit: int
     after: str | None
     before: str | None = None
 
     @property
     def backward(self) -> bool:
-        """Whether the entries nearest to `before` are asked for."""
         return self.after is None and self.before is not None
 
     def of(
@@ -104,7 +100,13 @@ class Page:
         name: Callable[[T], str],
         shown: Callable[[T], Json],
     ) -> Json:
-        """The list object. read: a part of the entries, the oldest first. look: raises MissingError for an unknown id.
+        """Makes the list object.
+
+        Args:
+            read: returns a part of the entries, the oldest first.
+            look: raises MissingError for an unknown id.
+            name: the id of an entry.
+            shown: an entry as it is sent.
 
         Raises:
             core.MissingError: if there is no entry of a given id.
@@ -114,7 +116,8 @@ class Page:
                 if given is not None:
                     look(given)
             except core.MissingError:
-                raise _unlisted(given or "", param) from None
+                reason = f"{param}: there is no {given!r} in the list"
+                raise core.MissingError(reason, param=param, code="not_found") from None
         up = self.order == "asc"
         low, high = (self.after, self.before) if up else (self.before, self.after)
         # one more than is shown tells whether there are others
@@ -125,10 +128,6 @@ class Page:
         ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {"first_id": None, "last_id": None}
         more = len(between) > len(chosen)
         return {"object": "list", "data": [shown(entry) for entry in chosen], **ends, "has_more": more}
-
-
-def _unlisted(name: str, param: str) -> core.MissingError:
-    return core.MissingError(f"{param}: there is no {name!r} in the list", param=param, code="not_found")
 
 
 class LibraryEndpoints:
@@ -188,7 +187,7 @@ class LibraryEndpoints:
     ) -> Json:
         """List files."""
         tenant, library = _tenant(request), self._engine.library
-        return Page(order, limit, after).of(
+        return ListPage(order, limit, after).of(
             partial(library.files, tenant, purpose), partial(library.file, tenant), lambda file: file.id, _file
         )
 
@@ -238,7 +237,7 @@ class LibraryEndpoints:
     ) -> Json:
         """List stores."""
         tenant, library = _tenant(request), self._engine.library
-        return Page(order, limit, after, before).of(
+        return ListPage(order, limit, after, before).of(
             partial(library.stores, tenant),
             partial(library.store, tenant),
             lambda store: store.id,
@@ -277,7 +276,7 @@ class LibraryEndpoints:
             None if body.filters is None else body.filters.to_core(),
             None if body.ranking_options is None else body.ranking_options.score_threshold,
         )
-        shown = [_result(passage) for passage in found]
+        shown = [{**cited(one), "content": [{"type": "text", "text": one.chunk.text}]} for one in found]
         kind = "vector_store.search_results.page"
         return {"object": kind, "search_query": body.query, "data": shown, "has_more": False, "next_page": None}
 
@@ -302,7 +301,7 @@ class LibraryEndpoints:
         """List the files of a store."""
         tenant, library = _tenant(request), self._engine.library
         library.store(tenant, vector_store_id)
-        return Page(order, limit, after, before).of(
+        return ListPage(order, limit, after, before).of(
             partial(library.attachments, tenant, vector_store_id, None, filter),
             partial(library.attachment, tenant, vector_store_id),
             lambda one: one.file,
@@ -350,11 +349,11 @@ def _tenant(request: Request) -> str:
     return tenant
 
 
-def _said(part: Part) -> str:
+def _said(part: FormField) -> str:
     return part.content.decode("utf-8", "replace")
 
 
-def _lifetime(form: Mapping[str, Part]) -> int | None:
+def _lifetime(form: Mapping[str, FormField]) -> int | None:
     """Seconds until a file expires, as the form says; None: never."""
     anchor, seconds = form.get(ANCHOR), form.get(SECONDS)
     if anchor is None and seconds is None:
@@ -404,12 +403,8 @@ def _attachment(one: core.Attachment) -> Json:
     }
 
 
-def _result(passage: core.Passage) -> Json:
-    return {**cited(passage), "content": [{"type": "text", "text": passage.chunk.text}]}
-
-
 def cited(passage: core.Passage) -> dict[str, Any]:
-    """What a result of a search says of its file."""
+    """Describes the file of a passage, as results of a search have it."""
     return {
         "file_id": passage.chunk.document_id,
         "filename": passage.name,

@@ -109,8 +109,8 @@ _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
-class Metrics:
-    """The metrics of one app, in a registry of its own. Histograms are in seconds, but for those of shadow replay."""
+class ServerMetrics:
+    """Metrics of one app, in a registry of its own. Histograms are in seconds, except those of shadow replay."""
 
     def __init__(self, engine: Service):
         self._registry = registry = CollectorRegistry()
@@ -154,16 +154,15 @@ class Metrics:
         self.shadow_top1.labels(strategy).observe(seen.top1)
 
     def count_ended(self, reason: str) -> None:
-        """A connection that the server ended."""
+        """Counts a connection that the server ended."""
         self.connections_ended.labels(reason).inc()
 
     def exposition(self) -> bytes:
-        """All of them, as a scrape reads them."""
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    """The engine's own counters and gauges, read at each scrape."""
+    """Reads the engine's counters and gauges at each scrape."""
 
     def __init__(self, engine: Service):
         self._engine = engine
@@ -187,7 +186,7 @@ class _EngineCollector(Collector):
 
 
 def _family(name: str, value: float | Mapping[str, float], replicas: bool) -> Metric:
-    """Without samples. replicas: whether each is labelled with the replica it is of."""
+    """Makes a metric without samples. replicas: label each sample with its replica."""
     make = CounterMetricFamily if name.endswith("_total") and name not in _GAUGES else GaugeMetricFamily
     labels = ["replica"] * replicas + ([_LABELS.get(name, "kind")] if isinstance(value, Mapping) else [])
     return make(f"ragjax_{_GAUGES.get(name, name)}", _HELP.get(name, ""), labels=labels)

@@ -1,4 +1,4 @@
-"""What every request passes on its way in and out."""
+"""ASGI middleware: request id, key and tenant, limits of a body, counters, and pages of a browser that may call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragjax.serve.error import ApiError, api_error, late, stopping
-from ragjax.serve.metric import Metrics
+from ragjax.serve.metric import ServerMetrics
 from ragjax.serve.server import Drain
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -23,15 +23,16 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True)
-class Callers:
-    """Pages and names that requests may come by. Requests of other programs have no such headers, and pass.
+class BrowserGuard:
+    """Refuses pages of a browser that may not call. Requests of other programs have no such headers, and pass.
 
-    origins: of pages elsewhere that may call; "*": all. hosts: names that the server may be called by, in lower case;
-    None: any.
+    A browser sends requests for any page that it shows, also to addresses that only its own machine reaches. A page of
+    another site must not use that: neither by a request whose answer it cannot read (cross-site request forgery), nor
+    by a name of its own that it has resolve to the server's address (DNS rebinding).
     """
 
-    origins: Collection[str] = ()
-    hosts: Collection[str] | None = None
+    origins: Collection[str] = ()  # of pages elsewhere that may call; "*": all
+    hosts: Collection[str] | None = None  # names that the server may be called by, in lower case; None: any
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:
         """Raise ApiError 403 for a request of a page that may not call."""
@@ -53,7 +54,7 @@ class Callers:
 
 
 def _is_elsewhere(headers: Mapping[bytes, bytes], origin: str, host: str) -> bool:
-    """Whether a page sends the request that is not of this server."""
+    """True if a page of another site sends the request."""
     site = headers.get(b"sec-fetch-site")
     if site == b"same-origin":  # the browser's word, also where a proxy has changed the host
         return False
@@ -63,7 +64,7 @@ def _is_elsewhere(headers: Mapping[bytes, bytes], origin: str, host: str) -> boo
 
 
 def _name(host: str) -> str:
-    """The name in a Host header, without its port, and without the brackets of an address."""
+    """Returns the name in a Host header, without its port and the brackets of an address."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
@@ -74,31 +75,40 @@ def _refused(what: str, remedy: str, code: str) -> ApiError:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IP address is of this machine alone."""
     return ipaddress.ip_address(address).is_loopback
 
 
 _log = logging.getLogger(__name__)
 
 
-class Door:
-    """Gives a request its id, arrival time and tenant, checks its key and size, counts it, and answers what nobody
-    caught. `keys` are the API keys and the tenant behind each; without any, everybody may enter, but of the pages that
-    a browser shows `callers` alone. `public` are paths that need none, `own` those with keys of their own, which open
-    nothing else. `limits`: of bodies on paths that have one of their own. `proxied`: whether a proxy in front has given
-    the request its id, by the header x-request-id, and sets this header of the response itself.
+class RequestMiddleware:
+    """Gives a request its id, arrival time and tenant, checks its key and size, counts it, and answers errors.
 
-    A body over the limit is refused by its declared length before it is read, and by what arrives. uvicorn
-    reads the rest away, so that a client that is still writing gets to read the answer. `timeout`: seconds in
-    which the body must arrive.
+    A body over the limit is refused by its declared length before it is read, and by what arrives. uvicorn reads the
+    rest away, so that a client that is still writing gets to read the answer.
+
+    Args:
+        app: the application behind it (ASGI).
+        metrics: counts requests.
+        keys: API keys, and the tenant of each; without any, everybody may enter, but of a browser's pages only those
+            that `guard` lets pass.
+        guard: which pages of a browser may call.
+        max_body_bytes: limit of a body.
+        timeout: seconds in which a body must arrive.
+        drain: state of the server's stop.
+        public: paths that need no key.
+        own: paths with keys of their own, which open nothing else.
+        limits: limits of bodies on paths that have one of their own.
+        proxied: a proxy in front gives the request its id by the header x-request-id, and sets this header of the
+            response itself.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         keys: Mapping[str, str],
-        callers: Callers,
+        guard: BrowserGuard,
         max_body_bytes: int,
         timeout: float,
         drain: Drain,
@@ -111,7 +121,7 @@ class Door:
         self._drain = drain
         self._metrics = metrics
         self._tenants = _as_sent(keys)
-        self._callers = callers
+        self._guard = guard
         self._own = {path: _as_sent(keys) for path, keys in own.items()}
         self._limit, self._limits = max_body_bytes, limits
         self._timeout = timeout
@@ -165,11 +175,11 @@ class Door:
     def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         tenants = self._own.get(scope["path"], self._tenants)
         if not tenants:
-            return self._callers.check(headers)
+            return self._guard.check(headers)
         scope["state"]["tenant"] = _tenant_of(headers.get(b"authorization", b""), tenants)
 
     def _most(self, scope: Scope) -> int:
-        """Bytes of a request's body."""
+        """Returns the most bytes of a request's body."""
         return self._limits.get(scope["path"], self._limit)
 
     def _limited(self, receive: Receive, most: int) -> Receive:
@@ -193,7 +203,7 @@ class Door:
 
 
 def _as_sent(keys: Mapping[str, str]) -> dict[bytes, str]:
-    """Tenants by what the header says of their key."""
+    """Keys tenants by the authorization header that a client of theirs sends."""
     return {f"Bearer {key}".encode(): tenant for key, tenant in keys.items()}
 
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from ragjax import core
+from ragjax.serve.error import ApiError, api_error
 from ragjax.serve.tool_calls import CallReader, Piece
 
 if TYPE_CHECKING:
@@ -22,7 +30,14 @@ Numbered = tuple[int, core.Event]
 
 
 class Form(ABC):
-    """How one response is put; a new one for each body. choices: in all; n: of each prompt, one behind another."""
+    """Writes one response, whole or in chunks.
+
+    Args:
+        want_logprobs: report log-probabilities.
+        choices: how many there are of all prompts.
+        n: choices of each prompt, one behind another.
+        notices: about fields of the request.
+    """
 
     prefix: ClassVar[str]
     kind: ClassVar[str]
@@ -38,7 +53,7 @@ class Form(ABC):
         self._notices = tuple(notices)
 
     def whole(self, answers: Sequence[core.Answer]) -> Json:
-        """The one body of a response that is no stream; the answers in the order of their choices."""
+        """Makes the body of a response that is no stream; answers are in the order of their choices."""
         choices = [
             self._choice(i, self._message(i, answer), answer.logprobs, self._reason(i, answer), **self._account(answer))
             for i, answer in enumerate(answers)
@@ -46,11 +61,11 @@ class Form(ABC):
         return self._object(self.kind, choices, usage=self._usage(answers), rag=self._rag(answers[0]))
 
     def opening(self) -> list[Json]:
-        """Chunks before the first text."""
+        """Makes the chunks before the first text."""
         return []
 
     def chunks(self, number: int, event: core.Event) -> list[Json]:
-        """The chunks of one event; the answer's last carries no text, but the end's reason and the account."""
+        """Makes the chunks of one event; an answer's last one has no text, but `finish_reason` and the account."""
         if isinstance(event, core.Delta):
             made = [self._choice(number, said) for said in self._deltas(number, event.text)]
             if made:
@@ -63,14 +78,14 @@ class Form(ABC):
         return [*left, self._object(self.chunk_kind, [choice], rag=self._rag(event))]
 
     def sums(self, answers: Sequence[core.Answer]) -> Json:
-        """The chunk without choices that `include_usage` asks for."""
+        """Makes the chunk without choices that `include_usage` asks for."""
         return self._object(self.chunk_kind, [], usage=self._usage(answers))
 
     def _rag(self, answer: core.Answer) -> Json:
         return account(answer, self._engine.pieces, self._notices)
 
     def _usage(self, answers: Sequence[core.Answer]) -> Json:
-        """Token counts. A prompt counts once, with what was cached of it for its first choice."""
+        """Counts tokens: a prompt once, with what was cached of it for its first choice."""
         prompts = sum(answer.prompt_tokens for answer in answers[:: self._n])
         cached = sum(answer.cached_tokens for answer in answers[:: self._n])
         completion = sum(len(answer.tokens) for answer in answers)
@@ -82,7 +97,7 @@ class Form(ABC):
         }
 
     def _account(self, answer: core.Answer) -> Json:
-        """Where there are several choices, each has an account of its own."""
+        """Gives each of several choices an account of its own."""
         return {"rag": self._rag(answer)} if self._choices > 1 else {}
 
     def _object(self, kind: str, choices: list[Json], **more: Json) -> Json:
@@ -103,15 +118,14 @@ class Form(ABC):
         return None if tokens is None or not self._want_logprobs else self._logprobs(tokens)
 
     def _reason(self, number: int, answer: core.Answer) -> str:
-        """Why the answer ended."""
         return answer.finish_reason
 
     def _deltas(self, number: int, text: str) -> list[Json]:
-        """What new text of a choice becomes."""
+        """Turns new text of a choice into deltas."""
         return [self._delta(text)]
 
     def _left(self, number: int) -> list[Json]:
-        """What was held back of a choice until its end."""
+        """Returns deltas of text that was held back until the end of a choice."""
         return []
 
     @abstractmethod
@@ -130,7 +144,7 @@ class ChatForm(Form):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> list[Json]:
-        """The role, for each choice."""
+        """Makes a chunk with the role for each choice."""
         said = {"delta": {"role": "assistant", "content": "", "refusal": None}}
         return [self._object(self.chunk_kind, [self._choice(i, said)]) for i in range(self._choices)]
 
@@ -206,7 +220,7 @@ class TextForm(Form):
 
 
 async def whole(form: Form, events: AsyncGenerator[Numbered, None]) -> Json:
-    """The body of a response that is no stream."""
+    """Makes the body of a response that is no stream."""
     answers: dict[int, core.Answer] = {}
     async with aclosing(events):
         # To the end, not to the answers only: closing earlier would be a cancellation.
@@ -217,7 +231,7 @@ async def whole(form: Form, events: AsyncGenerator[Numbered, None]) -> Json:
 
 
 async def chunks(form: Form, events: AsyncGenerator[Numbered, None], include_usage: bool) -> AsyncGenerator[Json, None]:
-    """The chunks of a stream; the first waits for the first event, and so for the errors before it.
+    """Yields the chunks of a stream; the first waits for the first event, and so for the errors before it.
 
     With `include_usage`, each says `usage: null`, and one without choices follows with the sums.
     """
@@ -236,7 +250,7 @@ async def chunks(form: Form, events: AsyncGenerator[Numbered, None], include_usa
 
 
 def logprobs_of(tokens: Sequence[core.TokenLogprob]) -> list[Json]:
-    """Tokens with their log-probabilities and alternatives, as chat and responses give them."""
+    """Lists tokens with their log-probabilities and alternatives, in the form of chat and responses."""
     return [
         {**_token(t.token, t.logprob), "top_logprobs": [_token(text, value) for text, _, value in t.top]}
         for t in tokens
@@ -244,7 +258,7 @@ def logprobs_of(tokens: Sequence[core.TokenLogprob]) -> list[Json]:
 
 
 def account(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]], notices: Sequence[str]) -> Json:
-    """The field `rag`: what was reused. notices: of the request; those of the answer follow."""
+    """Makes the field `rag`, the account of reuse. notices: of the request; those of the answer follow."""
     names = ("retrieve", "search_exposed", "load", "prefill", "ttft", "total")
     return {
         "strategy": answer.strategy,
@@ -292,3 +306,133 @@ def _alternatives(token: core.TokenLogprob) -> dict[str, float]:
     for text, _, value in token.top:
         found.setdefault(text, _logprob(value))
     return found
+
+
+T = TypeVar("T")
+
+
+async def respond(work: Coroutine[Any, Any, Json], request: Request) -> JSONResponse:
+    """Answers with what `work` returns, once it is complete.
+
+    Raises:
+        ClientDisconnect: if the client left first.
+    """
+    return JSONResponse(await _while_connected(work, request.receive))
+
+
+async def _while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Returns what `work` returns; it is cancelled, and its clean-up awaited, as soon as the client leaves.
+
+    Raises:
+        ClientDisconnect: if the client left first.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of JSON chunks, then `[DONE]`.
+
+    The response begins with the first chunk, so an error before it becomes an HTTP error; a later one becomes the event
+    that ends the stream: what `failed` makes of it, `{"error": …}` by default. The chunks are closed when the client
+    leaves.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, chunks: AsyncGenerator[Json, None], failed: Callable[[ApiError], Json] = lambda error: error.body
+    ):
+        # x-accel-buffering: reverse proxies such as nginx would otherwise hold the events back.
+        super().__init__((), headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._chunks = chunks
+        self._failed = failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the stream (ASGI)."""
+        await _while_connected(self._run(scope, send), receive)
+
+    _end = b"data: [DONE]\n\n"
+
+    async def _run(self, scope: Scope, send: Send) -> None:
+        async with aclosing(self._chunks) as chunks:
+            first = await anext(chunks)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                await _send_event(send, first)
+                async for chunk in chunks:
+                    await _send_event(send, chunk)
+                await send({"type": "http.response.body", "body": self._end, "more_body": True})
+            except (Exception, asyncio.CancelledError) as error:
+                await _send_event(send, self._failed(api_error(error, scope)))
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+            finally:
+                await send({"type": "http.response.body", "body": b""})
+
+
+class TypedStream(EventStream):
+    """Server-sent events that name their type, as OpenAI's Responses API has them; the last one is the end."""
+
+    _end = b""
+
+
+async def _send_event(send: Send, chunk: Json) -> None:
+    name = f"event: {chunk['type']}\n" if "type" in chunk else ""
+    data = json.dumps(chunk, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    await send({"type": "http.response.body", "body": f"{name}data: {data}\n\n".encode(), "more_body": True})
+
+
+async def merged(streams: Sequence[AsyncGenerator[core.Event, None]]) -> AsyncGenerator[Numbered, None]:
+    """Yields the events of all choices as they come. The first error ends all of them, as does closing this."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as events:
+            async for one in events:
+                yield 0, one
+        return
+    queue: asyncio.Queue[tuple[int, core.Event | Exception | None]] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            number, event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                left -= 1
+            else:
+                yield number, event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    number: int,
+    stream: AsyncGenerator[core.Event, None],
+    queue: asyncio.Queue[tuple[int, core.Event | Exception | None]],
+) -> None:
+    """Put the events of one choice into the queue, and None behind them, or the error that ended them."""
+    try:
+        async with aclosing(stream) as events:
+            async for event in events:
+                queue.put_nowait((number, event))
+    except Exception as error:
+        queue.put_nowait((number, error))
+    else:
+        queue.put_nowait((number, None))

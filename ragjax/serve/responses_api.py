@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 
 
 def new_id(prefix: str) -> str:
-    """A new id."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
 class Output:
-    """The items so far. Each method changes them, and yields the events of that; all events have a type."""
+    """Output items so far. Each method changes them and yields the typed events that tell of the change."""
 
     def __init__(self) -> None:
         self.items: list[Json] = []
@@ -35,14 +34,13 @@ class Output:
     # ------------------------------------------------------------------------------------------ a search
 
     def search(self, question: str) -> Iterator[Json]:
-        """A search begins."""
         item = {"id": new_id("fs"), "type": "file_search_call", "status": "in_progress", "queries": [question]}
         yield from self._add({**item, "results": None})
         yield self._told("file_search_call.in_progress")
         yield self._told("file_search_call.searching")
 
     def found(self, results: Sequence[Json] | None) -> Iterator[Json]:
-        """The search, which is the first item, has ended. results: its passages, if they are to be shown."""
+        """Ends the search, which is the first item. results: its passages, if they are to be shown."""
         self.items[0] |= {"status": "completed", "results": None if results is None else list(results)}
         yield self._told("file_search_call.completed", 0)
         yield self._event("output_item.done", 0, item=dict(self.items[0]))
@@ -50,7 +48,7 @@ class Output:
     # ------------------------------------------------------------------------------------ texts and calls
 
     def say(self, text: str, logprobs: Sequence[Json]) -> Iterator[Json]:
-        """More of the text."""
+        """Adds text to the message."""
         if not self._open("message"):
             yield from self._begin_message()
         self._part["text"] += text
@@ -58,7 +56,7 @@ class Output:
         yield self._told("output_text.delta", content_index=0, delta=text, logprobs=list(logprobs))
 
     def put(self, piece: Piece, logprobs: Sequence[Json]) -> Iterator[Json]:
-        """A piece of an answer that may call a function."""
+        """Adds a piece of an answer that may call a function."""
         if piece.said:
             yield from self.say(piece.said, logprobs)
         elif piece.name:
@@ -69,7 +67,7 @@ class Output:
             yield self._told("function_call_arguments.delta", delta=piece.arguments)
 
     def end(self, status: str, annotations: Sequence[Json]) -> Iterator[Json]:
-        """The answer has ended; one of no text is a message without any."""
+        """Ends the last item; an answer without text is an empty message."""
         if self._open("function_call"):
             call = self.items[-1]
             yield self._told("function_call_arguments.done", name=call["name"], arguments=call["arguments"])
@@ -81,7 +79,7 @@ class Output:
         yield self._event("output_item.done", len(self.items) - 1, item=dict(self.items[-1]))
 
     def break_off(self) -> None:
-        """The answer has failed: what has not ended stays incomplete."""
+        """Marks what has not ended as incomplete, after a failure."""
         for item in self.items:
             if item["status"] == "in_progress":
                 item["status"] = "incomplete"
@@ -117,7 +115,7 @@ class Output:
         yield self._event("output_item.added", len(self.items) - 1, item=shown)
 
     def _told(self, kind: str, at: int = -1, **more: object) -> Json:
-        """An event of an item, which names it."""
+        """Makes an event that names its item; at: index of the item."""
         at %= len(self.items)
         return self._event(kind, at, item_id=self.items[at]["id"], **more)
 
@@ -155,7 +153,7 @@ class Reply:
         self._head = {"id": new_id("resp"), "object": "response", "created_at": int(time.time())}
 
     async def whole(self, events: AsyncGenerator[core.Event, None]) -> Json:
-        """The response once it is complete."""
+        """Returns the response once it is complete."""
         last: Json = {}
         async with aclosing(self.told(events)) as told:
             async for event in told:
@@ -164,14 +162,14 @@ class Reply:
         return response
 
     def failed(self, error: ApiError) -> Json:
-        """The event `response.failed`, which ends a stream that has begun."""
+        """Makes the event `response.failed`, which ends a stream that has begun."""
         body = error.body["error"]
         failure = {"code": CODES.get(body["type"] or "", "server_error"), "message": body["message"]}
         self._output.break_off()
         return self._numbered({"type": "response.failed", "response": self._response("failed", error=failure)})
 
     async def told(self, events: AsyncGenerator[core.Event, None]) -> AsyncGenerator[Json, None]:
-        """The events, of which the last one holds the whole response. Nothing is told before the engine's first."""
+        """Yields events, the last with the whole response; none comes before the engine's first event."""
         begun = False
         async with aclosing(events) as came:
             try:
@@ -211,7 +209,7 @@ class Reply:
         yield from self._output.put(piece, found)
 
     def _left(self) -> Iterator[Json]:
-        """What was held back until the end."""
+        """Yields the events of text that was held back until the end."""
         if self._reader is None:
             return
         for piece in self._reader.finish():
@@ -229,7 +227,7 @@ class Reply:
         yield {"type": f"response.{status}", "response": self._response(status, answer)}
 
     def _passages(self, answer: core.Answer) -> list[Json]:
-        """The passages that the search put into the prompt, in its order; those deleted meanwhile are left out."""
+        """Lists the passages that the search put into the prompt, in its order, without those deleted meanwhile."""
         if self._body.search is None:
             return []
         hits = [(segment.id, segment.score) for segment in answer.segments if segment.score is not None]
@@ -237,7 +235,7 @@ class Reply:
         return [{**cited(passage), "text": passage.chunk.text} for passage in found if passage is not None]
 
     def _passage(self, chunk: str, score: float) -> core.Passage | None:
-        """Of the first store that could find it."""
+        """Reads a passage from the first store that has it."""
         library, tenant, file = self._engine.library, self._request.tenant, chunk.rpartition("#")[0]
         for source in () if self._request.rag is None else self._request.rag.sources:
             if source.knowledge is not None and (source.within is None or file in source.within):
@@ -247,7 +245,7 @@ class Reply:
         return None
 
     def _annotations(self, passages: Sequence[Json]) -> list[Json]:
-        """A citation of each file that has a passage in the prompt, once, at the end of the text."""
+        """Cites each file that has a passage in the prompt, once, at the end of the text."""
         names = {passage["file_id"]: passage["filename"] for passage in passages}
         items = self._output.items
         said = len(items[-1]["content"][0]["text"]) if items and items[-1]["type"] == "message" else 0
@@ -289,14 +287,14 @@ class Reply:
 
 
 def _renamed(error: core.RequestError) -> core.RequestError:
-    """The same, with the field's name as it is here."""
+    """Gives an error the field's name of the Responses API."""
     param = error.param or ""
     name = next((PARAMS[old] + param[len(old) :] for old in PARAMS if param.startswith(old)), error.param)
     return core.RequestError(str(error), param=name, code=error.code)
 
 
 def _shown(tool: Json) -> Json:
-    """A tool, with the fields of a function that OpenAI always gives."""
+    """Returns a tool with the fields of a function that OpenAI always gives."""
     return {"parameters": {}, "strict": True, **tool} if tool["type"] == "function" else tool
 
 

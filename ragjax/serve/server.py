@@ -49,12 +49,12 @@ class Connection(H11Protocol):
     """uvicorn's HTTP/1.1 connection, bounded in time and number.
 
     uvicorn has no limit on the time in which a request arrives, and its limit of connections refuses requests on those
-    that were there before. While a body arrives `Door` answers in time; the connection ends even if it does not.
+    that were there before. While a body arrives `RequestMiddleware` answers in time; the connection ends in any case.
     """
 
     limits = Limits()
     count: Callable[[str], None]
-    """Told why a connection ends before its client ended it."""
+    """Called with the reason why the server ends a connection."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -125,7 +125,7 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def _late(self) -> None:
-        """The time is over. An answer is due for a part of a head; `Door` gives that for a part of a body."""
+        """Ends a connection in time: here for a part of a head; `RequestMiddleware` answers for a part of a body."""
         answering = self.cycle is not None and not self.cycle.response_complete
         begun = answering or bool(self.conn.trailing_data[0])
         if not self.transport.is_closing():
@@ -182,7 +182,7 @@ STUCK = 3
 
 @dataclass
 class Drain:
-    """Whether the server is stopping, and how many requests it is serving.
+    """State of a stop: whether it has begun, and how many requests are served.
 
     A server that stops still listens: what it serves, waiting requests included, goes on, and what comes gets a 503, by
     which a load balancer sends it elsewhere.

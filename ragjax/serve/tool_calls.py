@@ -1,4 +1,4 @@
-"""Calls of tools in the text of an answer, which is a call or none (`prompting/tools.py`): cut as the text comes."""
+"""Reads calls of tools from the text of an answer as it comes; its form is that of `prompting/tools.py`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CallReader:
     _escaped: bool = False
 
     def push(self, text: str) -> list[Piece]:
-        """What is out with more text."""
+        """Reads more text; returns the pieces that are certain by now."""
         if self._says:
             return [Piece(said=text)] if text else []
         if self.name is not None:
@@ -43,12 +43,12 @@ class CallReader:
         return self._decide()
 
     def finish(self) -> list[Piece]:
-        """What is left at the end: the beginning of a call that has no name yet."""
+        """Returns the unread rest: the beginning of a call that has no name yet."""
         left, self._unread = self._unread, ""
         return [Piece(said=left)] if left else []
 
     def _decide(self) -> list[Piece]:
-        """See whether the text is a call, once enough of it is there."""
+        """Decides if the text is a call, once enough of it is there."""
         rest = self._unread
         for part in (OPEN, NAME):
             if part == OPEN and not rest.startswith(OPEN[:1]):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ragjax import core
 from ragjax.core.cancellation import Cancellation
 from ragjax.engine.knowledge import BATCH
-from ragjax.serve.embedding import WAITING, Embedder, EmbeddingBody
+from ragjax.serve.embedding import WAITING, EmbeddingBody, EmbeddingQueue
 from ragjax.serve.server import Drain
 from tests.support import tiny
 from tests.support.fakes import FakeEngine
@@ -110,9 +110,9 @@ def asked_by(served: Served, key: str, text: str) -> httpx.Response:
 @contextmanager
 def held(embeddings: int) -> Iterator[tuple[Held, Served, list[Future[httpx.Response]]]]:
     """A server that has so many requests of embeddings, none of which ends."""
-    engine, come, embed = Held(), list[str](), Embedder.embed
+    engine, come, embed = Held(), list[str](), EmbeddingQueue.embed
 
-    async def noted(self: Embedder, tenant: str, body: EmbeddingBody) -> core.Embedded:
+    async def noted(self: EmbeddingQueue, tenant: str, body: EmbeddingBody) -> core.Embedded:
         come.append(tenant)  # with its whole body: what is asked from now on stands behind it
         return await embed(self, tenant, body)
 
@@ -121,7 +121,7 @@ def held(embeddings: int) -> Iterator[tuple[Held, Served, list[Future[httpx.Resp
         serving(engine) as served,
         ThreadPoolExecutor(embeddings) as clients,
     ):
-        patch.setattr(Embedder, "embed", noted)
+        patch.setattr(EmbeddingQueue, "embed", noted)
         asked = {"model": MODEL, "input": "a"}
         asked_of = [clients.submit(served.post, "/v1/embeddings", json=asked) for _ in range(embeddings)]
         try:
@@ -184,7 +184,7 @@ def body_of(text: str) -> EmbeddingBody:
 def test_tenants_take_turns_at_embeddings() -> None:
     engine = Held()
 
-    async def run(embedder: Embedder) -> None:
+    async def run(embedder: EmbeddingQueue) -> None:
         tasks = [
             asyncio.create_task(embedder.embed(text[0], body_of(text)))
             for text in ("a0", "a1", "a2", "a3", "b0", "b1", "c0")
@@ -193,7 +193,7 @@ def test_tenants_take_turns_at_embeddings() -> None:
         engine.going.set()
         await asyncio.gather(*tasks)
 
-    with closing(Embedder(engine)) as embedder:
+    with closing(EmbeddingQueue(engine)) as embedder:
         asyncio.run(run(embedder))
     assert list(engine.at_work) == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
 
@@ -201,7 +201,7 @@ def test_tenants_take_turns_at_embeddings() -> None:
 def test_the_turn_of_a_client_that_leaves_goes_on() -> None:
     engine = Held()
 
-    async def run(embedder: Embedder) -> None:
+    async def run(embedder: EmbeddingQueue) -> None:
         tasks = [asyncio.create_task(embedder.embed("a", body_of(f"a{i}"))) for i in range(4)]
         await begun(engine)
         tasks[1].cancel()  # it waits
@@ -212,7 +212,7 @@ def test_the_turn_of_a_client_that_leaves_goes_on() -> None:
         await tasks[3]
         assert (await embedder.embed("b", body_of("b"))).tokens == 1
 
-    with closing(Embedder(engine)) as embedder:
+    with closing(EmbeddingQueue(engine)) as embedder:
         asyncio.run(run(embedder))
     assert list(engine.at_work) == ["a0", "a3", "b"]
 
@@ -221,7 +221,7 @@ def test_what_waits_ends_with_the_embedder() -> None:
     engine = Held()
 
     async def run() -> None:
-        embedder = Embedder(engine)
+        embedder = EmbeddingQueue(engine)
         tasks = [asyncio.create_task(embedder.embed("a", body_of(f"a{i}"))) for i in range(3)]
         await begun(engine)
         embedder.close()

@@ -49,7 +49,7 @@ HEADERS = {
 
 
 @dataclass(frozen=True)
-class File:
+class PageFile:
     """A file of the page. zipped: the same by gzip. tag: an entity tag, which changes with its bytes."""
 
     body: bytes
@@ -58,10 +58,10 @@ class File:
     tag: str
 
     @staticmethod
-    def of(body: bytes, media_type: str) -> File:
+    def of(body: bytes, media_type: str) -> PageFile:
         """A file with this content."""
         tag = f'W/"{hashlib.sha256(body).hexdigest()[:16]}"'  # weak: one for both forms
-        return File(body, gzip.compress(body, mtime=0), media_type, tag)
+        return PageFile(body, gzip.compress(body, mtime=0), media_type, tag)
 
     async def respond(self, request: Request) -> Response:
         """The file, as small as the client takes it, or 304 if it has it."""
@@ -74,12 +74,12 @@ class File:
         return Response(self.body, headers=headers)
 
 
-def read() -> dict[str, File]:
+def read() -> dict[str, PageFile]:
     """The page's files by the path that they are served at."""
     found = {}
     for entry in files(__name__).iterdir():
         media_type = TYPES.get(entry.name.rpartition(".")[2])
         if media_type is not None:
             path = HOME if entry.name == "index.html" else f"/page/{entry.name}"
-            found[path] = File.of(entry.read_bytes(), media_type)
+            found[path] = PageFile.of(entry.read_bytes(), media_type)
     return found

@@ -1,4 +1,4 @@
-"""The body of a chat completion."""
+"""Bodies of chat and text completions."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TextPart(Body):
 
 
 class CalledFunction(Body):
-    """What was called: the name of a function, and its arguments as JSON text."""
+    """A called function. arguments: JSON text."""
 
     name: FunctionName
     arguments: Text
@@ -142,11 +142,7 @@ class FunctionTool(Body):
     strict: bool | None = None
 
     def to_core(self) -> core.Tool:
-        """The same for the engine.
-
-        Raises:
-            core.RequestError: if the arguments are no object.
-        """
+        """Raises core.RequestError if the arguments are no object."""
         schema = self.parameters or {"properties": {}, "additionalProperties": False}
         schema = {"type": "object", **schema}
         if schema["type"] != "object":
@@ -162,7 +158,6 @@ class ChatTool(Body):
     function: FunctionTool
 
     def to_core(self) -> core.Tool:
-        """The same for the engine."""
         return self.function.to_core()
 
 
@@ -173,7 +168,7 @@ class NamedFunction(Body):
 
 
 class ToolChoice(Body):
-    """Whether a tool is called: as the model likes, never, in any case, or this one."""
+    """Choice of a tool: as the model likes, never, in any case, or one by name."""
 
     type: Literal["auto", "none", "required", "function"]
     function: NamedFunction | None = None
@@ -230,7 +225,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """How an answer is written: as text, as a JSON object, or as an instance of a JSON Schema."""
+    """Form of an answer: text, a JSON object, or an instance of a JSON Schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -266,7 +261,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class Generation(RefusingBody):
+class GenerationBody(RefusingBody):
     """The fields that both completion endpoints share."""
 
     no_effect = NO_EFFECT
@@ -304,7 +299,7 @@ class Generation(RefusingBody):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of token counts."""
+        """True if a stream ends with a chunk of token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> core.Sampling:
@@ -344,7 +339,7 @@ def _seeded(request: core.Request, number: int) -> core.Request:
     return replace(request, sampling=replace(request.sampling, seed=(seed + number) % 2**63))
 
 
-class ChatBody(Generation):
+class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions. `rag: null` turns retrieval off."""
 
     refused: ClassVar[Mapping[str, Refusal]] = {**REFUSED, "prompt": Refusal("use messages, or /v1/completions")}
@@ -382,7 +377,7 @@ class ChatBody(Generation):
         return chain(super().in_vain(), idle_tools(self.tools, self.tool_choice))
 
     def to_core(self) -> tuple[core.Request, ...]:
-        """What the body asks of the engine, a request for each choice.
+        """Makes a request for each choice.
 
         Raises:
             core.RequestError: for fields that contradict each other.
@@ -424,7 +419,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_leng
 Prompt = Annotated[Annotated[Filled, Tag("<text>")] | Annotated[TokenIds, Tag("<tokens>")], Discriminator(_prompt_kind)]
 
 
-class CompletionBody(Generation):
+class CompletionBody(GenerationBody):
     """Body of POST /v1/completions: raw text, no chat template and no retrieval."""
 
     refused: ClassVar[Mapping[str, Refusal]] = {
@@ -444,7 +439,7 @@ class CompletionBody(Generation):
     rag: TextRag | None = None
 
     def to_core(self) -> tuple[core.Request, ...]:
-        """What the body asks of the engine, a request for each choice; raises as in chat."""
+        """Makes a request for each choice; raises as in chat."""
         asked = self.rag or TextRag()
         rag = core.Rag(
             top_k=0,

@@ -50,30 +50,21 @@ def _few_steps(paths: object) -> object:
 
 
 class TextRag(ClosedBody):
-    """How to reuse KV where nothing is retrieved.
-
-    compression: which of the prompt's tokens the answer sees: "snapkv+graph:512", or "none".
-    detail: whether the account of each segment names its tokens. recognise: whether passages in the messages, or the
-    prompt, are recognised and reused at any place.
-    """
+    """Settings of KV reuse for prompts without retrieval."""
 
     strategy: Name | None = None
     recompute_ratio: float | None = None
-    compression: Name | None = None
-    detail: bool | None = None
-    recognise: bool | None = None
+    compression: Name | None = None  # tokens that the answer sees: "snapkv+graph:512", or "none"
+    detail: bool | None = None  # the account names the tokens of each segment
+    recognise: bool | None = None  # find passages in the messages or the prompt, and reuse them at any place
 
     def compressed(self) -> core.Compression | Literal["none"] | None:
-        """Which of the prompt's tokens the answer sees.
-
-        Raises:
-            core.RequestError: for a compression that cannot be.
-        """
+        """Raises core.RequestError for a compression that cannot be."""
         return None if self.compression is None else core.Compression.asked(self.compression)
 
 
 class GraphRag(ClosedBody):
-    """Which facts to use. relation_paths: entity, relation, entity, … of each, used instead of retrieval."""
+    """Facts to use. relation_paths: each is entity, relation, entity, …; used instead of retrieval."""
 
     name: Name | None = None
     entities: (
@@ -97,7 +88,6 @@ class GraphRag(ClosedBody):
     paths: Count | None = None
 
     def to_core(self) -> core.Graph:
-        """The same for the engine."""
         given = None if self.relation_paths is None else tuple(map(tuple, self.relation_paths))
         entities = None if self.entities is None else tuple(self.entities)
         return core.Graph(self.name, entities, given, self.hops, self.paths)
@@ -108,7 +98,7 @@ def _named(graph: object) -> object:
 
 
 class ChatRag(TextRag):
-    """What knowledge to use, too.
+    """Settings of retrieval and KV reuse.
 
     documents: passages used instead of retrieval: ids of the knowledge base, or whole documents. graph: facts of a
     knowledge graph, by its name or in detail.
@@ -127,7 +117,6 @@ class ChatRag(TextRag):
     graph: Annotated[GraphRag, BeforeValidator(_named, json_schema_input_type=str | GraphRag)] | None = None
 
     def to_core(self) -> core.Rag:
-        """The same for the engine."""
         documents = None if self.documents is None else tuple(_passage(document) for document in self.documents)
         graph = None if self.graph is None else self.graph.to_core()
         return core.Rag(

@@ -92,7 +92,7 @@ class FunctionCall(_Returned):
 
 
 class FunctionCallOutput(_Returned):
-    """What a function gave."""
+    """Result of a function."""
 
     type: Literal["function_call_output"]
     call_id: FilledName
@@ -108,7 +108,7 @@ class SearchCall(_Returned):
 
 
 class Reasoning(_Returned):
-    """What another model thought. It is not read."""
+    """Reasoning of another model. It is not read."""
 
     type: Literal["reasoning"]
     summary: list[Any] | None = None
@@ -174,7 +174,7 @@ MOST_INCLUDED = 16
 
 
 class TextFormat(Body):
-    """How the text is written: freely, as a JSON object, or as an instance of a JSON Schema."""
+    """Form of the text: free, a JSON object, or an instance of a JSON Schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
@@ -227,7 +227,7 @@ AnyTool = Annotated[
 
 
 class ResponseChoice(Body):
-    """Which tool is called: as the model likes, none, any, a function by name, or the search alone."""
+    """Choice of a tool: as the model likes, none, any, a function by name, or the search alone."""
 
     type: Literal["auto", "none", "required", "function", "file_search"]
     name: FunctionName | None = None
@@ -307,10 +307,10 @@ class ResponseBody(RefusingBody):
         return found[0] if found and not off else None
 
     def to_core(self, sources: tuple[core.Source, ...] = ()) -> core.Request:
-        """What the body asks of the engine.
+        """Makes the request.
 
         Args:
-            sources: where its search looks.
+            sources: stores that its search looks in.
 
         Raises:
             core.RequestError: for fields that contradict each other.

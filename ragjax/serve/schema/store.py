@@ -25,7 +25,7 @@ MOST_VALUES = 64
 
 
 class FilterBody(Body):
-    """Which files may be found: an attribute compared with a value."""
+    """A filter of files: an attribute compared with a value."""
 
     type: Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
     key: Key
@@ -48,7 +48,7 @@ MOST_RESULTS = 50
 
 
 class Expiry(ClosedBody):
-    """When a store expires: so many days after its last use."""
+    """Expiry of a store: so many days after its last use."""
 
     anchor: Literal["last_active_at"]
     days: Annotated[int, Field(ge=1, le=365)]
@@ -62,7 +62,7 @@ class StaticChunks(ClosedBody):
 
 
 class Chunking(ClosedBody):
-    """How files are cut into chunks."""
+    """Sizes of chunks."""
 
     type: Literal["auto", "static"]
     static: StaticChunks | None = None
@@ -93,7 +93,6 @@ class AttachmentBody(ClosedBody):
     chunking_strategy: Chunking | None = None
 
     def to_core(self, store: str) -> core.Attachment:
-        """The same for the engine."""
         size = None if self.chunking_strategy is None else self.chunking_strategy.to_core()
         return core.Attachment(store, self.file_id, 0, attributes=self.attributes or {}, chunk_tokens=size)
 
@@ -139,7 +138,7 @@ def _queries(query: object) -> object:
 
 
 class Ranking(Body):
-    """Which passages a search may give. score_threshold: the least cosine similarity. All rankers are the same here."""
+    """Bounds of a search. score_threshold: the least cosine similarity. All rankers are the same here."""
 
     ranker: Name | None = None
     score_threshold: float | None = None

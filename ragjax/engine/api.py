@@ -419,7 +419,11 @@ class Engine:
     def answer_prompt(self, prompt: Prompt, **options: Any) -> Answer:
         """Answer a ready prompt of segments and wait for it; `options` are those of `begin_prompt`."""
         self._loop.check_caller()
-        return _wait(self.begin_prompt(prompt, **options))
+        future = self.begin_prompt(prompt, **options)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # of effect only if the caller was interrupted
 
     def begin_prompt(
         self,
@@ -653,10 +657,3 @@ def _check_several(given: object, what: str) -> None:
     """Raise RequestError for one text where a list is meant: its letters would be taken for the items."""
     if isinstance(given, str):
         raise RequestError(f"{what} must be a list, such as [{given!r}], not one text", param=what)
-
-
-def _wait(future: Future[Answer]) -> Answer:
-    try:
-        return future.result()
-    finally:
-        future.cancel()  # of effect only if the caller was interrupted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +140,8 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
             _compile(runner, [chosen[name] for name in contract.strategies], compression, options.progress)
         step_budget = _budget(options, runner, config)
     transfer = KVTransfer(runner, storage.at_rest, disk=shared or disk)
-    tiers = Storage(transfer, page, int(storage.host_gb * 2**30), shared or disk, _quota(storage.quotas), shared)
+    quotas = {tenant: int(gigabytes * 2**30) for tenant, gigabytes in storage.quotas.items()}
+    tiers = Storage(transfer, page, int(storage.host_gb * 2**30), shared or disk, quotas.get, shared)
     return Parts(
         knowledge=knowledge,
         model_name=local.name,
@@ -246,11 +247,6 @@ def _disk(storage: StorageOptions, identity: bytes, model: str, config: ModelCon
         return None
     about = {"model": model, "dtype": dtype, "layers": str(config.num_layers), "kv_heads": str(config.num_kv_heads)}
     return DiskStore.open(storage.disk, identity, about=about, max_bytes=int(storage.disk_gb * 2**30))
-
-
-def _quota(quotas: Mapping[str, float]) -> Callable[[str], int | None]:
-    limits = {tenant: int(gigabytes * 2**30) for tenant, gigabytes in quotas.items()}
-    return limits.get
 
 
 def page_bytes(config: ModelConfig, itemsize: int, copies: int = 1) -> int:

@@ -375,13 +375,17 @@ class Watch:
         self._runner = runner
         self._load_timeout = load_timeout
         self._stalled: float | None = None  # since when requests wait, none runs, and loads are under way
-        self._waited_s = 0.0
+        self._waited_s = 0.0  # compilation time since the start, at the last look
 
     def look(self) -> None:
         """Look once, at the beginning of an iteration."""
         self._check_loads(time.perf_counter())
         if self.request_timeout:
-            self._excuse(self._runner.waited_s)
+            # compilation time is excluded from the time without progress
+            waited_s = self._runner.waited_s
+            lost, self._waited_s = waited_s - self._waited_s, waited_s
+            for state in self._requests.live if lost else ():
+                state.times.progress += lost
             self._check_progress(time.perf_counter())
         self._check_stall(time.perf_counter())
 
@@ -418,12 +422,6 @@ class Watch:
         elif now - self._stalled > self._load_timeout and self._cache.give_up():
             self._stalled = None
             requests.blocked = False
-
-    def _excuse(self, waited_s: float) -> None:
-        """Exclude compilation time, `waited_s` since the start, from the time without progress."""
-        lost, self._waited_s = waited_s - self._waited_s, waited_s
-        for state in self._requests.live if lost else ():
-            state.times.progress += lost
 
     def _check_progress(self, now: float) -> None:
         """Look for requests without progress: none of their rows was computed, or they wait to be started."""

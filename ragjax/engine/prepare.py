@@ -16,8 +16,8 @@ from ragjax.engine.grounding import too_long
 from ragjax.prompting import tools
 from ragjax.reuse import compaction
 from ragjax.reuse.base import Strategy
-from ragjax.schedule.generation import Generation
-from ragjax.schedule.grammar import Constraint, Grammars
+from ragjax.schedule.generation import AnswerText
+from ragjax.schedule.grammar import Grammars
 from ragjax.schedule.lookup import Lookup
 from ragjax.schedule.sampling import Sampler
 from ragjax.schedule.state import RequestState, Sink, Times
@@ -100,13 +100,19 @@ class Preparation:
             self.composer.check_ratio(rag, strategy)
         prompt = strategy.dress(plain)
         room, raw = self.composer.context_length - len(prompt), request.prompt is not None
-        self._check_bias(request)
-        generation = Generation(request.sampling, self.composer.tokenizer, self.eos_ids, room, continued=raw)
+        tokenizer = self.composer.tokenizer
+        unknown = [token for token in request.sampling.logit_bias if not tokenizer.has_token(token)]
+        if unknown:
+            reason = f"logit_bias: the model has no token {unknown[0]}; its highest is {tokenizer.vocab_size - 1}"
+            raise RequestError(reason, param="logit_bias", code="invalid_value")
+        generation = AnswerText(request.sampling, tokenizer, self.eos_ids, room, continued=raw)
         compression = self._compression(request, strategy)
         name = f"request-{next(self._numbers)}"
         times = Times(arrival - made.spent_ms / 1e3, retrieve_ms=made.retrieve_ms)
         state = RequestState(name, request, prompt, plain, strategy, ratio, compression, generation, sink, times)
-        state.sampler = Sampler(request.sampling, plain.tokens, self._constraint(request))
+        grammar = tools.grammar(request, tokenizer.knows_tools)
+        constraint = None if grammar is None else self.grammars.constraint(*grammar)
+        state.sampler = Sampler(request.sampling, plain.tokens, constraint)
         state.facts = made.facts
         state.notices += [*([] if notice is None else [notice]), *made.notices]
         if self.lookup:
@@ -127,18 +133,6 @@ class Preparation:
         if chosen is not None:
             compaction.check(chosen, strategy)
         return chosen
-
-    def _constraint(self, request: Request) -> Constraint | None:
-        """Grammar that the answer has to follow."""
-        asked = tools.grammar(request, self.composer.tokenizer.knows_tools)
-        return None if asked is None else self.grammars.constraint(*asked)
-
-    def _check_bias(self, request: Request) -> None:
-        tokenizer = self.composer.tokenizer
-        unknown = [token for token in request.sampling.logit_bias if not tokenizer.has_token(token)]
-        if unknown:
-            reason = f"logit_bias: the model has no token {unknown[0]}; its highest is {tokenizer.vocab_size - 1}"
-            raise RequestError(reason, param="logit_bias", code="invalid_value")
 
     # ----------------------------------------------------------------------------------------- tokens
 

@@ -129,14 +129,11 @@ class Pipeline:
                 self._carry_out(self._speculation.stage(documents), stage.hits)
                 continue
             self._ended = time.perf_counter()
-            self._learn()
+            *early, (final, ended) = self._known
+            self._odds.note([known == final for known, _ in early], [ended - time_s for _, time_s in early])
             if self._held is not None and self._held.failed:
                 self._speculation.forget()
             self._carry_out(self._speculation.final(documents), stage.hits)
-
-    def _learn(self) -> None:
-        *early, (final, ended) = self._known
-        self._odds.note([known == final for known, _ in early], [ended - time_s for _, time_s in early])
 
     def _carry_out(self, decision: Decision, hits: tuple[Hit, ...]) -> None:
         if decision.cancel:

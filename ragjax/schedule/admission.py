@@ -98,7 +98,11 @@ class Admission:
         requests = self._requests
         for offered in requests.offered.take(requests.unprefilled):
             requests.arrive(offered)
-        while not requests.blocked and self._has_turn() and (state := self._next()) is not None:
+        while not requests.blocked and (not self._max_running or len(requests.in_front) < self._max_running):
+            self._in_flight.prune()
+            state = requests.queue.next(self._may_start)
+            if state is None:  # all wait for what others compute
+                break
             missing = state.look().missing if state.awaited else {}
             started, error = self._try(state)
             requests.blocked = not (started or error)
@@ -108,7 +112,9 @@ class Admission:
                 requests.leave_queue(state)
                 self._in_flight.begin(state, state.look().missing)
                 yield state, error
-        while requests.background and not self._busy() and len(requests.running) < BACKGROUND:
+        while requests.background and not len(requests.queue) and not requests.in_front:
+            if len(requests.running) >= BACKGROUND:
+                return
             state = requests.background[0]
             started, error = self._try(state)
             if not (started or error):
@@ -127,11 +133,6 @@ class Admission:
             self._foreseen = seen
             self._prefetch.run(queue.ahead(AHEAD))
 
-    def _next(self) -> RequestState | None:
-        """The request to start next; None if all wait for what others compute."""
-        self._in_flight.prune()
-        return self._requests.queue.next(self._may_start)
-
     def _may_start(self, state: RequestState) -> bool:
         """True if no running request is computing what it would compute; one that no load may serve asks nobody.
 
@@ -143,12 +144,6 @@ class Admission:
         self._requests.counters.awaits += bool(awaited) and not state.awaited
         state.awaited = {**state.awaited, **awaited}
         return not awaited
-
-    def _has_turn(self) -> bool:
-        return not self._max_running or len(self._requests.in_front) < self._max_running
-
-    def _busy(self) -> bool:
-        return bool(len(self._requests.queue) or self._requests.in_front)
 
     def _try(self, state: RequestState) -> tuple[bool, Exception | None]:
         """True if it started, or why it never will. A request counts as one look-up, however often it is tried."""

@@ -21,7 +21,7 @@ class _Held:
     logprob: TokenLogprob | None
 
 
-class Generation:
+class AnswerText:
     """The text of one request as it grows. Text that could be the start of a stop string is held back.
 
     A token is taken at once (`push`), so that it can be computed; its text may be made later (`deltas`), while the

@@ -370,14 +370,12 @@ class PendingRows:
             )
         if self.measure is not None:
             measured = [*self._measured, *([] if self.measured is None else [self.measured])]
-            found |= _by_measure(self.measure.what, np.concatenate(measured))
+            what, values = self.measure.what, np.concatenate(measured)
+            if what is Measure.VALUED_SCORE:
+                found |= {Measure.KEY_SCORE: values[:, 0], Measure.VALUED_SCORE: values[:, 1]}
+            else:
+                found[what] = values.swapaxes(0, 1) if what is Measure.DEVIATION else values
         return {what: value for what, value in found.items() if what in measures or what is Measure.LOGITS}
-
-
-def _by_measure(what: Measure, measured: NDArray[np.float32]) -> dict[Measure, NDArray[np.float32]]:
-    if what is Measure.VALUED_SCORE:
-        return {Measure.KEY_SCORE: measured[:, 0], Measure.VALUED_SCORE: measured[:, 1]}
-    return {what: measured.swapaxes(0, 1) if what is Measure.DEVIATION else measured}
 
 
 def table_of(state: RequestState, spans: Sequence[Span]) -> SpanTable:

@@ -41,7 +41,7 @@ from ragjax.schedule.order import Waiting
 from ragjax.schedule.rows import PendingCompaction, PendingMove, PendingRows, read_compaction, read_move, read_pass
 
 if TYPE_CHECKING:
-    from ragjax.schedule.generation import Generation
+    from ragjax.schedule.generation import AnswerText
     from ragjax.schedule.sampling import Sampler
 
 Sink = Callable[[Event | BaseException], None]
@@ -145,7 +145,7 @@ class RequestState(Waiting):
     strategy: Strategy
     ratio: float | None = None  # share of chunk tokens to recompute
     compression: Compression | None = None  # None: tokens of the answer see the whole prompt
-    generation: Generation | None = None  # None: only the prompt is computed
+    generation: AnswerText | None = None  # None: only the prompt is computed
     sink: Sink = lambda event: None
     times: Times = field(default_factory=Times)
     sampler: Sampler | None = None  # chooses its tokens
@@ -394,17 +394,14 @@ class RequestState(Waiting):
             self.plan = stop.value
             self.rows = self.move = self._before = None
             self._note_loss()
-            self._note_account(stop.value)
+            if not self.reports:
+                said = len(self.full_prompt.segments) - len(self.prompt.segments)  # before it was started again
+                self.reports = stop.value.reports[: len(stop.value.reports) - said]
             return
         self._take(asked)
 
     def _note_loss(self) -> None:
         self.lossy = self.lossy or self.held.lossy
-
-    def _note_account(self, plan: Plan) -> None:
-        if not self.reports:
-            said = len(self.full_prompt.segments) - len(self.prompt.segments)  # before it was started again
-            self.reports = plan.reports[: len(plan.reports) - said]
 
     def _take(self, asked: Pass | Move | Compaction) -> None:
         if isinstance(asked, Move):

@@ -39,7 +39,7 @@ from ragjax.reuse import strategies
 from ragjax.reuse.exact import Full, Prefix
 from ragjax.runner.runner import Runner
 from ragjax.schedule.batch import Batch
-from ragjax.schedule.generation import Generation
+from ragjax.schedule.generation import AnswerText
 from ragjax.store.transfer import KVTransfer
 from tests.support import tiny
 from tests.support.pace import Hold, lasting, resting, until
@@ -255,8 +255,8 @@ def test_a_long_raw_prompt_is_named_as_such(engine: Engine) -> None:
 def test_what_goes_on_from_a_raw_prompt_keeps_its_first_space(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenizers that put a space in front of a text leave it out where an answer begins, not within a text."""
     monkeypatch.setattr(engine.tokenizer._form, "strips_space", True)
-    push = Generation.push
-    monkeypatch.setattr(Generation, "push", lambda self, chosen: push(self, replace(chosen, token=ord(" "))))
+    push = AnswerText.push
+    monkeypatch.setattr(AnswerText, "push", lambda self, chosen: push(self, replace(chosen, token=ord(" "))))
     assert asyncio.run(collect(engine, Request(prompt="The sea is", sampling=Sampling(2))))[0] == "  "
     assert asyncio.run(collect(engine, ask("How is the sea?", max_tokens=2)))[0] == " "
 

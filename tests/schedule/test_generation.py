@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragjax.core import Chosen, Sampling
-from ragjax.schedule.generation import Generation
+from ragjax.schedule.generation import AnswerText
 from tests.support import tiny
 
 EOS, PAD, VOCAB = 257, 258, 260
@@ -15,7 +15,7 @@ TOKENIZER = tiny.byte_tokenizer()
 
 
 def generation(limit=10**6, eos=(EOS,), **sampling):
-    return Generation(Sampling(**{"max_tokens": 10**6, **sampling}), TOKENIZER, eos, limit)
+    return AnswerText(Sampling(**{"max_tokens": 10**6, **sampling}), TOKENIZER, eos, limit)
 
 
 def push(made, token):
@@ -124,7 +124,7 @@ def test_a_stop_inside_one_token_cuts_its_text():
     """PAD, were it no control token, would be the seven bytes <|pad|> in one token."""
     definition_free = tiny.byte_tokenizer()
     definition_free._control = frozenset()
-    made = Generation(Sampling(stop=("pad",), logprobs=0), definition_free, (EOS,), 100)
+    made = AnswerText(Sampling(stop=("pad",), logprobs=0), definition_free, (EOS,), 100)
     push(made, 97)
     push(made, PAD)
     assert (made.text, made.finish_reason) == ("a<|", "stop")

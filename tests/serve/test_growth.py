@@ -14,7 +14,7 @@ from ragjax.prompting.facts import ground
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.entity_index import Lexicon
 from ragjax.retrieval.triples import RelationPath, serialize, subgraphs_of
-from ragjax.schedule.generation import Generation
+from ragjax.schedule.generation import AnswerText
 from ragjax.serve.schema.chat import ChatBody
 from tests.support import tiny
 from tests.support.growth import assert_linear, calls
@@ -123,7 +123,7 @@ def test_length_of_a_stop_string() -> None:
     """Each token is held against every beginning of it that the text could end with."""
 
     def cost(size: int) -> int:
-        generation = Generation(Sampling(max_tokens=40, stop=("a" * size + "b",)), TOKENIZER, (), 40)
+        generation = AnswerText(Sampling(max_tokens=40, stop=("a" * size + "b",)), TOKENIZER, (), 40)
         return calls(lambda: [generation.push(Chosen(ord("a"))) for _ in range(20)])
 
     assert_linear(cost, 20)

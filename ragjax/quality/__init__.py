@@ -1,1 +1,1 @@
-"""How far a setting is from full attention, and what an engine promises of it."""
+"""Divergence of settings from full attention, measured, promised and watched."""

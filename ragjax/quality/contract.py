@@ -38,7 +38,7 @@ QUEUE = 8
 
 
 class Verdict(StrEnum):
-    """What a sample led to."""
+    """The consequence of a sample."""
 
     KEEP = "keep"
     RAISE = "raise"
@@ -83,7 +83,7 @@ class Monitor:
 
 @dataclass
 class _Course:
-    """What some requests get that name no strategy: the setting now, what replaces it, what their answers say of it."""
+    """The setting of requests that name no strategy, the monitor that replaces it, and a notice for their answers."""
 
     setting: Setting
     monitor: Monitor | None = None
@@ -91,7 +91,7 @@ class _Course:
 
 
 class Contract:
-    """What an engine promises. `observe` is told of every replay: the strategy, and what was seen.
+    """The quality that an engine promises, and its default setting; `observe` takes every replay.
 
     Figures of strategies that take preprocessed chunks were measured with such chunks. A budget picks one of these for
     requests all of whose chunks are preprocessed; others get the cheapest setting inside the budget that takes none.
@@ -185,7 +185,7 @@ class Contract:
 
     @property
     def budgeted(self) -> bool:
-        """Whether requests that name no strategy are promised a budget."""
+        """True if requests that name no strategy are promised a budget."""
         return self._budget is not None
 
     @property
@@ -195,43 +195,43 @@ class Contract:
 
     @property
     def setting(self) -> Setting:
-        """What requests get that name no strategy, if their chunks are as the knowledge was at the start."""
+        """The setting of requests that name no strategy and whose chunks are as the knowledge was at the start."""
         return self.setting_of(self._begun_with)
 
     def setting_of(self, preprocessed: bool) -> Setting:
-        """What a request gets that names no strategy. preprocessed: whether all chunks of its prompt are."""
+        """The setting of a request that names no strategy. preprocessed: all chunks of its prompt are."""
         return self._courses[preprocessed].setting
 
     @property
     def strategies(self) -> frozenset[str]:
-        """What requests may get without naming it, now or later; shadow replay's own apart."""
+        """Strategies that requests may get without naming them, now or later; shadow replay's own excepted."""
         courses = self._courses.values()
         ladders = (one for course in courses if course.monitor is not None for one in course.monitor.ladder)
         return frozenset(one.strategy for one in (*(course.setting for course in courses), *ladders))
 
     @property
     def faulted(self) -> bool:
-        """Whether an answer was labelled exact and was not; what names no strategy runs full attention since."""
+        """True once an answer labelled exact was not; requests that name no strategy then run full attention."""
         return self._counters["faults"] > 0
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """As `notices_of` chunks that are as the knowledge was at the start."""
+        """`notices_of` chunks that are as the knowledge was at the start."""
         return self.notices_of(self._begun_with)
 
     def notices_of(self, preprocessed: bool) -> tuple[str, ...]:
-        """What answers have to say that the setting served. preprocessed: whether all chunks of the prompt are."""
+        """Notices of answers that the setting served. preprocessed: all chunks of the prompt are."""
         notice = self._courses[preprocessed].notice
         return () if notice is None else (notice,)
 
     def exceeded(self, chunks: int) -> str | None:
-        """Why the budget is not known to hold for a prompt of so many chunks; None if it is, or there is none."""
+        """The reason why the budget may not hold for a prompt of so many chunks; None if it does, or there is none."""
         if self._budget is None or self._report is None or chunks <= self._report.top_k:
             return None
         return f"the quality budget was measured with up to {self._report.top_k} chunks, and here are {chunks}"
 
     def takes_preprocessed(self, setting: Setting) -> bool:
-        """Whether its figures were measured with preprocessed chunks."""
+        """True if its figures were measured with preprocessed chunks."""
         return setting.strategy in self._preprocessed
 
     def predicted(self, setting: Setting, exact: bool, chunks: int, preprocessed: bool = True) -> Divergence | None:
@@ -245,7 +245,7 @@ class Contract:
         return self._report.predicted(setting)
 
     def draws(self) -> bool:
-        """Whether the next request is to be replayed."""
+        """Draw whether the next request is replayed."""
         return self._rate > 0 and self._random.random() < self._rate
 
     def drop(self, reason: str) -> None:

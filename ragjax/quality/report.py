@@ -21,7 +21,7 @@ from ragjax.core import ConfigError, Divergence
 from ragjax.core.file import atomic_path
 
 VERSION = 2
-"""Of the file. In reports of version 1 Cache-Craft found what settings before it had kept."""
+"""Version of the file. In reports of version 1 Cache-Craft found what settings before it had kept."""
 
 EXACT: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 2e-2}
 """Mean KL, in nats, over one answer's positions that rounding alone does not reach, by dtype of weights and KV.
@@ -77,7 +77,7 @@ def _log_softmax(logits_NV: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 QUANTILE = 1.645
-"""Of the normal distribution, at 95%."""
+"""Quantile of the normal distribution at 95%."""
 
 
 def bounds(values: Sequence[float]) -> tuple[float, float]:
@@ -103,7 +103,7 @@ def bounds(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Budget:
-    """How far answers may be from full attention's: at most `kl` nats, at least `top1` agreement; None: no limit."""
+    """Limits of the divergence from full attention: at most `kl` nats, at least `top1` agreement; None: no limit."""
 
     kl: float | None = None
     top1: float | None = None
@@ -130,7 +130,7 @@ class Budget:
         return Budget(**limits)
 
     def holds(self, kl_hi: float, top1_lo: float) -> bool:
-        """Whether divergence with these bounds lies inside."""
+        """True if divergence with these bounds lies inside."""
         return (self.kl is None or kl_hi <= self.kl) and (self.top1 is None or top1_lo >= self.top1)
 
     def __str__(self) -> str:
@@ -143,20 +143,16 @@ class Budget:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one setting did over `n` questions.
-
-    kl, top1: mean divergence; kl_hi, top1_lo: its one-sided 95% bounds over questions. ttft_ms: median. share: mean
-    share of the chunks' tokens that was recomputed.
-    """
+    """Figures of one setting over some questions."""
 
     setting: Setting
-    n: int
-    kl: float
-    kl_hi: float
-    top1: float
-    top1_lo: float
-    ttft_ms: float
-    share: float
+    n: int  # questions
+    kl: float  # mean over questions, nats
+    kl_hi: float  # its one-sided 95% bound
+    top1: float  # mean over questions
+    top1_lo: float  # its one-sided 95% bound
+    ttft_ms: float  # median
+    share: float  # of the chunks' tokens, recomputed, mean
 
     def __post_init__(self) -> None:
         numbers = (self.kl, self.kl_hi, self.top1, self.top1_lo, self.ttft_ms, self.share)
@@ -187,21 +183,16 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Report:
-    """All measurements of one model.
+    """All measurements of one model."""
 
-    identity: hex of what KV depends on (weights, tokenizer, configuration, dtype). created: ISO 8601, UTC.
-    questions: digest of the questions and documents asked. top_k: chunks that a question got. alpha: Cache-Craft's, by
-    which its strategies went where no ratio is named.
-    """
-
-    identity: str
+    identity: str  # hex of what KV depends on: weights, tokenizer, configuration, dtype
     model: str
     dtype: str
-    created: str
-    questions: str
-    top_k: int
+    created: str  # ISO 8601, UTC
+    questions: str  # digest of the questions and documents asked
+    top_k: int  # chunks that a question got
     measurements: tuple[Measurement, ...]
-    alpha: float = 1.0
+    alpha: float = 1.0  # Cache-Craft's, where a setting names no ratio
 
     def predicted(self, setting: Setting) -> Divergence | None:
         """Mean divergence of the setting, or of the nearest smaller ratio measured; None if there is none."""
@@ -215,7 +206,7 @@ class Report:
         return Divergence(near[-1].kl, near[-1].top1) if near else None
 
     def without(self, strategies: Collection[str]) -> Report:
-        """The same without what was measured of these strategies."""
+        """The report without measurements of these strategies."""
         kept = (one for one in self.measurements if one.setting.strategy not in strategies)
         return replace(self, measurements=tuple(kept))
 
@@ -272,7 +263,7 @@ class Report:
 
 
 ALPHA_VERSION = 1
-"""Of an alpha's file."""
+"""Version of an alpha's file."""
 
 
 @dataclass(frozen=True)
@@ -329,4 +320,4 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
 
 
 GATE = "make one by python -m ragjax.reuse.gate"
-"""What to do without a report."""
+"""Advice for errors without a report."""

@@ -1,4 +1,4 @@
-"""What every reuse strategy is and gets: a program of passes, and an allocation in the cache.
+"""The interface of reuse strategies: a program of passes, and the allocation in the cache that it works with.
 
 To add a method: one file with a class that has all of `Strategy`, or a `Selector` (`reuse/repair.py`), its source in
 the docstring, and a function registered in `STRATEGIES`; in any module that is imported.
@@ -71,7 +71,7 @@ class Strategy(ABC):
         return prompt
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """What the prompt will look for, and what of it would be computed and kept; nothing by default.
+        """The entries that the prompt looks for, and those that it computes and keeps; nothing by default.
 
         Whoever waits for a piece that another request computes relies on it: name only what `prefill` admits.
         """
@@ -97,7 +97,7 @@ class Strategy(ABC):
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """What strategies depend on of a model."""
+    """Properties of a model that strategies depend on."""
 
     alpha: float = 1.0  # Cache-Craft's, as `ragjax.reuse.calibrate` finds it
     wrapper: Wrapper | None = None  # of the model's packets, if it has some
@@ -105,22 +105,24 @@ class ModelTraits:
 
 
 STRATEGIES: Registry[Callable[[ModelTraits], Strategy | None]] = Registry("strategy")
-"""What makes a strategy for a model, by the strategy's name; it gives None for a model that lacks what it needs."""
+"""Functions that make a strategy for a model, by name; None if the model lacks what the strategy needs."""
 
 
 class Allocation:
-    """What one request holds in the cache: matches on nodes it reads, runs of its own that it writes.
+    """The part of the cache that one request holds: matches on nodes it reads, and runs of its own that it writes.
 
-    tenant: whose requests may use what it keeps. label: under which name the cache's books have it.
-    decode_tokens: most slots that are needed behind the prompt, for generated tokens. forced: those of them that are
-    needed at once. spare: pages that must be left to others when the request starts. alone: whether no others run.
-    limits: what the spans of a pass may take.
-    stages: layers at which a pass may begin, ascending, and the number of layers as a last entry.
-    reach: layers that may use each other's units (`core.passes.LayerLayout`); 0: those of a stage.
-    cold: whether it may use KV from below the device, which has to be waited for.
-
-    Attributes:
-        gave_back: whether it gave slots back before the end, which others may take.
+    Args:
+        cache: of the engine.
+        tenant: whose requests may use what the request keeps.
+        label: the request's name in the cache's books.
+        decode_tokens: most slots needed behind the prompt, for generated tokens.
+        limits: pages and runs that the spans of a pass may take.
+        stages: layers at which a pass may begin, ascending, and the number of layers as a last entry.
+        reach: layers that may use each other's units (`core.passes.LayerLayout`); 0: those of a stage.
+        cold: use KV from below the device too, which takes time to load.
+        forced: slots behind the prompt that are needed at once.
+        spare: pages that the request leaves to others when it starts.
+        alone: no other request runs.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class Allocation:
         self.alone = alone
         self.cold = cold
         self.label = label
-        self.gave_back = False
+        self.gave_back = False  # slots were given back before the end: a request that waits may fit now
         self._matches: list[Match] = []
         self._runs: list[Run] = []
         self._later = 0  # pages that the tail may need beyond those it has
@@ -161,24 +163,24 @@ class Allocation:
 
     @property
     def ready(self) -> bool:
-        """Whether the KV of every match is on the device, or `broken` says why it never will be."""
+        """True once the KV of every match is on the device, or `broken` says why it never will be."""
         return all(match.ready for match in self._matches)
 
     @property
     def stages_ready(self) -> int:
-        """How many stages of layers, the first ones, are on the device of all that was matched."""
+        """Number of leading stages of layers that are on the device for all matches."""
         waits = (progress for match in self._matches for progress in match.waits.values())
         return min((progress.stages for progress in waits), default=len(self.stages) - 1)
 
     @property
     def unchecked(self) -> bool:
-        """Whether KV of the request's own may have been computed on KV that was not checked, or proved damaged."""
+        """True if the request may have computed KV on matched KV that is not checked yet, or is damaged."""
         begun = any(progress.stages for match in self._matches for progress in match.waits.values())
         return begun or self.broken is not None
 
     @property
     def load_seconds(self) -> float | None:
-        """How long the slowest of the loads under way takes in all, as far as is known; None: it is not."""
+        """Expected seconds of the slowest load under way, from its start; None if unknown."""
         found = [progress.seconds for match in self._matches for progress in match.waits.values()]
         known = [seconds for seconds in found if seconds is not None]
         return max(known, default=0.0) if len(known) == len(found) else None
@@ -190,7 +192,7 @@ class Allocation:
 
     @property
     def lossy(self) -> bool:
-        """Whether any matched KV lost precision at rest, so that nothing built on it is exact."""
+        """True if any matched KV lost precision at rest; nothing computed on it is exact."""
         return any(match.lossy for match in self._matches)
 
     @property
@@ -224,7 +226,7 @@ class Allocation:
         return match
 
     def leading(self, match: Match, tokens: int, *, others: int = 0, pieces: int = 0) -> tuple[int, int]:
-        """How many runs of a match to read, and their tokens, so that one step can read the prompt.
+        """The number of runs of a match to read, and their tokens, so that one step can read the prompt.
 
         tokens: of the prefix that was asked for; those not read are computed. others, pieces: tokens that are read or
         computed beside it, and the runs that they lie in.
@@ -313,7 +315,7 @@ class Allocation:
         self.gave_back = True
 
     def hand_over(self) -> Allocation:
-        """All that it holds, in an allocation that outlives the request; it holds nothing any more."""
+        """Move everything it holds to a new allocation, which outlives the request."""
         other = copy(self)
         self._matches, self._runs = [], []
         return other
@@ -339,7 +341,7 @@ def match_spans(
 
 
 def owner_of(segment: Segment, tenant: str) -> str:
-    """Whose KV a segment's is: everybody's if it is public, else the tenant's."""
+    """The owner of a segment's KV: `PUBLIC` if the segment is public, else the tenant."""
     return PUBLIC if segment.public else tenant
 
 

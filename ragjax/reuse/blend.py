@@ -19,7 +19,7 @@ from ragjax.reuse.repair import Choice, Selector, chunk_tokens, top
 from ragjax.reuse.stitch import Stitched
 
 Of = Literal["key", "value", "both"]
-"""Whose deviation counts; both: the sum of the two, each divided by its mean."""
+"""The deviation that counts; both: the sum of the two, each divided by its mean."""
 
 PROBED = 2
 """Layers computed for all chunk tokens."""

@@ -38,7 +38,7 @@ MASS = frozenset({Measure.KEY_SCORE})
 
 
 def measures_of(compression: Compression) -> frozenset[Measure]:
-    """What passes measure for it."""
+    """The measures that a prefill's passes need for it."""
     return (QUERIES if compression.method in BY_QUERIES else frozenset()) | (
         MASS if compression.method in BY_MASS else frozenset()
     )
@@ -147,7 +147,7 @@ def _keep(allocation: Allocation, room: _Room, found: Results) -> Span:
 
 @contextmanager
 def _room_for_window(allocation: Allocation, window: int) -> Iterator[None]:
-    """Have a prefill match no more than a step can read beside the window's rows."""
+    """Lower the limits while a prefill matches, so that a step has room for the window's rows."""
     limits = allocation.limits
     allocation.limits = replace(limits, entries=limits.entries - limits.entries_for(window, 1))
     try:
@@ -157,7 +157,7 @@ def _room_for_window(allocation: Allocation, window: int) -> Iterator[None]:
 
 
 def _begin(prefill: Prefill) -> Asked | Plan:
-    """What a prefill yields first, or its plan."""
+    """The first pass that a prefill yields, or its plan."""
     try:
         return next(prefill)
     except StopIteration as stop:
@@ -182,7 +182,7 @@ def _window(plan: Plan, position_N: NDArray[np.int32], run: Run) -> Pass:
 
 @dataclass
 class _Watch:
-    """What can be seen of a prefill's passes: positions of rows, and the attention that tokens received from them.
+    """Records positions of rows, and the attention that tokens received, over a prefill's passes.
 
     Tokens without a row have their index as position.
     """

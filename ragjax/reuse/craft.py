@@ -89,7 +89,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the passes brought: logits of the last token, scores by pass, and what became of the focus."""
+    """Results of the passes: logits of the last token, scores by pass, and figures of the focus."""
 
     logits: NDArray[np.float32]
     scores: tuple[Scores, ...]
@@ -175,7 +175,7 @@ class Craft(ChunkStrategy):
     def _serving(
         self, cache: KnowledgeCache, tokens: Tokens, tenant: str, head: Tokens, prior: Sequence[bytes]
     ) -> bool:
-        """Whether memory holds a variant of the chunk that serves behind these segments."""
+        """True if memory holds a variant of the chunk that serves behind these segments."""
         kept = cache.matcher.find_variants(tokens, VARIANT, tenant, head, cold=False)
         return bool(kept) if self.tau >= 1 else bool(rank(kept, prior, self._overhead, self.tau))
 
@@ -248,7 +248,7 @@ class Craft(ChunkStrategy):
 
 
 def _public(prompt: Prompt, i: int) -> bool:
-    """Whether a variant of segment i is everybody's: the segment is, and all that stands before it."""
+    """True if a variant of segment i is public: the segment is, and all segments before it."""
     return prompt.public >= prompt.starts[i + 1]
 
 
@@ -276,7 +276,7 @@ class Mending:
 
     @property
     def exact(self) -> bool:
-        """Whether it is full attention: what is reused was computed right behind the system prompt, as it stands."""
+        """True if it is full attention: all reused KV was computed right behind the system prompt, at its place."""
         prompt = self.stitched.prompt
         start = system_length(prompt)
         return all(

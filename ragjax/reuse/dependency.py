@@ -79,7 +79,7 @@ class Scene:
 
     @property
     def chain(self) -> bool:
-        """Whether dependency attention is full attention: no node, and nothing that names what it depends on."""
+        """True if dependency attention is full attention: no node, and no segment that names its dependencies."""
         return all(s.kind is not Kind.NODE and s.depends is None for s in self.prompt.segments)
 
     @property
@@ -171,7 +171,7 @@ class Dependency(Strategy):
         return Scene(prompt, begins_of(prompt, self.positions), Visibility.dependency(prompt).hidden)
 
     def _match(self, scene: Scene, allocation: Allocation, context: Match) -> dict[int, Found]:
-        """What the tree holds of each node, path by path."""
+        """Match each node in the tree, path by path."""
         found: dict[int, Found] = {}
         done: set[int] = set()
         for path in scene.leaves if context.complete else ():
@@ -188,7 +188,7 @@ class Dependency(Strategy):
         return found
 
     def _stays(self, scene: Scene, path: Path, match: Match, context: Match, begin: int, end: int) -> bool:
-        """Whether the path's tokens [begin, end) were computed where they and their ancestors stand now."""
+        """True if the path's tokens [begin, end) and their ancestors were computed at the positions they have now."""
         if self.positions == "path":
             return True
         places = np.frombuffer(scene.places(path), "<i4").reshape(-1, 2)
@@ -240,7 +240,7 @@ class Dependency(Strategy):
 
 
 def _public(prompt: Prompt, path: Path, stops: Sequence[int]) -> int:
-    """How many of a path's first tokens go to all tenants: none, unless the system prompt does.
+    """Number of a path's leading tokens that are public; 0 unless the system prompt is.
 
     stops: where its segments end.
     """
@@ -261,7 +261,7 @@ def _cut(match: Match, begin: int, end: int, page_size: int) -> Iterator[tuple[R
 
 
 def _covered(prompt: Prompt, hit: int) -> dict[int, int]:
-    """How many tokens of each segment the first `hit` are."""
+    """Tokens of each segment among the first `hit` of the prompt."""
     return {i: min(hit - start, len(prompt.segments[i])) for i, start in enumerate(prompt.starts[:-1]) if start < hit}
 
 
@@ -305,7 +305,7 @@ def _account(
 
 
 def _joined(parts: Sequence[SegmentReport]) -> Intervals:
-    """What was recomputed of consecutive segments, counted from the first one's first token."""
+    """Recomputed tokens of consecutive segments, as places from the first segment's first token."""
     places, start = [indices(0, 0)], 0
     for part in parts:
         places += [indices(start + begin, start + end) for begin, end in part.recomputed_at]

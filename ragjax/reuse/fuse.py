@@ -41,7 +41,7 @@ class Fuse(Strategy):
         self.measures = LOGITS | {Measure.SEGMENT_SCORE} if record else LOGITS
 
     def noted(self, meta: bytes) -> bool:
-        """Whether the bytes kept with a chunk hold the influence that this strategy records."""
+        """True if the bytes kept with a chunk hold the influence that this strategy records."""
         return not self.record or Influence.decode(meta) is not None
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
@@ -54,7 +54,7 @@ class Fuse(Strategy):
         )
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        """What is missing of the system prompt and of isolated chunks, then the chunk behind its neighbours."""
+        """One pass over missing parts of the system prompt and of isolated chunks, one over the chunk."""
         system, last = _head(prompt), len(prompt.segments) - 1
         matched = context = allocation.prefix(prompt.tokens[:system])
         others = len(prompt) - system + allocation.decode_tokens
@@ -126,7 +126,7 @@ def _behind(prompt: Prompt) -> bytes:
 
 
 def _name(behind: bytes) -> tuple[Provenance, str]:
-    """How a chunk's KV is kept that was computed behind these neighbours."""
+    """Provenance and method under which a chunk's KV behind these neighbours is kept."""
     return (Provenance.APPROXIMATE, METHOD) if behind else (Provenance.ISOLATED, Naive.name)
 
 

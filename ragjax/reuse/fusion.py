@@ -51,7 +51,6 @@ class Fused:
         yield Candidate(Provenance.ISOLATED, self.method)
 
     def meta(self, results: Results, begin: int, end: int) -> bytes:
-        """Nothing."""
         return b""
 
 

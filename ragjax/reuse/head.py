@@ -36,17 +36,14 @@ class ChunkStrategy(Strategy):
         """`prefill` of a prompt with chunks."""
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """Of the chunks, or of a prefix."""
         return Prefix().keys(prompt, cache, tenant) if is_plain(prompt) else self.chunk_keys(prompt, cache, tenant)
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """Of the chunks, or of a prefix."""
         if is_plain(prompt):
             return Prefix().outlook(prompt, cache, tenant)
         return self.chunk_outlook(prompt, cache, tenant)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        """Over the chunks, or behind a prefix."""
         if is_plain(prompt):
             return Prefix().prefill(prompt, allocation)
         return self.chunk_prefill(prompt, allocation, ratio)
@@ -58,7 +55,7 @@ class ChunkStrategy(Strategy):
 
 
 def is_plain(prompt: Prompt) -> bool:
-    """Whether it has neither chunks nor trees."""
+    """True if the prompt has neither chunks nor trees."""
     return all(segment.kind in (Kind.SYSTEM, Kind.QUERY) for segment in prompt.segments)
 
 
@@ -80,7 +77,7 @@ def head_length(prompt: Prompt) -> int:
 
 
 def match_head(prompt: Prompt, allocation: Allocation) -> tuple[Match, Match]:
-    """What is kept of the head, and the match that its chunks hang behind: on the system prompt alone."""
+    """The match on the head, and the match on the system prompt alone, behind which chunks are kept."""
     system, length = system_length(prompt), head_length(prompt)
     matched = allocation.prefix(prompt.tokens[:length])
     return matched, matched if system == length else allocation.prefix(prompt.tokens[:system], quiet=True)
@@ -160,6 +157,6 @@ def _cuts(prompt: Prompt, length: int) -> tuple[int, ...]:
 
 
 def _segments(prompt: Prompt) -> int:
-    """How many segments the head has."""
+    """Number of segments of the head."""
     kinds = (i for i, segment in enumerate(prompt.segments) if segment.kind in (Kind.CHUNK, Kind.NODE))
     return next(kinds, len(prompt.segments))

@@ -93,7 +93,7 @@ class Influence:
         return self.cci * self.novelty(before)
 
     def encode(self) -> bytes:
-        """As bytes, for `Admitter.admit_segment(meta=...)`."""
+        """Bytes for `Admitter.admit_segment(meta=...)`."""
         head = _HEAD.pack(_VERSION, len(self.intra_L), len(self.before), len(self))
         lengths = np.array(self.lengths, "<u4").tobytes()
         arrays = (np.ascontiguousarray(array, "<f4") for array in (self.inter_LZ, self.intra_L, self.score_T))
@@ -101,7 +101,7 @@ class Influence:
 
     @staticmethod
     def decode(meta: bytes) -> Influence | None:
-        """What `encode` wrote; None if nothing was written, or by another version.
+        """Read what `encode` wrote; None if nothing was written, or by another version.
 
         Raises:
             ValueError: if the bytes do not add up.
@@ -221,7 +221,7 @@ def _prior(prompt: Prompt, index: int) -> tuple[int, ...]:
 
 
 Overhead = Callable[[Influence, Sequence[bytes]], float]
-"""What mending a variant takes, before alpha, where these segments stand before it."""
+"""Function that gives the fix overhead of a variant, before alpha, behind segments with these digests."""
 
 VARIANT = "craft"
 """Method under which variants are kept, whichever of the strategies made them."""

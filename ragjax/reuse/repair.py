@@ -71,7 +71,7 @@ class Selective(SourceStrategy):
         self._selector = selector
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
-        """What is missing, the selector's passes, and one pass over the chosen tokens and the query segments."""
+        """Passes over missing KV, those of the selector, and one over the chosen tokens and the query segments."""
         total = chunk_tokens(prompt)
         count = share(self.ratio if ratio is None else ratio, total)
         choosing = 0 < count < total
@@ -91,7 +91,7 @@ class Selective(SourceStrategy):
 
 
 def _choice(selector: Selector, stitched: Stitched, count: int) -> Choice:
-    """What a selector chooses, int32, ascending and distinct.
+    """Run a selector and check its choice: int32, ascending and distinct.
 
     Raises:
         TypeError, ValueError: naming the selector, if it is not at most `count` of the chunks' tokens.

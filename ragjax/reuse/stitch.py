@@ -69,7 +69,7 @@ class Source(Protocol):
         ...
 
     def meta(self, results: Results, begin: int, end: int) -> bytes:
-        """What to keep with the chunk of tokens [begin, end), from what was measured when it was computed."""
+        """Bytes to keep with the chunk of tokens [begin, end), from the measures of the pass that computed it."""
         ...
 
 
@@ -83,11 +83,9 @@ class Isolated:
         self.method = method
 
     def candidates(self, prompt: Prompt, i: int) -> Iterable[Candidate]:
-        """One."""
         return (Candidate(Provenance.ISOLATED, self.method),)
 
     def meta(self, results: Results, begin: int, end: int) -> bytes:
-        """Nothing."""
         return b""
 
 
@@ -128,7 +126,7 @@ class Stitched:
 
     @property
     def lossy(self) -> bool:
-        """Whether any reused KV lost precision at rest."""
+        """True if any reused KV lost precision at rest."""
         return (self.hit > 0 and self.matched.lossy) or any(match.lossy for match in self.matches.values())
 
     @cached_property
@@ -144,7 +142,7 @@ class Stitched:
 
     @cached_property
     def fused(self) -> bool:
-        """Whether every chunk was found as it was preprocessed, but for one that is exact where it stands."""
+        """True if every chunk was found preprocessed, but for one that is exact at its place."""
         others = (i for i in segments_of(self.prompt, Kind.CHUNK) if i != self.exact_chunk)
         return all(
             (match := self.matches.get(i)) is not None and match.node.behind == self.prompt.segments[i].behind != b""
@@ -191,7 +189,7 @@ class Stitched:
         return Plan(spans, self.tail, exact_to, self.account(redone), logits, fused=self.fused)
 
     def account(self, recomputed: Tokens) -> tuple[SegmentReport, ...]:
-        """What was reused; a token that was computed in some layers counts as recomputed."""
+        """Reports of all segments; a token that was computed in some layers counts as recomputed."""
         reused, tiers = head_account(self.prompt, self.matched, self.hit)
         computed = {}
         for i, match in self.matches.items():
@@ -317,47 +315,37 @@ def check(prompt: Prompt) -> None:
         raise RequestError(f"the prompt ends with a {last} segment: put a query segment behind it", param="prompt")
 
 
-def keys(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> tuple[bytes, ...]:
-    """Keys of the head's path, and of each chunk as its best and its last candidate."""
-    head = prompt.tokens[: system_length(prompt)]
-    found = list(head_keys(prompt, cache, tenant))
-    for i in segments_of(prompt, Kind.CHUNK):
-        candidates, chunk = tuple(source.candidates(prompt, i)), prompt.segments[i]
-        owner = owner_of(chunk, tenant)
-        for each in dict.fromkeys((candidates[0], candidates[-1])):
-            found.append(candidate_key(cache, head, chunk.tokens, each, owner))
-    return tuple(found)
-
-
-def outlook(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> Outlook:
-    """The head, and each chunk: kept as any of its candidates, else computed as an isolated one."""
-    parts: list[LookaheadPart] = [head_part(prompt, tenant)]
-    head = prompt.tokens[: system_length(prompt)]
-    for i in segments_of(prompt, Kind.CHUNK):
-        chunk = prompt.segments[i]
-        keys = [
-            candidate_key(cache, head, chunk.tokens, each, owner)
-            for each in source.candidates(prompt, i)
-            for owner in dict.fromkeys((tenant, PUBLIC))
-        ]
-        owner = owner_of(chunk, tenant)
-        name = cache.key_of(head, chunk.tokens, Provenance.ISOLATED, source.method, owner)
-        parts.append(Keyed(keys, name, len(chunk)))
-    return Outlook(parts)
-
-
 class SourceStrategy(ChunkStrategy):
     """A strategy whose chunks' KV comes from one source, `_source`."""
 
     _source: Source
 
     def chunk_keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the head, and each chunk as its source's candidates."""
-        return keys(prompt, cache, tenant, self._source)
+        """Keys of the head's path, and of each chunk as its best and its last candidate."""
+        head = prompt.tokens[: system_length(prompt)]
+        found = list(head_keys(prompt, cache, tenant))
+        for i in segments_of(prompt, Kind.CHUNK):
+            candidates, chunk = tuple(self._source.candidates(prompt, i)), prompt.segments[i]
+            owner = owner_of(chunk, tenant)
+            for each in dict.fromkeys((candidates[0], candidates[-1])):
+                found.append(candidate_key(cache, head, chunk.tokens, each, owner))
+        return tuple(found)
 
     def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """The same, each chunk by itself."""
-        return outlook(prompt, cache, tenant, self._source)
+        """The head, and each chunk: kept as any of its candidates, else computed as an isolated one."""
+        parts: list[LookaheadPart] = [head_part(prompt, tenant)]
+        head = prompt.tokens[: system_length(prompt)]
+        for i in segments_of(prompt, Kind.CHUNK):
+            chunk = prompt.segments[i]
+            keys = [
+                candidate_key(cache, head, chunk.tokens, each, owner)
+                for each in self._source.candidates(prompt, i)
+                for owner in dict.fromkeys((tenant, PUBLIC))
+            ]
+            owner = owner_of(chunk, tenant)
+            name = cache.key_of(head, chunk.tokens, Provenance.ISOLATED, self._source.method, owner)
+            parts.append(Keyed(keys, name, len(chunk)))
+        return Outlook(parts)
 
 
 def candidate_key(cache: KnowledgeCache, head: Tokens, tokens: Tokens, candidate: Candidate, owner: str) -> bytes:
@@ -390,7 +378,7 @@ def reserve(allocation: Allocation, tokens: int) -> Run:
 
 
 def alone(prompt: Prompt) -> bool:
-    """Whether isolation changes nothing: there is at most one chunk, right behind the system prompt."""
+    """True if isolation changes nothing: at most one chunk, right behind the system prompt."""
     chunks = segments_of(prompt, Kind.CHUNK)
     return not chunks or (len(chunks) == 1 and prompt.starts[chunks[0]] == system_length(prompt))
 

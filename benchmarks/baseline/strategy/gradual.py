@@ -38,7 +38,7 @@ class Gradual(SourceStrategy):
         self._of: Of = of
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
-        """What is missing, two layers of everything, then stage by stage over fewer tokens."""
+        """Passes over missing KV and two layers of everything, then stage by stage over fewer tokens."""
         total = chunk_tokens(prompt)
         ends = [end for end in allocation.stages[1:-1] if end >= PROBED]
         first, *fewer = narrowing(share(self.ratio if ratio is None else ratio, total), total, len(ends) + 1)

@@ -28,7 +28,6 @@ class Recorded:
     measures = frozenset({Measure.KEY_SCORE})
 
     def candidates(self, prompt: Prompt, i: int) -> tuple[Candidate, ...]:
-        """One."""
         return (Candidate(Provenance.ISOLATED, self.method),)
 
     def meta(self, results: Results, begin: int, end: int) -> bytes:

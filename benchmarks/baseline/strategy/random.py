@@ -30,7 +30,7 @@ class Random(Selector):
 
 
 def top_each(scores: NDArray[np.floating], candidates: Tokens, lengths: Sequence[int], counts: Sequence[int]) -> Tokens:
-    """As `top`, for each of the consecutive parts of `lengths` candidates by itself, ascending."""
+    """`top` for each of the consecutive parts of `lengths` candidates by itself, ascending."""
     cuts = np.cumsum(lengths)[:-1]
     parts = zip(np.split(np.asarray(scores), cuts), np.split(candidates, cuts), counts, strict=True)
     return np.concatenate([top(score, part, count) for score, part, count in parts])

@@ -79,7 +79,7 @@ class _Reordered:
         self._causal = Causal(raw_of(prompt.tokens), prompt.starts, tenant, prompt.public)
 
     def look(self, tree: KnowledgeTree) -> Look:
-        """What the prompt's own order has, or all that is found in another."""
+        """Entries of the prompt's own order, or all that is found in another."""
         order = best_order(self._prompt, tree, self._tenant)
         if not order:
             return self._causal.look(tree)
@@ -109,7 +109,7 @@ def _leading_chunks(prompt: Prompt) -> tuple[int, ...]:
 
 
 def _kept(prompt: Prompt, chunks: tuple[int, ...], tree: KnowledgeTree, tenant: str) -> int:
-    """How many of the chunks are kept whole in this order, from the first on."""
+    """Number of leading chunks that are kept whole in this order."""
     whole = (k for k in range(len(chunks), 0, -1) if _holds(prompt, chunks[:k], tree, tenant))
     return next(whole, 0)
 

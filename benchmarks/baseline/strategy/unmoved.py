@@ -21,7 +21,7 @@ class Unmoved(Naive):
     name = "unmoved"
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
-        """As `naive`, with every chunk's keys where they were computed."""
+        """The passes of `naive`, with every chunk's keys where they were computed."""
         stitched = yield from prepare(prompt, allocation, Isolated())
         stitched = replace(stitched, chunk=tuple(replace(span, offset=0) for span in stitched.chunk))
         results = yield stitched.ask()

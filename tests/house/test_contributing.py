@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragjax.cache.lookahead import Look
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import Access, Victims
 from ragjax.cache.tree import Node
@@ -90,7 +89,7 @@ def test_the_order_starts_the_shortest_prompt() -> None:
     run("An order")
     queue: Queue[Waiting] = Queue(ORDERS["shortest"]())
     for total in (30, 10, 20):
-        queue.add(Waiting(total, {}, Look))
+        queue.add(Waiting(total=total))
     chosen = queue.next()
     assert chosen is not None and chosen.total == 10
 

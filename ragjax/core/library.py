@@ -35,7 +35,7 @@ class File:
 class Attachment:
     """A file in a store. usage: bytes of its chunks. error: code and message; empty unless it failed.
 
-    chunk_tokens: most tokens of a chunk; None: the knowledge base's own choice. batch: the batch that it came with.
+    chunk_tokens: most tokens of a chunk; None: the knowledge base's own choice.
     """
 
     store: str
@@ -46,12 +46,11 @@ class Attachment:
     error: tuple[str, str] = ("", "")
     attributes: Mapping[str, Scalar] = field(default_factory=dict)
     chunk_tokens: int | None = None
-    batch: str | None = None
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Files of a store or batch by what has become of them."""
+    """Files of a store by what has become of them."""
 
     in_progress: int = 0
     completed: int = 0
@@ -86,15 +85,6 @@ class Store:
     def expires(self) -> int | None:
         """When it expires unless it is used before, in seconds since 1970."""
         return None if self.days is None else self.active + self.days * 86400
-
-
-@dataclass(frozen=True)
-class FileBatch:
-    """Files that came into a store together."""
-
-    id: str
-    store: str
-    created: int
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""What was uploaded, and into which stores: files with their contents, stores, and attachments, in one SQLite file.
+"""The catalog of a library: files with their contents, stores, and attachments, in one SQLite file.
 
-SQLite is the truth: a row is there or is not, also after a kill. What a knowledge base holds is brought in line with it
-when it is opened (`library.py`).
+A row is there or is not, also after a kill. Knowledge bases are brought in line with the catalog when they are opened
+(`library.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ragjax.core import WHOLE, Attachment, Counts, DamageError, File, FileBatch, Slice, State, Store
+from ragjax.core import WHOLE, Attachment, Counts, DamageError, File, Slice, State, Store
 from ragjax.retrieval.database import add_column, checksum, compare_schema, exclusive
 
 _SCHEMA = """
@@ -29,9 +29,6 @@ create table if not exists stores (
     created integer not null, active integer not null, days integer, metadata text not null, description text,
     expired integer not null
 );
-create table if not exists batches (
-    id text primary key, store text not null references stores (id) on delete cascade, created integer not null
-);
 create table if not exists attachments (
     number integer primary key autoincrement, store text not null references stores (id) on delete cascade,
     file text not null references files (id) on delete cascade, created integer not null, state text not null,
@@ -40,10 +37,8 @@ create table if not exists attachments (
 );
 create index if not exists files_by_tenant on files (tenant);
 create index if not exists stores_by_tenant on stores (tenant);
-create index if not exists batches_by_store on batches (store);
 create index if not exists attachments_by_store on attachments (store);
 create index if not exists attachments_by_file on attachments (file);
-create index if not exists attachments_by_batch on attachments (batch);
 """
 _ODD = (
     "select 1 from files where typeof(size) <> 'integer' or typeof(created) <> 'integer' or typeof(content) <> 'blob'"
@@ -56,9 +51,7 @@ _ODD = (
 _FILE = "select id, name, purpose, size, created, expires from files"
 _KEPT = "id, tenant, name, purpose, size, created, content, expires"
 _STORE = "select id, name, created, active, days, metadata, description, expired from stores"
-_ATTACHMENT = (
-    "select store, file, created, state, usage, code, message, attributes, chunk_tokens, batch from attachments"
-)
+_ATTACHMENT = "select store, file, created, state, usage, code, message, attributes, chunk_tokens from attachments"
 
 _COPIES = (
     "select coalesce(sum(max(files.size, ?)), 0) from stores join attachments on attachments.store = stores.id"
@@ -66,18 +59,11 @@ _COPIES = (
     " where stores.tenant = (select tenant from stores where id = ?) and not stores.expired"
 )
 """The bytes of all files in the stores of one's tenant, each as often as it is in a store."""
-_OLD = (
-    "delete from batches where store = ?"
-    " and rowid <= (select rowid from batches where store = ? order by rowid desc limit 1 offset ?)"
-    " and not exists (select 1 from attachments where batch = batches.id and state = 'in_progress')"
-)
-"""The batches of a store without the latest ones, and without those that are being read."""
-
 _log = logging.getLogger(__name__)
 
 
 class Catalog:
-    """Files, stores, batches and attachments of tenants. Any thread may call it.
+    """Files, stores and attachments of tenants. Any thread may call it.
 
     place: its file; None keeps it in memory.
 
@@ -120,7 +106,6 @@ class Catalog:
         return [File(*row) for row in self._part(sql, "files where id = :id", values, part)]
 
     def file(self, tenant: str, file: str) -> File | None:
-        """One of a tenant's files."""
         return next((File(*row) for row in self._rows(f"{_FILE} where tenant = ? and id = ?", tenant, file)), None)
 
     def content(self, file: str) -> bytes | None:
@@ -156,7 +141,7 @@ class Catalog:
         return [file for (file,) in self._rows("select id from files where expires <= ?", now)]
 
     def next_expiry(self) -> int | None:
-        """When the next file expires."""
+        """Earliest time at which a file expires; None if none does."""
         rows: list[tuple[int | None]] = self._rows("select min(expires) from files")
         return rows[0][0]
 
@@ -201,7 +186,6 @@ class Catalog:
         return dict(self._rows("select id, tenant from stores order by number"))
 
     def store(self, tenant: str, store: str) -> Store | None:
-        """One of a tenant's stores."""
         return next((_store(row) for row in self._rows(f"{_STORE} where tenant = ? and id = ?", tenant, store)), None)
 
     def touch(self, store: str, now: int) -> None:
@@ -216,31 +200,23 @@ class Catalog:
 
     # ---------------------------------------------------------------------------------------- attachments
 
-    def attach(
-        self, attachments: list[Attachment], quota: int, least: int, batch: FileBatch | None = None, batches: int = 0
-    ) -> bool:
+    def attach(self, attachments: list[Attachment], quota: int, least: int) -> bool:
         """Keep attachments to a store, all or none; one that was there is replaced.
-
-        batch: that they come with. batches: of a store that are kept; older ones leave when they have been read.
 
         False: the files in all stores of its tenant would have more bytes than the quota, where one counts for each
         store that it is in. least: bytes that a file counts as, at least.
 
         Raises:
-            sqlite3.IntegrityError: the store, a file or the batch is gone.
+            sqlite3.IntegrityError: the store or a file is gone.
         """
         sql = (
             "insert or replace into attachments (store, file, created, state, usage, code, message, attributes,"
-            " chunk_tokens, batch) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            " chunk_tokens) values (?, ?, ?, ?, ?, ?, ?, ?, ?)"
         )
         with self._changing() as database:
-            if batch is not None:
-                database.execute("insert into batches values (?, ?, ?)", (batch.id, batch.store, batch.created))
             for one in attachments:
                 values = (one.store, one.file, one.created, one.state, one.usage, *one.error)
-                database.execute(sql, (*values, json.dumps(one.attributes), one.chunk_tokens, one.batch))
-            if batch is not None:
-                database.execute(_OLD, (batch.store, batch.store, batches))
+                database.execute(sql, (*values, json.dumps(one.attributes), one.chunk_tokens))
             size: int = database.execute(_COPIES, (least, attachments[0].store)).fetchone()[0]
             if size > quota:
                 database.rollback()
@@ -249,49 +225,31 @@ class Catalog:
     def settle(self, attachment: Attachment) -> bool:
         """Note what became of an attachment; False: it was removed, or replaced, meanwhile."""
         values = (attachment.state, attachment.usage, *attachment.error)
-        key = (attachment.store, attachment.file, attachment.created, attachment.batch, attachment.chunk_tokens)
+        key = (attachment.store, attachment.file, attachment.created, attachment.chunk_tokens)
         sql = "update attachments set state = ?, usage = ?, code = ?, message = ?"
         with self._changing() as database:
-            where = " where store = ? and file = ? and created = ? and batch is ? and chunk_tokens is ?"
+            where = " where store = ? and file = ? and created = ? and chunk_tokens is ?"
             return database.execute(f"{sql}{where} and state = 'in_progress'", (*values, *key)).rowcount == 1
-
-    def cancel(self, store: str, batch: str) -> list[str]:
-        """Note of what came with a batch and is not read yet that it never will be; the files."""
-        sql = "update attachments set state = 'cancelled' where store = ? and batch = ? and state = 'in_progress'"
-        with self._changing() as database:
-            return [file for (file,) in database.execute(f"{sql} returning file", (store, batch))]
 
     def reopen(self, store: str, file: str) -> None:
         """Note that an attachment is to be read again."""
         with self._changing() as database:
             database.execute("update attachments set state = 'in_progress' where store = ? and file = ?", (store, file))
 
-    def note(self, store: str, file: str, attributes: Mapping[str, Any]) -> None:
-        """Change the attributes of an attachment."""
-        with self._changing() as database:
-            sql = "update attachments set attributes = ? where store = ? and file = ?"
-            database.execute(sql, (json.dumps(attributes), store, file))
-
-    def attachments(
-        self, store: str, batch: str | None = None, state: State | None = None, part: Slice = WHOLE
-    ) -> list[Attachment]:
-        """A store's attachments, the oldest first. batch, state: those that came with it, and are in it, alone."""
-        values = {"store": store, "batch": batch, "state": state}
-        given = "".join(f" and {name} = :{name}" for name in ("batch", "state") if values[name] is not None)
-        sql = f"{_ATTACHMENT} where store = :store{given}"
+    def attachments(self, store: str, state: State | None = None, part: Slice = WHOLE) -> list[Attachment]:
+        """A store's attachments, the oldest first. state: those in it alone."""
+        sql = f"{_ATTACHMENT} where store = :store and (:state is null or state = :state)"
         place = "attachments where store = :store and file = :id"
-        return [_attachment(row) for row in self._part(sql, place, values, part)]
+        return [_attachment(row) for row in self._part(sql, place, {"store": store, "state": state}, part)]
 
-    def counts(self, store: str, batch: str | None = None) -> tuple[Counts, int]:
-        """Of these attachments: how many are in each state, and the bytes that their chunks take."""
-        sql = "select state, count(*), sum(usage) from attachments where store = ? and (? is null or batch = ?)"
-        found = self._rows(f"{sql} group by state", store, batch, batch)
+    def counts(self, store: str) -> tuple[Counts, int]:
+        """The number of a store's attachments in each state, and the bytes that their chunks take."""
+        sql = "select state, count(*), sum(usage) from attachments where store = ? group by state"
+        found = self._rows(sql, store)
         return Counts(**{state: number for state, number, _ in found}), sum(usage for *_, usage in found)
 
-    def attachment(self, store: str, file: str, batch: str | None = None) -> Attachment | None:
-        """One of them."""
-        sql = f"{_ATTACHMENT} where store = ? and file = ? and (? is null or batch = ?)"
-        rows = self._rows(sql, store, file, batch, batch)
+    def attachment(self, store: str, file: str) -> Attachment | None:
+        rows = self._rows(f"{_ATTACHMENT} where store = ? and file = ?", store, file)
         return next(map(_attachment, rows), None)
 
     def attached(self, file: str) -> list[str]:
@@ -302,11 +260,6 @@ class Catalog:
         """Forget an attachment."""
         with self._changing() as database:
             database.execute("delete from attachments where store = ? and file = ?", (store, file))
-
-    def batch(self, store: str, batch: str) -> FileBatch | None:
-        """A batch of a store."""
-        rows = self._rows("select id, store, created from batches where store = ? and id = ?", store, batch)
-        return next((FileBatch(*row) for row in rows), None)
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
@@ -359,6 +312,6 @@ def _store(row: tuple[Any, ...]) -> Store:
 
 
 def _attachment(row: tuple[Any, ...]) -> Attachment:
-    store, file, created, state, usage, code, message, attributes, chunk_tokens, batch = row
+    store, file, created, state, usage, code, message, attributes, chunk_tokens = row
     error = (code, message)
-    return Attachment(store, file, created, state, usage, error, json.loads(attributes), chunk_tokens, batch)
+    return Attachment(store, file, created, state, usage, error, json.loads(attributes), chunk_tokens)

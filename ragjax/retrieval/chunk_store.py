@@ -1,10 +1,13 @@
-"""The SQLite file of a knowledge base: its tables, what it must fit, and the vector index over it."""
+"""The SQLite file of a knowledge base: its tables, the settings it must fit, the vector index over it, and the most
+similar chunks of every chunk, behind which KV is computed (FusionRAG, section 3.1).
+"""
 
 from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ from numpy.typing import NDArray
 
 from ragjax.core import Chunk, ConfigError
 from ragjax.retrieval.database import checksum, compare_schema, exclusive
-from ragjax.retrieval.index import IndexKind, VectorIndex
+from ragjax.retrieval.index import Ids, IndexKind, VectorIndex, Vectors
 
 FORMAT = "1"
 """Version of the tables."""
@@ -56,6 +59,9 @@ select number, id, document_id, title, text, tokens, coalesce(behind, x'')
 from chunks left join fused using (number)
 """
 """Rows that `chunk_of` takes."""
+
+_QUERIES = 64  # chunks whose neighbours are searched together: a request's own search waits no longer than for these
+_ROUNDING = 1e-5  # the index may misorder scores that are nearer to each other
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +124,7 @@ def _run(database: sqlite3.Connection, statements: str) -> None:
 
 
 def index_path(directory: Path | None) -> Path | None:
-    """Where the vector index of a directory's chunks is saved; None without a directory."""
+    """Path of the saved vector index of a directory's chunks; None without a directory."""
     return None if directory is None else directory / "index.npz"
 
 
@@ -144,7 +150,7 @@ def open_index(database: sqlite3.Connection, directory: Path | None, kind: Index
 
 
 def _saved_index(path: Path, kind: IndexKind, dim: int) -> VectorIndex | None:
-    """What the file holds, if it is an index of this kind."""
+    """The index in the file, or None if it is of another kind or cannot be read."""
     if not path.exists():
         return None
     try:
@@ -203,3 +209,72 @@ def chunk_of(row: tuple[int, str, str, str, str, bytes, bytes]) -> tuple[int, Ch
     """A chunk and its number, from a row of `CHUNK`."""
     number, chunk_id, document_id, title, text, tokens, behind = row
     return number, Chunk(chunk_id, document_id, title, text, np.frombuffer(tokens, np.int32), behind)
+
+
+# --------------------------------------------------------------------------------------- neighbours
+
+
+def nearest_chunks(index: VectorIndex, rows: Sequence[tuple[int, bytes, bytes]], n: int) -> dict[int, tuple[int, ...]]:
+    """Do the work of `KnowledgeBase.neighbours`.
+
+    rows: number, tokens and embedding of every chunk, by ascending number.
+    """
+    if not rows:
+        return {}
+    store = _EmbeddedChunks.from_rows(rows)
+    found: dict[int, tuple[int, ...]] = {}
+    for begin in range(0, len(rows), _QUERIES):
+        found |= _search_exactly(index, store, store.numbers_N[begin : begin + _QUERIES], n)
+    return found
+
+
+def _search_exactly(index: VectorIndex, store: _EmbeddedChunks, numbers_Q: Ids, n: int) -> dict[int, tuple[int, ...]]:
+    """Asks the index for twice as many candidates until those after the last one cannot matter."""
+    found: dict[int, tuple[int, ...]] = {}
+    left, k = [int(number) for number in numbers_Q], n + 1
+    while left:
+        ids_QK, scores_QK = index.search(store.embedding_NE[[store.row[number] for number in left]], k)
+        enough = k >= len(index)
+        rest = []
+        for number, ids_K, scores_K in zip(left, ids_QK, scores_QK, strict=True):
+            nearest = store.ranked(number, ids_K.tolist())[:n]
+            if enough or (len(nearest) == n and scores_K[-1] < nearest[-1][0] - _ROUNDING):
+                found[number] = tuple(neighbour for _, neighbour in nearest)
+            else:
+                rest.append(number)
+        left, k = rest, 2 * k
+    return found
+
+
+@dataclass(frozen=True)
+class _EmbeddedChunks:
+    """Chunks as neighbours of each other: N numbers, embeddings [N, E], tokens, and the row of each number."""
+
+    numbers_N: Ids
+    embedding_NE: Vectors
+    tokens: tuple[bytes, ...]
+    row: dict[int, int]
+
+    @staticmethod
+    def from_rows(rows: Sequence[tuple[int, bytes, bytes]]) -> _EmbeddedChunks:
+        numbers = np.array([number for number, _, _ in rows], np.int64)
+        embedding = np.frombuffer(b"".join(blob for _, _, blob in rows), np.float32).reshape(len(rows), -1)
+        tokens = tuple(raw for _, raw, _ in rows)
+        return _EmbeddedChunks(numbers, embedding, tokens, {number: i for i, (number, _, _) in enumerate(rows)})
+
+    def ranked(self, number: int, candidates: Iterable[int]) -> list[tuple[float, int]]:
+        """(score, number) of the candidates, best first, without those whose tokens were there before.
+
+        Scores are computed again, pair by pair, in float64: those of the index depend in their last bits on what else
+        was searched, and an order that changes would have KV computed again for nothing.
+        """
+        known = [candidate for candidate in candidates if candidate in self.row]
+        query_E = self.embedding_NE[self.row[number]].astype(np.float64)
+        scores = [float((self.embedding_NE[self.row[candidate]] * query_E).sum()) for candidate in known]
+        seen, ranked = {self.tokens[self.row[number]]}, []
+        for score, candidate in sorted(zip(scores, known, strict=True), key=lambda pair: (-pair[0], pair[1])):
+            raw = self.tokens[self.row[candidate]]
+            if raw not in seen:
+                seen.add(raw)
+                ranked.append((score, candidate))
+        return ranked

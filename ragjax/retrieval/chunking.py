@@ -38,7 +38,7 @@ class Chunker:
             raise ConfigError(f"chunks of {self.max_tokens} tokens are too small; use at least {MIN_TOKENS}")
 
     def checked(self, check: Callable[[], None]) -> Chunker:
-        """The same chunker, which calls `check` before each text that it encodes; an error of it ends the work."""
+        """Copy of this chunker that calls `check` before each text that it encodes; an error of it ends the work."""
 
         def encode(text: str) -> Tokens:
             check()
@@ -51,21 +51,22 @@ class Chunker:
 
         A title that would take more than a third of the budget is cut in the chunk's text.
         """
-        return finish(self.chunking(document))
+        return finish(self.chunk_steps(document))
 
-    def chunking(self, document: Document) -> Generator[None, None, tuple[Chunk, ...]]:
-        """As `chunks`, in steps of about a second."""
+    def chunk_steps(self, document: Document) -> Generator[None, None, tuple[Chunk, ...]]:
+        """Do the work of `chunks` in steps of about a second."""
         heading = self._heading(document.title)
         pieces = yield from self._pieces(document.text, heading)
         made: list[Chunk] = []
         for n, text in enumerate(f"{heading}{piece}\n\n" for piece in pieces):
             if n and not n % _STEP_CHUNKS:
                 yield
-            made.append(Chunk(f"{document.id}#{n}", document.id, document.title, text, self._tokens(text)))
+            tokens = np.asarray(self.encode(text), np.int32)
+            made.append(Chunk(f"{document.id}#{n}", document.id, document.title, text, tokens))
         return tuple(made)
 
     def exceeds(self, text: str, limit: int) -> bool:
-        """Whether a text has more than `limit` tokens; no more of it is encoded than it takes to know."""
+        """Tell if a text has more than `limit` tokens; encodes no more of it than that takes."""
         count = 0
         for block in _blocks(text):
             count += self._count(block)
@@ -91,7 +92,7 @@ class Chunker:
         return self._evenly(text, heading, len(pieces)) or pieces
 
     def _evenly(self, text: str, heading: str, n: int) -> list[str] | None:
-        """As few pieces, but of like size: a filled-up cut leaves a last piece too short to stand for anything."""
+        """Cut into n pieces of like size: a cut that fills each piece leaves a last one too short to be of use."""
         fixed = self._count(f"{heading}\n\n")
         share = math.ceil(self._count(text) / n)
         for slack in (1.05, 1.15, 1.3):
@@ -118,9 +119,6 @@ class Chunker:
     def _count(self, text: str) -> int:
         return len(self.encode(text))
 
-    def _tokens(self, text: str) -> Tokens:
-        return np.asarray(self.encode(text), np.int32)
-
 
 def _blocks(text: str) -> Iterator[str]:
     """Cut a huge text at the last paragraph, line or word that ends within each block."""
@@ -140,16 +138,16 @@ P = ParamSpec("P")
 
 
 def finish(steps: Generator[None, None, T]) -> T:
-    """What comes of all steps, taken at once."""
-    kept = _Kept(steps)
+    """Run all steps and return their result."""
+    kept = _Result(steps)
     for _ in kept:
         pass
     return kept.made
 
 
 def checked(steps: Generator[None, None, T], check: Callable[[], None]) -> Generator[None, None, T]:
-    """The same steps, with a check before each but the first; an error of it ends them."""
-    kept = _Kept(steps)
+    """Take the same steps and call `check` before each but the first; an error of it ends them."""
+    kept = _Result(steps)
     for _ in kept:
         yield
         check()
@@ -157,7 +155,7 @@ def checked(steps: Generator[None, None, T], check: Callable[[], None]) -> Gener
 
 
 def at_once(work: Callable[P, T]) -> Callable[P, Generator[None, None, T]]:
-    """The same work, as steps of which there is one."""
+    """Make a function into a generator of a single step."""
 
     def steps(*args: P.args, **options: P.kwargs) -> Generator[None, None, T]:
         yield from ()
@@ -166,8 +164,8 @@ def at_once(work: Callable[P, T]) -> Callable[P, Generator[None, None, T]]:
     return steps
 
 
-class _Kept(Generic[T]):
-    """Iterates over steps, and keeps what comes of them."""
+class _Result(Generic[T]):
+    """Iterates over steps and keeps their result."""
 
     made: T
 

@@ -61,7 +61,7 @@ def exclusive(
 
 @contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """What is done within it is committed at its end; nothing of it if there is an error.
+    """Commit what is done within it at its end; roll back if there is an error.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -18,7 +18,7 @@ from typing import Any
 from ragjax.core import ConfigError, Document, has_controls, is_unicode
 from ragjax.retrieval.chunking import at_once, finish
 from ragjax.retrieval.html import decode, read_html, read_markdown, read_text
-from ragjax.retrieval.pdf import reading_pdf
+from ragjax.retrieval.pdf import read_pdf_steps
 
 MAX_BYTES = 32 * 2**20
 """Default limit of one document's file (for JSONL: of one line)."""
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a source held: its documents in a fixed order, and the number left out because they had no text."""
+    """The documents of a source in a fixed order, and the number left out because they had no text."""
 
     documents: tuple[Document, ...]
     skipped: int
@@ -186,11 +186,11 @@ def parse(data: bytes, path: Path, document_id: str) -> Document:
     Raises:
         ConfigError: if it is of another kind, broken, or over a limit.
     """
-    return finish(parsing(data, path, document_id))
+    return finish(parse_steps(data, path, document_id))
 
 
-def parsing(data: bytes, path: Path, document_id: str) -> Generator[None, None, Document]:
-    """As `parse`, in steps: what takes long, a PDF, is read some pages at a time."""
+def parse_steps(data: bytes, path: Path, document_id: str) -> Generator[None, None, Document]:
+    """Do the work of `parse` in steps; a PDF takes several."""
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(f"{path}: files of this type cannot be read; use {', '.join(_READERS)}")
@@ -199,7 +199,6 @@ def parsing(data: bytes, path: Path, document_id: str) -> Generator[None, None, 
 
 
 def suffixes() -> tuple[str, ...]:
-    """Of the files that can be read."""
     return tuple(_READERS)
 
 
@@ -223,5 +222,5 @@ _READERS: Mapping[str, Callable[[bytes, Path], Generator[None, None, tuple[str, 
     ".txt": at_once(read_text),
     ".html": at_once(read_html),
     ".htm": at_once(read_html),
-    ".pdf": reading_pdf,
+    ".pdf": read_pdf_steps,
 }

@@ -62,10 +62,9 @@ class EntityIndex:
 
     @property
     def names(self) -> frozenset[str]:
-        """All names."""
         return frozenset(self._numbers)
 
-    def add(self, names: Iterable[str], progress: Callable[[int], None] | None = None) -> int:
+    def add_names(self, names: Iterable[str], progress: Callable[[int], None] | None = None) -> int:
         """Embed those names that are new, and say how many they were. progress: called with the number done.
 
         Raises:
@@ -81,7 +80,7 @@ class EntityIndex:
                     progress(done)
         return done
 
-    def remove(self, names: Iterable[str]) -> None:
+    def remove_names(self, names: Iterable[str]) -> None:
         """Forget names; those that are not there do not matter.
 
         Raises:
@@ -176,29 +175,29 @@ class Mention(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Text:
+class _SplitText:
     """A text in composed Unicode, and its words as they are compared."""
 
     text: str
     starts: tuple[int, ...]
     words: tuple[str, ...]
 
-    @staticmethod
-    def of(text: str) -> _Text:
-        text = unicodedata.normalize("NFC", text)
-        found = list(_WORD.finditer(text))
-        words = (unicodedata.normalize("NFKC", word.group()).casefold() for word in found)
-        return _Text(text, tuple(word.start() for word in found), tuple(words))
-
     @property
     def key(self) -> str:
         return " ".join(self.words)
 
     def spells(self, name: str, word: int) -> bool:
-        """Whether the name stands at that word exactly as it is written."""
-        own = _Text.of(name)
+        """Tell if the name stands at that word exactly as it is written."""
+        own = _split(name)
         begin = self.starts[word] - own.starts[0]
         return begin >= 0 and self.text.startswith(own.text, begin)
+
+
+def _split(text: str) -> _SplitText:
+    text = unicodedata.normalize("NFC", text)
+    found = list(_WORD.finditer(text))
+    words = (unicodedata.normalize("NFKC", word.group()).casefold() for word in found)
+    return _SplitText(text, tuple(word.start() for word in found), tuple(words))
 
 
 class Lexicon:
@@ -209,7 +208,7 @@ class Lexicon:
         self._aliases: dict[str, tuple[Alias, ...]] = {}
         self._longest = 0  # words of a name, up to MAX_WORDS
 
-    def add(self, entity: str) -> None:
+    def add_entity(self, entity: str) -> None:
         """Know an entity by its name. A name without letters and digits is never found in a text."""
         key = self._key(entity)
         if key and entity not in self._entities.get(key, ()):
@@ -221,9 +220,9 @@ class Lexicon:
         if key and alias not in self._aliases.get(key, ()):
             self._aliases[key] = (*self._aliases.get(key, ()), alias)
 
-    def remove(self, entity: str) -> None:
+    def remove_entity(self, entity: str) -> None:
         """Forget an entity's name; its aliases are kept."""
-        key = _Text.of(entity).key
+        key = _split(entity).key
         left = tuple(name for name in self._entities.get(key, ()) if name != entity)
         if left:
             self._entities[key] = left
@@ -232,17 +231,17 @@ class Lexicon:
 
     def named(self, name: str) -> tuple[str, ...]:
         """The entities that this name, or alias, may mean."""
-        key = _Text.of(name).key
+        key = _split(name).key
         return self._entities.get(key) or tuple(dict.fromkeys(alias.entity for alias in self._aliases.get(key, ())))
 
     def mentions(self, text: str, known: Container[str]) -> tuple[Mention, ...]:
-        """What the text names, in its order.
+        """Find the names in a text, in its order.
 
         known: the entities that count; names of others hide none of theirs. Where names overlap the longest counts, and
         of equally long ones the first. Several entities that go by the same words are all found, unless some are
         spelled in the text as they are. Names of more than MAX_WORDS words are not looked for.
         """
-        words = _Text.of(text)
+        words = _split(text)
         found: list[tuple[int, int, tuple[Mention, ...]]] = []
         for begin in range(len(words.words)):
             key = ""
@@ -262,11 +261,11 @@ class Lexicon:
         return tuple(sorted(chosen, key=lambda mention: mention.begin))
 
     def _key(self, name: str) -> str:
-        text = _Text.of(name)
+        text = _split(name)
         self._longest = max(self._longest, min(len(text.words), MAX_WORDS))
         return text.key
 
-    def _at(self, text: _Text, key: str, begin: int, end: int, known: Container[str]) -> tuple[Mention, ...]:
+    def _at(self, text: _SplitText, key: str, begin: int, end: int, known: Container[str]) -> tuple[Mention, ...]:
         entities = (name for name in self._entities.get(key, ()) if name in known)
         written: list[tuple[str, str, How]] = [(name, name, "exact") for name in entities]
         if not written:

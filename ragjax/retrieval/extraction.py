@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExtractionReport:
-    """What came of a run: chunks asked now, those done before, triples of the former, and what had to be left out.
+    """Counts of a run: chunks asked now, chunks done before, triples of the former, and what was left out.
 
     malformed: chunks whose answer held no triple and was no empty list; a next run asks for them again.
     dropped: parts of other answers that were no triple.
@@ -114,14 +114,12 @@ def extract(
 
 @dataclass
 class _Tally:
-    """What the answers held so far."""
-
     triples: int = 0
     malformed: int = 0
     dropped: int = 0
 
     def line_of(self, chunk: Chunk, parsed: ParsedTriples, answer: str) -> str | None:
-        """The line for an answer, if it is worth one."""
+        """Count an answer, and return its line of the output; None if it holds no triples."""
         if parsed.is_malformed:
             self.malformed += 1
             _log.warning("%s: no triples in the answer %r", chunk.id, answer[:SHOWN])
@@ -240,7 +238,7 @@ class Endpoint:
         ) from reply
 
     def _post(self, body: object) -> httpx.Response | httpx.TransportError:
-        """What came back, or why nothing did."""
+        """Return the reply, or the error of the transport."""
         try:
             return self.client.post("chat/completions", json=body)
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
@@ -296,7 +294,7 @@ class ParsedTriples:
 
     @property
     def is_malformed(self) -> bool:
-        """Whether the model did not do as told."""
+        """True if the model did not answer as it was told."""
         return not self.triples and (bool(self.dropped) or not self.is_list)
 
 
@@ -323,7 +321,7 @@ def _json_values(text: str) -> Iterator[object]:
 
 
 def _entries(value: object) -> Sequence[object]:
-    """What stands for triples in a JSON value."""
+    """Parts of a JSON value that stand for triples."""
     if _parts(value) is not None:
         return [value]
     if isinstance(value, dict):

@@ -4,7 +4,7 @@ DepCache (GraphRAG, sections 2.2, 3.3 and 6.1): the entities of a question are f
 to two hops are retrieved from the graph, and the 30 most similar to the question are kept.
 
     graph = KnowledgeGraph.open("graph/", encoder)
-    graph.add(read("facts.tsv"))
+    graph.add(read_triples("facts.tsv"))
     graph.subgraphs("Who directed the film that Bourvil starred in?")
 """
 
@@ -64,7 +64,7 @@ class Entity:
 
 @dataclass(frozen=True)
 class Imported:
-    """What came of an import: triples read, those that were new and those that were there already; new names."""
+    """Counts of an import: triples read, new ones, and ones that were there already; new names; aliases."""
 
     triples: int
     new: int
@@ -98,10 +98,10 @@ class KnowledgeGraph:
         self._lexicon = Lexicon()
         self._writing = threading.Lock()
         entities = set(store.entities())
-        self._index.remove(self._index.names - entities)
-        self._index.add(sorted(entities - self._index.names), progress)
+        self._index.remove_names(self._index.names - entities)
+        self._index.add_names(sorted(entities - self._index.names), progress)
         for name in sorted(entities):
-            self._lexicon.add(name)
+            self._lexicon.add_entity(name)
         for alias in sorted(store.aliases()):
             self._lexicon.add_alias(alias)
 
@@ -166,10 +166,13 @@ class KnowledgeGraph:
         with self._writing:
             for batch in batches(items, BATCH):
                 facts = [item for item in batch if isinstance(item, Triple)]
-                new += self._store.add(facts)
+                new += self._store.add_triples(facts)
                 triples += len(facts)
                 _tell(progress, "triples", triples)
-                aliases += self._add_aliases([item for item in batch if isinstance(item, Alias)])
+                others = [item for item in batch if isinstance(item, Alias)]
+                aliases += self._store.add_aliases(others)
+                for alias in others:
+                    self._lexicon.add_alias(alias)
                 entities += self._add_names(facts, entities, progress)
         return Imported(triples, new, triples - new, entities, aliases)
 
@@ -177,11 +180,11 @@ class KnowledgeGraph:
         """Remove triples, and say how many were there. An entity without triples is no entity of the graph any more."""
         triples = list(triples)
         with self._writing:
-            gone = self._store.delete(triples)
+            gone = self._store.delete_triples(triples)
             left = {name for triple in triples for name in (triple.head, triple.tail) if not self._store.has(name)}
             for name in left:
-                self._lexicon.remove(name)
-            self._index.remove(left)
+                self._lexicon.remove_entity(name)
+            self._index.remove_names(left)
         return gone
 
     def retain(self, triples: Collection[Triple]) -> int:
@@ -191,18 +194,12 @@ class KnowledgeGraph:
         edges = (edge for entity in self._store.entities() for edge in self._store.edges(entity, len(self._store)))
         return self.delete([edge for edge in edges if edge not in triples])
 
-    def _add_aliases(self, aliases: Sequence[Alias]) -> int:
-        new = self._store.add_aliases(aliases)
-        for alias in aliases:
-            self._lexicon.add_alias(alias)
-        return new
-
     def _add_names(self, facts: Sequence[Triple], before: int, progress: Callable[[str, int], None] | None) -> int:
         names = dict.fromkeys(name for fact in facts for name in (fact.head, fact.tail))
         fresh = [name for name in names if name not in self._index]
-        new = self._index.add(fresh, lambda done: _tell(progress, "names", before + done))
+        new = self._index.add_names(fresh, lambda done: _tell(progress, "names", before + done))
         for name in fresh:
-            self._lexicon.add(name)
+            self._lexicon.add_entity(name)
         return new
 
     # ------------------------------------------------------------------------------------------ reading
@@ -307,27 +304,19 @@ class _CachedEncoder:
         self._known: OrderedDict[str, Vectors] = OrderedDict()
 
     def encode(self, texts: Sequence[str]) -> Vectors:
-        """As `TextEncoder.encode`."""
-        known = self._recall(texts)
-        absent = [text for text in dict.fromkeys(texts) if text not in known]
-        if absent:
-            fresh = dict(zip(absent, self._encoder.encode(absent), strict=True))
-            self._remember(fresh)
-            known |= fresh
-        return np.stack([known[text] for text in texts])
-
-    def _recall(self, texts: Sequence[str]) -> dict[str, Vectors]:
         with self._lock:
             known = {text: self._known[text] for text in texts if text in self._known}
             for text in known:
                 self._known.move_to_end(text)
-        return known
-
-    def _remember(self, fresh: dict[str, Vectors]) -> None:
-        with self._lock:
-            self._known.update((text, row.copy()) for text, row in fresh.items())
-            while len(self._known) > self._size:
-                self._known.popitem(last=False)
+        absent = [text for text in dict.fromkeys(texts) if text not in known]
+        if absent:
+            fresh = dict(zip(absent, self._encoder.encode(absent), strict=True))
+            with self._lock:
+                self._known.update((text, row.copy()) for text, row in fresh.items())
+                while len(self._known) > self._size:
+                    self._known.popitem(last=False)
+            known |= fresh
+        return np.stack([known[text] for text in texts])
 
 
 def _tell(progress: Callable[[str, int], None] | None, what: str, done: int) -> None:

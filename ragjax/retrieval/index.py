@@ -49,8 +49,6 @@ _SLICE = 256  # vectors added between two chances for a search to get in
 
 
 class IndexKind(StrEnum):
-    """How vectors are searched."""
-
     FLAT = "flat"
     IVF = "ivf"
     HNSW = "hnsw"
@@ -88,7 +86,7 @@ class VectorIndex:
 
     @property
     def exact(self) -> bool:
-        """Whether a search finds the true nearest (flat always, ivf before it holds TRAIN_AT vectors)."""
+        """True if a search finds the true nearest: flat always, ivf before it holds TRAIN_AT vectors."""
         return self.kind is IndexKind.FLAT or (self.kind is IndexKind.IVF and not self._trained_on)
 
     def add(self, ids: Ids, vectors: Vectors) -> None:
@@ -204,7 +202,7 @@ class VectorIndex:
             with self._lock, _one_thread():  # held by stages alone, so that a writer gets in between
                 begun = begun or (self._version, self._cut(query_1E, k, n))
                 same = begun[0] == self._version
-                stage = next(begun[1]) if same else IndexStage.of(self._search_one(query_1E, k), final=True)
+                stage = next(begun[1]) if same else IndexStage.from_results(self._search_one(query_1E, k), final=True)
             yield stage
             final = stage.final
 
@@ -214,8 +212,8 @@ class VectorIndex:
             return
         for part in range(1, n):
             scores_1K, ids_1K = self._walk(query_1E, k, math.ceil(_candidates(k) * part / n))
-            yield IndexStage.of(by_score(scores_1K[0], ids_1K[0]))
-        yield IndexStage.of(self._search_one(query_1E, k), final=True)
+            yield IndexStage.from_results(by_score(scores_1K[0], ids_1K[0]))
+        yield IndexStage.from_results(self._search_one(query_1E, k), final=True)
 
     def _search_one(self, query_1E: Vectors, k: int) -> Found:
         """The k nearest of one query, equal scores by id."""
@@ -359,7 +357,7 @@ def _ivf(vectors_NE: Vectors) -> Any:
 
 
 def _contents(index: Any) -> tuple[Ids, Vectors]:
-    """All ids and vectors a faiss index holds, dead ones included."""
+    """Ids and vectors of a faiss index, dead ones included."""
     if isinstance(index, faiss.IndexIVF):
         return _list_contents(index)
     ids_N = faiss.vector_to_array(index.id_map).astype(np.int64)
@@ -385,9 +383,9 @@ def _list_contents(index: Any) -> tuple[Ids, Vectors]:
 
 @dataclass(frozen=True)
 class IndexStage:
-    """What a search knows after a stage: ids int64 [K] and scores float32 [K], as `VectorIndex.search` gives them.
+    """Results of a search after a stage: ids int64 [K] and scores float32 [K], as `VectorIndex.search` gives them.
 
-    final: whether it is the last stage, whose results are those of a plain search.
+    final: true for the last stage, whose results are those of a plain search.
     """
 
     ids: Ids
@@ -395,7 +393,7 @@ class IndexStage:
     final: bool
 
     @classmethod
-    def of(cls, found: Found, *, final: bool = False) -> IndexStage:
+    def from_results(cls, found: Found, *, final: bool = False) -> IndexStage:
         """A stage of these results."""
         return cls(found[1], found[0], final)
 
@@ -436,7 +434,7 @@ def flat_stages(index: Any, query_1E: Vectors, k: int, n: int) -> Iterator[Index
             return scores_1K[0], known_K
 
         best = _merged(best, settle(search, k, end - begin) if end > begin else _nothing(k), k)
-        yield IndexStage.of(best, final=end == edges[-1])
+        yield IndexStage.from_results(best, final=end == edges[-1])
 
 
 def list_stages(index: Any, query_1E: Vectors, k: int, n: int) -> Iterator[IndexStage]:
@@ -454,7 +452,7 @@ def list_stages(index: Any, query_1E: Vectors, k: int, n: int) -> Iterator[Index
             return scores_1K[0], ids_1K[0]
 
         best = _merged(best, settle(search, k, index.ntotal), k)
-        yield IndexStage.of(best, final=number == len(groups))
+        yield IndexStage.from_results(best, final=number == len(groups))
 
 
 def _nothing(k: int) -> Found:

@@ -1,4 +1,4 @@
-"""The thread that reads uploaded files, cuts and embeds them into the knowledge bases of their stores."""
+"""The thread that reads uploaded files, cuts them and embeds them into the knowledge bases of their stores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Protocol
 from ragjax.core import Attachment, ConfigError, DamageError, RagjaxError, RequestError
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.chunking import checked
-from ragjax.retrieval.document import parsing
+from ragjax.retrieval.document import parse_steps
 from ragjax.retrieval.knowledge import KnowledgeBase
 
 _log = logging.getLogger(__name__)
@@ -25,33 +25,33 @@ class Bases(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of those that nobody owns."""
+        """Names of the bases that have no owner."""
 
     def get(self, name: str | None = None) -> KnowledgeBase:
         """The one of this name."""
 
     def make(self, name: str | None = None, owner: str | None = None) -> KnowledgeBase:
-        """As `get`, and opened if need be."""
+        """Like `get`, but opens the base if need be."""
 
     def drop(self, name: str) -> None:
         """Close one."""
 
 
-class _Left(Exception):
+class _DetachedError(Exception):
     """A file is not in its store any more."""
 
 
-class _Back(Exception):
+class _AttachedAgainError(Exception):
     """A file is in its store again."""
 
 
-class Intake:
+class Ingest:
     """Reads files: of each tenant one after another, and the tenants take turns. Any thread may call it."""
 
     def __init__(self, catalog: Catalog, bases: Bases):
         self._catalog = catalog
         self._bases = bases
-        self._worker = ThreadPoolExecutor(1, "ragjax-intake")
+        self._worker = ThreadPoolExecutor(1, "ragjax-ingest")
         self._lock = threading.Lock()
         self._waiting: dict[str, dict[tuple[str, str], None]] = {}  # of each tenant, the next first: store, file
         self._reading: dict[str, Iterator[None]] = {}  # what is left of the file that is read for a tenant
@@ -59,7 +59,7 @@ class Intake:
         self._closed = False
 
     def start(self, tenant: str, store: str, file: str) -> None:
-        """Have a file read into its store, if it is in progress there; the catalog is told what became of it."""
+        """Queue a file to be read into its store, if it is in progress there; the catalog is told the outcome."""
         with self._lock:
             self._waiting.setdefault(tenant, {})[store, file] = None
             if not self._running:
@@ -81,11 +81,11 @@ class Intake:
 
         def check() -> None:
             if not self._gone(store, file):
-                raise _Back
+                raise _AttachedAgainError
 
         try:
             self._bases.get(store).delete([file], check)
-        except _Back:
+        except _AttachedAgainError:
             _log.debug("%s has the document %s again", store, file)
         except RequestError:  # it never came so far, or the store is gone too
             _log.debug("%s held no document %s", store, file)
@@ -101,7 +101,7 @@ class Intake:
                 del self._reading[tenant]
 
     def _turn(self) -> str | None:
-        """Whose turn it is, who is then behind the others; None: nobody's."""
+        """Next tenant in round-robin order, or None."""
         with self._lock:
             idle = [tenant for tenant, waiting in self._waiting.items() if not waiting and tenant not in self._reading]
             for tenant in idle:
@@ -126,7 +126,7 @@ class Intake:
             if content is None:
                 return
             settled = yield from self._fill(attachment, content)
-        except _Left:
+        except _DetachedError:
             return
         except DamageError as error:
             settled = replace(attachment, state="failed", error=("server_error", str(error)))
@@ -138,20 +138,18 @@ class Intake:
         self._catalog.settle(settled)
 
     def _gone(self, store: str, file: str) -> bool:
-        """Whether an attachment was removed or cancelled."""
-        attachment = self._catalog.attachment(store, file)
-        return attachment is None or attachment.state == "cancelled"
+        return self._catalog.attachment(store, file) is None
 
     def _check(self, attachment: Attachment) -> None:
         if self._gone(attachment.store, attachment.file):
-            raise _Left
+            raise _DetachedError
 
     def _fill(self, attachment: Attachment, content: bytes) -> Generator[None, None, Attachment]:
         name, file = self._catalog.name(attachment.file), attachment.file
         check = partial(self._check, attachment)
-        document = yield from checked(parsing(content, Path(name), file), check)
+        document = yield from checked(parse_steps(content, Path(name), file), check)
         if not document.text:
             raise ConfigError(f"{name}: there is no text in it")
         base = self._bases.get(attachment.store)
-        yield from checked(base.adding([document], max_tokens=attachment.chunk_tokens, check=check), check)
+        yield from checked(base.add_steps([document], max_tokens=attachment.chunk_tokens, check=check), check)
         return replace(attachment, state="completed", usage=base.size(file) or 0)

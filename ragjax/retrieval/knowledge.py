@@ -34,10 +34,10 @@ from numpy.typing import NDArray
 
 from ragjax.core import CHUNK_TOKENS, Chunk, Document, Hit, RequestError, Tokens
 from ragjax.retrieval import chunk_store
+from ragjax.retrieval.chunk_store import nearest_chunks
 from ragjax.retrieval.chunking import Chunker, finish
 from ragjax.retrieval.database import FairLock
 from ragjax.retrieval.index import NONE, Ids, IndexKind, VectorIndex, Vectors
-from ragjax.retrieval.neighbours import nearest_chunks
 
 _BATCH_CHUNKS = 256  # committed together: what a kill can cost; and put into the index between writes of others
 _STEP_CHUNKS = 32  # embedded in a step: a few seconds at most, and batches of the encoder are full
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class TextEncoder(Protocol):
-    """What a knowledge base needs of a sentence encoder."""
+    """A sentence encoder, as far as a knowledge base needs it."""
 
     @property
     def identity(self) -> str:
@@ -81,7 +81,7 @@ class SearchStage:
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class _CutDocument:
     document: Document
     chunks: tuple[Chunk, ...]
 
@@ -188,9 +188,9 @@ class KnowledgeBase:
         Raises:
             RequestError: a document without id or text, or the same id twice. Nothing is stored then.
         """
-        return finish(self.adding(documents, progress, max_tokens=max_tokens))
+        return finish(self.add_steps(documents, progress, max_tokens=max_tokens))
 
-    def adding(
+    def add_steps(
         self,
         documents: Iterable[Document],
         progress: Callable[[int, int], None] | None = None,
@@ -210,10 +210,10 @@ class KnowledgeBase:
         known = self._digests(document.id for document in documents)
         changed = [document for document in documents if known.get(document.id) != _digest(document, max_tokens)]
         done = len(documents) - len(changed)
-        batch: list[_Prepared] = []
+        batch: list[_CutDocument] = []
         for document in changed:
-            chunks = yield from chunker.chunking(document)
-            batch.append(_Prepared(document, chunks))
+            chunks = yield from chunker.chunk_steps(document)
+            batch.append(_CutDocument(document, chunks))
             if document is not changed[-1] and sum(len(prepared.chunks) for prepared in batch) < _BATCH_CHUNKS:
                 continue
             yield from self._store(batch, max_tokens, check)
@@ -265,7 +265,7 @@ class KnowledgeBase:
         return True
 
     def _store(
-        self, batch: Sequence[_Prepared], max_tokens: int | None, check: Callable[[], None]
+        self, batch: Sequence[_CutDocument], max_tokens: int | None, check: Callable[[], None]
     ) -> Generator[None, None, None]:
         chunks = [chunk for prepared in batch for chunk in prepared.chunks]
         embeddings = yield from self._embeddings([chunk.text for chunk in chunks])
@@ -294,7 +294,7 @@ class KnowledgeBase:
                 self._update_index((), [numbers[i] for i in rows], embeddings[rows])
 
     def _embeddings(self, texts: Sequence[str]) -> Generator[None, None, Vectors]:
-        """Of all texts, float32 [len(texts), dim]; those of like length together, as the encoder pads less then."""
+        """Embed texts, float32 [len(texts), dim]; texts of like length together, as the encoder pads less then."""
         embeddings = np.empty((len(texts), self._encoder.dim), np.float32)
         by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         for start in range(0, len(texts), _STEP_CHUNKS):
@@ -375,7 +375,9 @@ class KnowledgeBase:
             seen_all = wide * count >= len(self._index) or (hits and hits[-1].score < least)
             if len(fit) >= count or (self._index.exact and seen_all):
                 return fit[:count]
-        numbers = self._numbers_of(within)
+        wanted = [document_id for document_id in self.document_ids if document_id in within]
+        with self._opened():
+            numbers = np.array([n for one in wanted for n in chunk_store.numbers(self._database, one)], np.int64)
         return _fitting(self._hits(*self._index.search_among(vector, count, numbers)), least) if len(numbers) else ()
 
     def stages(self, question: str, k: int, n: int) -> Iterator[SearchStage]:
@@ -392,7 +394,7 @@ class KnowledgeBase:
             yield SearchStage(self._hits(stage.ids, stage.scores), stage.final)
 
     def _searchable(self, question: str, k: int) -> int:
-        """How many chunks to search for: faiss makes room for k results, however few there are."""
+        """Number of chunks to search for: faiss makes room for k results, however few there are."""
         if k < 1:
             return 0
         count = len(self._index)
@@ -408,15 +410,9 @@ class KnowledgeBase:
         chunks = self._chunks([number for number, _ in found])
         return tuple(Hit(chunks[number], score) for number, score in found if number in chunks)
 
-    def _numbers_of(self, document_ids: Container[str]) -> Ids:
-        """Numbers of the chunks of these documents."""
-        wanted = [document_id for document_id in self.document_ids if document_id in document_ids]
-        with self._opened():
-            return np.array([n for one in wanted for n in chunk_store.numbers(self._database, one)], np.int64)
-
     @property
     def preprocessed(self) -> bool:
-        """Whether the KV of every chunk is kept as computed behind its neighbours (`mark_fused`)."""
+        """True if the KV of every chunk is kept as computed behind its neighbours (`mark_fused`)."""
         query = "select exists(select 1 from chunks where number not in (select number from fused))"
         with self._opened():
             (missing,) = self._database.execute(query).fetchone()
@@ -437,7 +433,7 @@ class KnowledgeBase:
         return tuple(chunk_store.chunk_of(row)[1] for row in rows)
 
     def chunks(self, numbers: Iterable[int]) -> dict[int, Chunk]:
-        """Those of the chunks with these numbers that are stored, by number."""
+        """Stored chunks with these numbers, by number."""
         with self._opened():
             return self._read(numbers)
 
@@ -508,7 +504,7 @@ class KnowledgeBase:
             return dict(row for name in document_ids for row in self._database.execute(sql, (name,)))
 
     def _chunks(self, numbers: Sequence[int]) -> dict[int, Chunk]:
-        """Those of the chunks that are (still) stored. Cached ones do not wait for a write to end."""
+        """Stored chunks with these numbers; cached ones do not wait for a write to end."""
         found = {number: chunk for number in numbers if (chunk := self._cache.get(number)) is not None}
         absent = [number for number in numbers if number not in found]
         if absent:
@@ -533,7 +529,7 @@ class KnowledgeBase:
 
 
 def _fitting(hits: Iterable[Hit], least: float, within: Container[str] | None = None) -> tuple[Hit, ...]:
-    """Those of at least this score, and of these documents."""
+    """Hits of at least this score and of these documents."""
     return tuple(hit for hit in hits if hit.score >= least and (within is None or hit.chunk.document_id in within))
 
 
@@ -557,20 +553,23 @@ def _check(documents: Sequence[Document]) -> None:
 
 
 def _digest(document: Document, max_tokens: int | None) -> bytes:
-    """Of what its chunks are made from; no size of theirs is the base's own."""
+    """Hash of what a document's chunks are made from; a chunk size counts only where it is not the base's own."""
     parts = (document.title, document.text, *(() if max_tokens is None else (max_tokens,)))
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
 class BasePart:
-    """One of the knowledge bases. within: ids of its documents that may be found; None: all."""
+    """One of the knowledge bases of a search.
+
+    within: ids of its documents that may be found; None: all.
+    """
 
     base: KnowledgeBase
     within: frozenset[str] | None = None
 
     def may_find(self, document_id: str) -> bool:
-        """Whether a document is there, and may be found."""
+        """Tell if a document is there and may be found."""
         return (self.within is None or document_id in self.within) and document_id in self.base
 
 

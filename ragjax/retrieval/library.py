@@ -11,29 +11,39 @@ import shutil
 import sqlite3
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from ragjax.core import (
+    PURPOSES,
     WHOLE,
     Attachment,
     Chunk,
     Counts,
-    FileBatch,
+    File,
     Filter,
     MissingError,
     Passage,
     RequestError,
-    Scalar,
     Slice,
     State,
     Store,
+    has_controls,
+    is_unicode,
 )
 from ragjax.retrieval.catalog import Catalog
-from ragjax.retrieval.files import LEAST_BYTES, QUOTA, Files, hexadecimal
-from ragjax.retrieval.ingest import Bases, Intake
+from ragjax.retrieval.document import suffixes
+from ragjax.retrieval.ingest import Bases, Ingest
+
+NAME_CHARS = 1024
+"""Characters of a file's name: every passage has it."""
+QUOTA = 2**30
+"""Bytes of files that a tenant may keep unless somebody says otherwise."""
+LEAST_BYTES = 4096
+"""What a file counts as, at least: a quota bounds the number of files too."""
 
 FOLDER = ".library"
 """Beside the folders of the knowledge bases; none of them can have this name."""
@@ -41,31 +51,38 @@ FEWEST_TOKENS, MOST_TOKENS = 100, 4096
 """Tokens of a chunk that a client may ask for, as in OpenAI's API."""
 STORES_OF_TENANT = 1000
 """Stores that a tenant may have; each keeps two files open."""
-BATCHES_OF_STORE = 1000
-"""The latest batches of a store are kept, and those that are in progress."""
 _ID = re.compile(r"vs_[0-9a-f]{24}")
 
 
-class Library(Files):
+class Library:
     """Files and stores of tenants ("": of nobody). Any thread may call it; whatever is not the tenant's is not there.
 
-    directory: where the knowledge bases are kept; None keeps all in memory. now, quota: as `Files` has them.
+    directory: where the knowledge bases are kept; None keeps all in memory.
+    now: the time in seconds since 1970.
+    quota: most bytes of files of a tenant, each of at least `LEAST_BYTES`; and of the files in its stores, where one
+        counts for each store that it is in.
 
     Raises:
         ConfigError: what is kept there cannot be used.
     """
 
     def __init__(self, bases: Bases, directory: Path | None, now: Callable[[], float] = time.time, quota: int = QUOTA):
-        catalog = Catalog(None if directory is None else directory / FOLDER / "catalog.sqlite")
-        super().__init__(catalog, Intake(catalog, bases), now, quota)
+        self._catalog = Catalog(None if directory is None else directory / FOLDER / "catalog.sqlite")
+        self._ingest = Ingest(self._catalog, bases)
         self._bases = bases
+        self._now = now
+        self._quota = quota
+        self._expiring = threading.Lock()
+        self._due: int | None = None  # when the next file expires
         self._directory = directory
         self._began = int(now())
         self._attaching = threading.Lock()
 
     def open(self) -> None:
         """Open the stores that were kept, and go on with what was not finished."""
-        self._begin()
+        with self._expiring:
+            self._due = self._catalog.next_expiry()
+        self.expire()
         kept = self._catalog.owners()
         owners = {store: tenant for store, tenant in kept.items() if not self._expired(tenant, store)}
         self._sweep(set(owners))
@@ -78,12 +95,98 @@ class Library(Files):
             for one in wanted.values():
                 if one.state == "in_progress" or (one.state == "completed" and one.file not in base.document_ids):
                     self._catalog.reopen(store, one.file)
-                    self._intake.start(tenant, store, one.file)
+                    self._ingest.start(tenant, store, one.file)
 
     def close(self) -> None:
         """Stop reading files. What was not finished goes on when the library is opened again."""
-        self._intake.close()
+        self._ingest.close()
         self._catalog.close()
+
+    # ---------------------------------------------------------------------------------------------- files
+
+    def upload(self, tenant: str, name: str, purpose: str, content: bytes, seconds: int | None = None) -> File:
+        """Keep a file. seconds: until it expires; None: it does not.
+
+        Raises:
+            RequestError: if it could not be searched in, has no use here, or is beyond the quota.
+        """
+        kinds = ", ".join(suffixes())
+        if purpose not in PURPOSES:
+            reason = f"files serve searches here: purpose must be {' or '.join(PURPOSES)}, not {purpose!r}"
+            raise RequestError(reason, param="purpose", code="invalid_value")
+        if Path(name).suffix.lower() not in suffixes() or not is_unicode(name):
+            reason = f"the file {name!r} cannot be read: files of these types can: {kinds}"
+            raise RequestError(reason, param="file", code="unsupported_file")
+        if len(name) > NAME_CHARS or has_controls(name):
+            reason = f"the file's name may have {NAME_CHARS} characters, and no control characters"
+            raise RequestError(reason, param="file", code="invalid_value")
+        if not content:
+            raise RequestError(f"the file {name!r} is empty", param="file", code="invalid_value")
+        self.expire()
+        now = int(self._now())
+        file = File(f"file-{_new_id()}", name, purpose, len(content), now, None if seconds is None else now + seconds)
+        if not self._catalog.add_file(tenant, file, content, self._quota, LEAST_BYTES):
+            reason = (
+                f"all your files together may have {self._quota / 2**20:g} MiB: delete some, or upload a smaller one"
+            )
+            raise RequestError(reason, param="file", code="quota_exceeded")
+        if seconds is not None:
+            with self._expiring:
+                self._due = self._catalog.next_expiry()
+        return file
+
+    def files(self, tenant: str, purpose: str | None = None, part: Slice = WHOLE) -> list[File]:
+        """List files, the oldest first, or a part of them.
+
+        purpose: only files of this purpose.
+        """
+        self.expire()
+        return self._catalog.files(tenant, purpose, part)
+
+    def file(self, tenant: str, file: str) -> File:
+        """One file.
+
+        Raises:
+            MissingError: if it is not there.
+        """
+        self.expire()
+        found = self._catalog.file(tenant, file)
+        if found is None:
+            raise MissingError(f"no file {file!r}", param="file_id", code="not_found")
+        return found
+
+    def content(self, tenant: str, file: str) -> bytes:
+        """A file's bytes.
+
+        Raises:
+            MissingError: if it is not there.
+            DamageError: if they are not as they were uploaded; other files are not concerned.
+        """
+        return self._catalog.content(self.file(tenant, file).id) or b""
+
+    @property
+    def damaged(self) -> int:
+        """Times that a file was read, for a client or into a store, and found damaged."""
+        return self._catalog.damaged
+
+    def remove(self, tenant: str, file: str) -> None:
+        """Delete a file, and take it out of all stores; raises as `file`."""
+        for store in self._catalog.remove_file(self.file(tenant, file).id):
+            self._ingest.forget(store, file)
+
+    def expire(self) -> None:
+        """Delete the files whose time is over; everything that shows files calls it."""
+        if self._due is None or self._now() < self._due:
+            return
+        with self._expiring:
+            gone = [
+                (store, file)
+                for file in self._catalog.expired(int(self._now()))
+                for store in self._catalog.remove_file(file)
+            ]
+            self._due = self._catalog.next_expiry()
+        for store, file in gone:
+            self._ingest.forget(store, file)
 
     # --------------------------------------------------------------------------------------------- stores
 
@@ -102,7 +205,7 @@ class Library(Files):
             ConfigError: if it cannot be made; nothing of it is left then.
         """
         now = int(self._now())
-        store = Store(f"vs_{hexadecimal()}", name, now, now, days, metadata or {}, description)
+        store = Store(f"vs_{_new_id()}", name, now, now, days, metadata or {}, description)
         if not self._catalog.add_store(tenant, store, STORES_OF_TENANT):
             reason = f"you have {STORES_OF_TENANT} vector stores, as many as a server keeps for one client: delete some"
             raise RequestError(reason, code="quota_exceeded")
@@ -171,7 +274,7 @@ class Library(Files):
 
     # ---------------------------------------------------------------------------------------- attachments
 
-    def attach(self, tenant: str, attachments: Sequence[Attachment], *, batch: bool = False) -> FileBatch | None:
+    def attach(self, tenant: str, attachments: Sequence[Attachment]) -> None:
         """Put files into a store, all of the same; they are read and embedded one behind another, later.
 
         Raises:
@@ -183,11 +286,10 @@ class Library(Files):
         self._check(store)
         for one in attachments:
             self.file(tenant, one.file)
-        made = FileBatch(f"vsfb_{hexadecimal()}", store.id, now) if batch else None
-        rows = [replace(one, created=now, batch=None if made is None else made.id) for one in attachments]
+        rows = [replace(one, created=now) for one in attachments]
         try:
             with self._attaching:
-                kept = self._catalog.attach(rows, self._quota, LEAST_BYTES, made, BATCHES_OF_STORE)
+                kept = self._catalog.attach(rows, self._quota, LEAST_BYTES)
         except sqlite3.IntegrityError:  # it was removed, or its time ran out, since it was looked up
             reason = "the vector store, or one of the files, was deleted just now"
             raise MissingError(reason, param="file_id", code="not_found") from None
@@ -199,26 +301,23 @@ class Library(Files):
             raise RequestError(reason, param="file_id", code="quota_exceeded")
         self._catalog.touch(store.id, now)
         for row in rows:
-            self._intake.start(tenant, row.store, row.file)
-        return made
+            self._ingest.start(tenant, row.store, row.file)
 
-    def attachments(
-        self, tenant: str, store: str, batch: str | None = None, state: State | None = None, part: Slice = WHOLE
-    ) -> list[Attachment]:
-        """What a store holds, the oldest first, of the server's own by id; or a part of it. Raises as `store`.
+    def attachments(self, tenant: str, store: str, state: State | None = None, part: Slice = WHOLE) -> list[Attachment]:
+        """The files of a store, the oldest first, of the server's own by id; or a part of them. Raises as `store`.
 
-        batch, state: what came with it, and is in it, alone.
+        state: those in it alone.
         """
         self.expire()
         if not self.store(tenant, store).own:
-            return self._catalog.attachments(store, batch, state, part)
+            return self._catalog.attachments(store, state, part)
         if state not in (None, "completed"):
             return []
         found = self._bases.get(store).sizes(part.count, after=part.after, before=part.before, last=part.last)
         return [self._own_document(store, file, size) for file, size in found]
 
-    def attachment(self, tenant: str, store: str, file: str, batch: str | None = None) -> Attachment:
-        """A file in a store, or of a batch.
+    def attachment(self, tenant: str, store: str, file: str) -> Attachment:
+        """A file in a store.
 
         Raises:
             MissingError: if it is not there.
@@ -229,17 +328,10 @@ class Library(Files):
             size = self._bases.get(store).size(file)
             found = None if size is None else self._own_document(store, file, size)
         else:
-            found = self._catalog.attachment(store, file, batch)
+            found = self._catalog.attachment(store, file)
         if found is None:
             raise MissingError(f"no file {file!r} in vector store {store!r}", param="file_id", code="not_found")
         return found
-
-    def note(self, tenant: str, store: str, file: str, attributes: Mapping[str, Scalar]) -> Attachment:
-        """Change the attributes of a file in a store; raises as `detach`."""
-        self._changeable(tenant, store)
-        found = self.attachment(tenant, store, file)
-        self._catalog.note(store, file, attributes)
-        return replace(found, attributes=attributes)
 
     def detach(self, tenant: str, store: str, file: str) -> None:
         """Take a file out of a store.
@@ -250,7 +342,7 @@ class Library(Files):
         self._changeable(tenant, store)
         self.attachment(tenant, store, file)
         self._catalog.detach(store, file)
-        self._intake.forget(store, file)
+        self._ingest.forget(store, file)
 
     def discard(self, tenant: str, file: str) -> None:
         """Delete a file that is in no store; an expired store does not count.
@@ -264,34 +356,15 @@ class Library(Files):
             stores = self._catalog.attached(found)
             if not all(self._expired(tenant, store) for store in stores):
                 raise RequestError(f"the file {file!r} is in a vector store", param="file_id", code="in_use")
-            self._remove(found)
+            self._catalog.remove_file(found)
 
-    def batch(self, tenant: str, store: str, batch: str) -> FileBatch:
-        """A batch.
-
-        Raises:
-            MissingError: if it is not there.
-        """
-        self.store(tenant, store)
-        found = self._catalog.batch(store, batch)
-        if found is None:
-            raise MissingError(f"no file batch {batch!r} in vector store {store!r}", param="batch_id", code="not_found")
-        return found
-
-    def cancel(self, tenant: str, store: str, batch: str) -> FileBatch:
-        """Read no more of a batch: what is in progress of it is cancelled; raises as `batch`."""
-        found = self.batch(tenant, store, batch)
-        for file in self._catalog.cancel(store, batch):
-            self._intake.forget(store, file)  # as it was before, if it was there
-        return found
-
-    def counts(self, tenant: str, store: str, batch: str | None = None) -> tuple[Counts, int]:
-        """The files of a store or batch by what became of them, and the bytes that their chunks take."""
+    def counts(self, tenant: str, store: str) -> tuple[Counts, int]:
+        """The files of a store by what became of them, and the bytes that their chunks take."""
         self.expire()
         if self.store(tenant, store).own:
             documents, size = self._bases.get(store).extent
             return Counts(completed=documents), size
-        return self._catalog.counts(store, batch)
+        return self._catalog.counts(store)
 
     # -------------------------------------------------------------------------------------------- searches
 
@@ -413,3 +486,7 @@ class Library(Files):
         self._catalog.expire_store(store.id)
         self._drop(store.id)
         return gone
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:24]

@@ -36,7 +36,7 @@ _CHILD = f"from {__name__} import read_in_child; read_in_child()"
 _ERROR_CHARS = 300
 
 
-def reading_pdf(data: bytes, path: Path) -> Generator[None, None, tuple[str, str]]:
+def read_pdf_steps(data: bytes, path: Path) -> Generator[None, None, tuple[str, str]]:
     """No title, and the text of all pages; in steps of `STEP_SECONDS`, between which the process is stopped.
 
     Raises:

@@ -85,7 +85,7 @@ def _from_jsonl(path: Path) -> Iterator[Triple]:
 
 
 def _entries(entry: object, where: str) -> list[list[object]]:
-    """What the line has for triples, as lists."""
+    """Triples of a line, as lists."""
     if isinstance(entry, list):
         return [entry]
     if isinstance(entry, dict) and isinstance(entry.get("triples"), list):
@@ -147,7 +147,7 @@ def _labels(path: Path) -> tuple[dict[str, str], list[Alias]]:
         iri, text = _key(quad.subject), " ".join(quad.object.value.split())
         if quad.predicate.value == _ALT_LABEL:
             others.setdefault(iri, []).append(text)
-        elif iri not in has_own and _is_own(quad.object.language):
+        elif iri not in has_own and (quad.object.language is None or quad.object.language.partition("-")[0] == "en"):
             has_own.add(iri)
             labels.setdefault(iri, []).insert(0, text)
         else:
@@ -156,10 +156,6 @@ def _labels(path: Path) -> tuple[dict[str, str], list[Alias]]:
     told = ((iri, text) for table in (labels, others) for iri, texts in table.items() for text in texts if text)
     aliases = [Alias(_name_of(iri, names), text) for iri, text in told]
     return names, [alias for alias in dict.fromkeys(aliases) if alias.name != alias.entity]
-
-
-def _is_own(language: str | None) -> bool:
-    return language is None or language.partition("-")[0] == "en"
 
 
 def _distinct(labels: dict[str, str]) -> dict[str, str]:
@@ -195,13 +191,8 @@ def _named(term: object, names: dict[str, str]) -> str:
 
 
 def _name_of(key: str, names: dict[str, str]) -> str:
-    """Of an IRI its label or last part; of a node without an IRI its label or what it is written as."""
-    return names.get(key) or (key if key.startswith(("_:", "<<")) else _local(key))
-
-
-def _local(iri: str) -> str:
-    """The last part of an IRI, as words."""
-    return next(_endings(iri))
+    """Name of a node: its label, the last part of its IRI, or else the node as it is written."""
+    return names.get(key) or (key if key.startswith(("_:", "<<")) else next(_endings(key)))
 
 
 def _endings(iri: str) -> Iterator[str]:

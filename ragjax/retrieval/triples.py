@@ -80,7 +80,7 @@ class RelationPath:
 
     @property
     def text(self) -> str:
-        """As it is embedded and read: "A -relation-> B -relation-> C"."""
+        """Text that is embedded and read: "A -relation-> B -relation-> C"."""
         return path_text(self.steps)
 
     @property
@@ -90,13 +90,13 @@ class RelationPath:
         return tuple(Triple(*hop).forward() for hop in hops)
 
     def begins(self, other: RelationPath) -> bool:
-        """Whether the other path starts with all of this one."""
+        """Tell if the other path starts with all of this one."""
         return other.steps[: len(self.steps)] == self.steps
 
 
 @dataclass(frozen=True)
 class Subgraph:
-    """What is told about one entity. Its paths are kept without repetition, sorted by their steps.
+    """Relation paths around one entity, without repetition and sorted by their steps.
 
     So equal sets of paths make equal prompts, and paths that share their first steps stand side by side.
     """
@@ -131,28 +131,21 @@ def serialize(paths: Iterable[RelationPath], serialization: Serialization) -> tu
         RequestError: if the serialization is neither.
     """
     if serialization == "path":
-        return _maximal(paths)
+        ordered = sorted(dict.fromkeys(paths), key=lambda path: path.steps)
+        # sorted, a path that begins any other one begins the next
+        pairs = zip_longest(ordered, ordered[1:])
+        return tuple(path for path, after in pairs if after is None or not path.begins(after))
     if serialization == "triplet":
-        return _triplets(paths)
+        best: dict[Triple, float] = {}
+        for path in paths:
+            for triple in path.triples:
+                best[triple] = max(path.score, best.get(triple, path.score))
+        return tuple(RelationPath(tuple(triple), score) for triple, score in best.items())
     raise RequestError(
         f"unknown serialization {serialization!r}; use 'path' or 'triplet'",
         param="rag.graph.serialization",
         code="invalid_value",
     )
-
-
-def _maximal(paths: Iterable[RelationPath]) -> tuple[RelationPath, ...]:
-    ordered = sorted(dict.fromkeys(paths), key=lambda path: path.steps)
-    # sorted, a path that begins any other one begins the next
-    return tuple(path for path, after in zip_longest(ordered, ordered[1:]) if after is None or not path.begins(after))
-
-
-def _triplets(paths: Iterable[RelationPath]) -> tuple[RelationPath, ...]:
-    best: dict[Triple, float] = {}
-    for path in paths:
-        for triple in path.triples:
-            best[triple] = max(path.score, best.get(triple, path.score))
-    return tuple(RelationPath(tuple(triple), score) for triple, score in best.items())
 
 
 def _wrong(message: str) -> RequestError:
@@ -219,7 +212,7 @@ class OxigraphStore:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """What is wrong with the files under the database is told as their damage."""
+        """Turn errors of the database into DamageError."""
         try:
             yield
         except (RuntimeError, DamageError) as error:
@@ -234,7 +227,7 @@ class OxigraphStore:
             raise ValueError("the store of triples is closed")
         return self._store
 
-    def add(self, triples: Iterable[Triple]) -> int:
+    def add_triples(self, triples: Iterable[Triple]) -> int:
         """Store triples, and say how many were new. Those that the iterable repeats, or that are there, count once.
 
         A relation that ends in " (inverse)" is stored in its own direction.
@@ -253,7 +246,7 @@ class OxigraphStore:
             self._count += len(fresh)
         return len(fresh)
 
-    def delete(self, triples: Iterable[Triple]) -> int:
+    def delete_triples(self, triples: Iterable[Triple]) -> int:
         """Remove triples, and say how many were there."""
         gone = 0
         with self._writing, self._reading():

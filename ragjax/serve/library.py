@@ -302,7 +302,7 @@ class LibraryEndpoints:
         tenant, library = _tenant(request), self._engine.library
         library.store(tenant, vector_store_id)
         return ListPage(order, limit, after, before).of(
-            partial(library.attachments, tenant, vector_store_id, None, filter),
+            partial(library.attachments, tenant, vector_store_id, filter),
             partial(library.attachment, tenant, vector_store_id),
             lambda one: one.file,
             _attachment,

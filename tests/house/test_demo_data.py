@@ -175,7 +175,7 @@ def test_gold_paths_walk_the_facts_to_the_answers_alone(facts: list[Triple], gra
 def test_a_graph_question_names_its_topic_and_no_other_entity(facts: list[Triple], graph_questions: Questions) -> None:
     lexicon, names = Lexicon(), {name for fact in facts for name in (fact.head, fact.tail)}
     for name in names:
-        lexicon.add(name)
+        lexicon.add_entity(name)
     for q in graph_questions:
         assert [mention.entity for mention in lexicon.mentions(q["question"], names)] == q["topic_entities"], q["id"]
         assert {path[0] for path in q["paths"]} == set(q["topic_entities"]), q["id"]

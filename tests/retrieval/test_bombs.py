@@ -133,7 +133,7 @@ def test_between_steps_neither_the_process_nor_the_clock_runs(monkeypatch: pytes
     started = notes_processes(monkeypatch)
     now = [0.0]
     monkeypatch.setattr(pdf, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    steps, state = pdf.reading_pdf(pdf_of(SHOWN, pages=3), PATH), ""
+    steps, state = pdf.read_pdf_steps(pdf_of(SHOWN, pages=3), PATH), ""
     next(steps)
     while state != "T":
         state = Path(f"/proc/{started[0].pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -156,7 +156,7 @@ def forwarded(steps: Generator[None, None, Any], now: list[float]) -> Generator[
 def test_steps_that_are_left_leave_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pdf, "STEP_SECONDS", 0.0)
     started = notes_processes(monkeypatch)
-    steps = pdf.reading_pdf(pdf_of(SHOWN), PATH)
+    steps = pdf.read_pdf_steps(pdf_of(SHOWN), PATH)
     next(steps)
     steps.close()
     assert started[0].returncode == -signal.SIGKILL
@@ -180,7 +180,7 @@ def test_what_a_pdf_says_is_not_logged(
 
 def read_in_steps(data: bytes) -> int:
     """Steps that reading a PDF takes."""
-    return sum(1 for _ in pdf.reading_pdf(data, PATH))
+    return sum(1 for _ in pdf.read_pdf_steps(data, PATH))
 
 
 def test_an_error_of_a_pdf_is_one_printable_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_opening_a_pdf_is_within_the_time_and_in_steps(monkeypatch: pytest.Monke
     monkeypatch.setattr(pdf, "MAX_SECONDS", 1.0)
     monkeypatch.setattr(pdf, "STEP_SECONDS", 0.1)
     taken = 0
-    steps = pdf.reading_pdf(b"%PDF-1.4\n" + b"startxref\n" * 2_000_000, PATH)
+    steps = pdf.read_pdf_steps(b"%PDF-1.4\n" + b"startxref\n" * 2_000_000, PATH)
     with pytest.raises(ConfigError, match="page: not read within 1 seconds; split the file"):
         while True:
             next(steps)

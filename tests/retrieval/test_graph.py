@@ -95,13 +95,13 @@ def test_names_of_another_encoder_are_embedded_again(tmp_path: Path, caplog: pyt
 
 def test_an_import_that_was_killed_is_made_good_at_the_next_start(tmp_path: Path) -> None:
     store = OxigraphStore(tmp_path / "triples")
-    store.add(FILMS)  # and then the names were never embedded
+    store.add_triples(FILMS)  # and then the names were never embedded
     store.close()
     told: list[int] = []
     with opened(tmp_path, progress=told.append) as graph:
         assert told == [10] and graph.entities == 10
     store = OxigraphStore(tmp_path / "triples")
-    store.delete(FILMS[5:6])  # and then the names were never removed
+    store.delete_triples(FILMS[5:6])  # and then the names were never removed
     store.close()
     with opened(tmp_path) as graph:
         assert graph.entities == 8
@@ -171,9 +171,9 @@ def test_names_are_embedded_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entity_index, "_BATCH", 4)
     names = EntityIndex(WordEncoder())
     told: list[int] = []
-    assert names.add([str(n) for n in range(10)], told.append) == 10
+    assert names.add_names([str(n) for n in range(10)], told.append) == 10
     assert told == [4, 8, 10]
-    names.remove(["3", "absent"])
+    names.remove_names(["3", "absent"])
     assert len(names) == 9 and "3" not in [name for name, _ in names.nearest("3", 9)]
     assert len(names.nearest("3", 9)) == 9
     assert names.nearest("7", 1) == [("7", pytest.approx(1.0))]
@@ -229,7 +229,7 @@ def test_names_of_what_is_no_entity_hide_none(films: KnowledgeGraph) -> None:
 def test_variants_of_unicode_are_one_name() -> None:
     lexicon = Lexicon()
     for name in ("Cafe\u0301 Ｎｏ１", "Straße", "western_africa", "+"):
-        lexicon.add(name)
+        lexicon.add_entity(name)
     names = ["Cafe\u0301 Ｎｏ１", "Straße", "western_africa"]
     assert [m.entity for m in lexicon.mentions("the café no1 in STRASSE of Western Africa +", names)] == names
     assert lexicon.named("CAFÉ no1") == ("Cafe\u0301 Ｎｏ１",)
@@ -239,11 +239,11 @@ def test_variants_of_unicode_are_one_name() -> None:
 def test_linking_takes_any_text(names: list[str], text: str) -> None:
     lexicon = Lexicon()
     for name in names:
-        lexicon.add(name)
+        lexicon.add_entity(name)
     spans = [range(m.begin, m.end) for m in lexicon.mentions(text, names)]
     assert all(set(a).isdisjoint(b) or a == b for a in spans for b in spans)
     for name in names:
-        lexicon.remove(name)
+        lexicon.remove_entity(name)
     assert lexicon.mentions(" ".join(names), names) == ()
 
 
@@ -254,8 +254,8 @@ def test_long_names_cost_a_question_little() -> None:
 
     def cost(name: str) -> int:
         lexicon = Lexicon()
-        lexicon.add("Bourvil")
-        lexicon.add(name)
+        lexicon.add_entity("Bourvil")
+        lexicon.add_entity(name)
         assert [mention.entity for mention in lexicon.mentions(question, ["Bourvil"])] == ["Bourvil"]
         assert lexicon.named(name) == (name,)
         return calls(lambda: lexicon.mentions(question, ["Bourvil"]))
@@ -266,7 +266,7 @@ def test_long_names_cost_a_question_little() -> None:
 def test_the_longest_name_is_found() -> None:
     lexicon, name = Lexicon(), " ".join(f"word{n}" for n in range(MAX_WORDS))
     for entity in (name, f"{name} and", "word0"):
-        lexicon.add(entity)
+        lexicon.add_entity(entity)
     found = lexicon.mentions(f"Who wrote {name} and when?", [name, f"{name} and", "word0"])
     assert [mention.entity for mention in found] == [name]
 
@@ -284,9 +284,9 @@ def test_linking_does_not_slow_down_with_the_graph() -> None:
     lexicon, rng = Lexicon(), random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnop", k=5)) for _ in range(2_000)]
     for n in range(60_000):
-        lexicon.add(f"{rng.choice(words)} {rng.choice(words)} {n}")
+        lexicon.add_entity(f"{rng.choice(words)} {rng.choice(words)} {n}")
     question = " ".join([*rng.choices(words, k=60), "Zappa Frank 7"])
-    lexicon.add("Zappa Frank 7")
+    lexicon.add_entity("Zappa Frank 7")
     begin = time.process_time()
     for _ in range(20):
         assert [m.entity for m in lexicon.mentions(question, ["Zappa Frank 7"])] == ["Zappa Frank 7"]

@@ -15,7 +15,7 @@ import pytest
 from reportlab.pdfgen.canvas import Canvas
 
 from ragjax.core import ConfigError, Document, RequestError
-from ragjax.retrieval import chunk_store, neighbours
+from ragjax.retrieval import chunk_store
 from ragjax.retrieval import knowledge as module
 from ragjax.retrieval.document import load
 from ragjax.retrieval.index import TRAIN_AT, Ids, IndexKind, VectorIndex, Vectors
@@ -284,7 +284,7 @@ def test_neighbours_do_not_depend_on_what_else_is_searched(monkeypatch: pytest.M
     with open_base() as base:
         base.add(_some_documents(1, 100))
         found = base.neighbours(5)
-        monkeypatch.setattr(neighbours, "_QUERIES", 7)
+        monkeypatch.setattr(chunk_store, "_QUERIES", 7)
         assert base.neighbours(5) == found
         base.add([Document("far", "zebra")])
         assert {k: v for k, v in base.neighbours(5).items() if k in found} == found

@@ -31,10 +31,8 @@ from ragjax.core import (
 from ragjax.retrieval import chunk_store, chunking, pdf
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.files import LEAST_BYTES, QUOTA
-from ragjax.retrieval.ingest import Intake
 from ragjax.retrieval.knowledge import KnowledgeBase
-from ragjax.retrieval.library import FOLDER, Library
+from ragjax.retrieval.library import FOLDER, LEAST_BYTES, QUOTA, Library
 from tests.support.shelf import Shelf, open_library
 
 Holding = Callable[[KnowledgeBase], tuple[threading.Event, threading.Event]]
@@ -213,7 +211,7 @@ def test_filters_find_what_stands_far_behind_the_nearest() -> None:
     near = library.search("", store, ["honey number 3", "salt"], 13, None, 0.2)
     assert far in {p.chunk.document_id for p in near} and all(p.score >= 0.2 for p in near)
     assert [p.score for p in near] == sorted((p.score for p in near), reverse=True)
-    library.note("", store, far, {})
+    library.detach("", store, far)
     assert found(library, store, "honey", wanted=wanted) == []
     library.close()
 
@@ -269,6 +267,17 @@ def test_a_file_expires(tmp_path: Path) -> None:
     shelf.close()
     kept_bytes = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"honey" in kept_bytes and b"salt in blue boxes" not in kept_bytes
+
+
+def test_a_file_that_expired_goes_with_the_next_call_that_shows_files() -> None:
+    now = 0.0
+    library, _ = open_library(now=lambda: now)
+    file = library.upload("", "a.md", "assistants", b"honey", 7200)
+    now = 7199.0
+    assert library.files("") == [file] and library._catalog.content(file.id) == b"honey"
+    now = 7200.0
+    assert library.files("") == [] and library._catalog.content(file.id) is None
+    library.close()
 
 
 def test_a_file_is_discarded_that_no_store_has() -> None:
@@ -335,37 +344,14 @@ def test_copies_in_stores_have_the_same_quota() -> None:
         library.attach("acme", [Attachment(store, file, 0)])
         library.attach("acme", [Attachment(store, file, 0)])  # replaced, and counted once
     with pytest.raises(RequestError, match="take some out") as refused:
-        library.attach("acme", [Attachment(second, small, 0)], batch=True)
+        library.attach("acme", [Attachment(second, small, 0)])
     assert refused.value.code == "quota_exceeded"
     assert [one.file for one in library.attachments("acme", second)] == [file]
-    assert library._catalog._rows("select * from batches") == []
     other = library.create("umbra", "c").id
     library.attach("umbra", [Attachment(other, library.upload("umbra", "a.txt", "assistants", b"x").id, 0)])
     now += 86_400  # what has expired holds nothing
     assert library.store("acme", first).expired
     library.attach("acme", [Attachment(second, small, 0)])
-    library.close()
-
-
-def test_a_store_keeps_its_latest_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragjax.retrieval.library.BATCHES_OF_STORE", 2)
-    library, _ = open_library()
-    store = library.create("", "s").id
-    files = [library.upload("", "a.txt", "assistants", b"x").id for _ in range(5)]
-    with monkeypatch.context() as patch:
-        patch.setattr(Intake, "start", lambda *_: None)  # never read
-        waits = library.attach("", [Attachment(store, files[0], 0)], batch=True)
-    made = []
-    for file in files[1:]:
-        made.append(library.attach("", [Attachment(store, file, 0)], batch=True))
-        while library.attachment("", store, file).state == "in_progress":
-            time.sleep(0.002)
-    assert waits is not None and library.batch("", store, waits.id) == waits
-    for batch in made[:2]:
-        assert batch is not None
-        with pytest.raises(MissingError):
-            library.batch("", store, batch.id)
-    assert [library.batch("", store, batch.id) for batch in made[2:] if batch is not None] == made[2:]
     library.close()
 
 
@@ -486,14 +472,14 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Holding:
     """Have a knowledge base add nothing before it is told to: when it has begun to, and that it may."""
 
     def hold(base: KnowledgeBase) -> tuple[threading.Event, threading.Event]:
-        begun, goes_on, adding = threading.Event(), threading.Event(), base.adding
+        begun, goes_on, adding = threading.Event(), threading.Event(), base.add_steps
 
         def slow(*args: object, **options: object) -> Iterator[None]:
             begun.set()
             assert goes_on.wait(120)
             yield from adding(*args, **options)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(base, "adding", slow)
+        monkeypatch.setattr(base, "add_steps", slow)
         return begun, goes_on
 
     return hold
@@ -542,7 +528,7 @@ def test_nobody_waits_for_a_file_that_is_read(embedding: Holding) -> None:
     library.close()
 
 
-@pytest.mark.parametrize("leave", ["detach", "remove", "cancel"])
+@pytest.mark.parametrize("leave", ["detach", "remove"])
 def test_a_file_that_leaves_while_it_is_embedded_is_never_found(
     embedding: Holding, leave: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -558,12 +544,9 @@ def test_a_file_that_leaves_while_it_is_embedded_is_never_found(
 
     monkeypatch.setattr(chunk_store, "insert", noted)
     file = library.upload("", "a.txt", "assistants", b"slow honey").id
-    batch = library.attach("", [Attachment(store, file, 0)], batch=True)
-    assert batch is not None and begun.wait(60)
-    if leave == "cancel":
-        library.cancel("", store, batch.id)
-    else:
-        library.remove("", file) if leave == "remove" else library.detach("", store, file)
+    library.attach("", [Attachment(store, file, 0)])
+    assert begun.wait(60)
+    library.remove("", file) if leave == "remove" else library.detach("", store, file)
     goes_on.set()
     library.close()
     assert stored == [] and base.document_ids == frozenset()
@@ -644,7 +627,7 @@ def test_a_long_file_gives_way_to_other_tenants(
     if closed:  # it does not wait for the rest of the file
         closing = threading.Thread(target=library.close)
         closing.start()
-        while not library._intake._closed:
+        while not library._ingest._closed:
             time.sleep(0.002)
         goes_on.set()
         closing.join(60)
@@ -760,35 +743,6 @@ def test_a_file_that_leaves_while_it_is_read_leaves_nothing(held: Holding) -> No
     assert base.document_ids == frozenset()
 
 
-def test_a_batch_that_is_cancelled_is_read_no_further(held: Holding, tmp_path: Path) -> None:
-    library, shelf = open_library(tmp_path)
-    store = library.create("", "s").id
-    old = put(library, store, "honey")
-    base = shelf.get(store)
-    begun, goes_on = held(base)
-    files = [library.upload("", f"{n}.txt", "assistants", b"salt").id for n in (1, 2)]
-    batch = library.attach("", [Attachment(store, file, 0) for file in (*files, old)], batch=True)
-    assert batch is not None and begun.wait(60)
-    alone = library.upload("", "3.txt", "assistants", b"salt").id
-    library.attach("", [Attachment(store, alone, 0)])
-    library.cancel("", store, batch.id)
-    goes_on.set()
-    assert library.counts("", store, batch.id)[0] == Counts(cancelled=3)
-    assert settled(library, store) == Counts(completed=1, cancelled=3)
-    assert base.document_ids == {alone} and found(library, store, "salt honey") == [alone]
-    library.close()
-    shelf.close()
-    library, shelf = open_library(tmp_path)
-    assert settled(library, store) == Counts(completed=1, cancelled=3)
-    assert library.cancel("", store, batch.id) == batch
-    library.attach("", [Attachment(store, old, 0)])
-    assert settled(library, store) == Counts(completed=2, cancelled=2)
-    with pytest.raises(MissingError):
-        library.cancel("umbra", store, batch.id)
-    library.close()
-    shelf.close()
-
-
 def test_a_file_that_is_put_into_a_store_again_is_read_as_the_last_call_says(
     held: Holding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -811,19 +765,15 @@ def test_a_file_that_is_put_into_a_store_again_is_read_as_the_last_call_says(
     assert sizes[first] <= 100 and 200 < sizes[file] <= 400
 
 
-def test_batches_count_their_own_files() -> None:
+def test_several_files_are_attached_together_or_not_at_all() -> None:
     library, _ = open_library()
     store = library.create("", "s").id
-    put(library, store, "alone")
     files = [library.upload("", f"{n}.txt", "assistants", b"x" * n).id for n in (1, 2)]
-    batch = library.attach("", [Attachment(store, file, 0) for file in files], batch=True)
-    assert batch is not None
-    settled(library, store)
-    assert library.counts("", store, batch.id)[0] == Counts(completed=2)
-    assert library.batch("", store, batch.id) == batch
     with pytest.raises(MissingError):
-        library.attach("", [Attachment(store, files[0], 0), Attachment(store, "file-0", 0)], batch=True)
-    assert library.counts("", store)[0].total == 3
+        library.attach("", [Attachment(store, files[0], 0), Attachment(store, "file-0", 0)])
+    assert library.counts("", store)[0].total == 0
+    library.attach("", [Attachment(store, file, 0) for file in files])
+    assert settled(library, store) == Counts(completed=2)
     library.close()
 
 
@@ -904,5 +854,5 @@ def test_what_is_deleted_while_it_is_attached_is_missing(gone: str, monkeypatch:
 
     monkeypatch.setattr(library, "file", remove_after)
     with pytest.raises(MissingError, match="was deleted just now"):
-        library.attach("", [Attachment(store, file, 0)], batch=True)
+        library.attach("", [Attachment(store, file, 0)])
     library.close()

@@ -37,22 +37,22 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OxigraphSt
 
 
 def test_what_is_added_is_there_once(store: OxigraphStore) -> None:
-    assert store.add([*FACTS, *FACTS]) == 5
-    assert store.add(FACTS[:2]) == 0
+    assert store.add_triples([*FACTS, *FACTS]) == 5
+    assert store.add_triples(FACTS[:2]) == 0
     assert len(store) == 5
     assert set(store.entities()) == {"Alice", "Titanic", "Tragedy", "Romance", "Bob"}
     assert store.has("Romance") and store.has("Alice") and not store.has("likes") and not store.has("")
     assert store.edges("Titanic", 10) == (FACTS[2], FACTS[1], FACTS[0], FACTS[3])
     assert store.edges("Bob", 10) == (FACTS[4], FACTS[3])  # its edge to itself is told once
     assert store.edges("nobody", 10) == ()
-    assert store.delete([FACTS[2], FACTS[2], Triple("a", "b", "c")]) == 1
+    assert store.delete_triples([FACTS[2], FACTS[2], Triple("a", "b", "c")]) == 1
     assert len(store) == 4 and not store.has("Romance")
-    assert store.delete([]) == 0
+    assert store.delete_triples([]) == 0
 
 
 def test_a_limit_holds_for_each_direction(store: OxigraphStore) -> None:
-    store.add(Triple("hub", "r", f"t{n}") for n in range(20))
-    store.add(Triple(f"h{n}", "r", "hub") for n in range(20))
+    store.add_triples(Triple("hub", "r", f"t{n}") for n in range(20))
+    store.add_triples(Triple(f"h{n}", "r", "hub") for n in range(20))
     edges = store.edges("hub", 7)
     assert [edge.head == "hub" for edge in edges] == [True] * 7 + [False] * 7
     assert edges == store.edges("hub", 7)
@@ -60,8 +60,8 @@ def test_a_limit_holds_for_each_direction(store: OxigraphStore) -> None:
 
 
 def test_an_inverse_relation_is_stored_forwards(store: OxigraphStore) -> None:
-    assert store.add([Triple("Titanic", "likes" + INVERSE, "Alice"), Triple("x", "r" + 2 * INVERSE, "y")]) == 2
-    assert store.add([FACTS[0], Triple("x", "r", "y")]) == 0
+    assert store.add_triples([Triple("Titanic", "likes" + INVERSE, "Alice"), Triple("x", "r" + 2 * INVERSE, "y")]) == 2
+    assert store.add_triples([FACTS[0], Triple("x", "r", "y")]) == 0
 
 
 def test_aliases_are_no_triples(store: OxigraphStore) -> None:
@@ -75,9 +75,9 @@ def test_aliases_are_no_triples(store: OxigraphStore) -> None:
 @pytest.mark.parametrize("bad", [Triple("", "r", "t"), Triple("h", " ", "t"), Triple("h", "r", "\ud800")])
 def test_a_name_that_is_none_is_refused(store: OxigraphStore, bad: Triple) -> None:
     with pytest.raises(RequestError, match=r"blank name|not valid Unicode"):
-        store.add([bad])
+        store.add_triples([bad])
     with pytest.raises(RequestError):
-        store.add([Triple("h", INVERSE, "t")])
+        store.add_triples([Triple("h", INVERSE, "t")])
     assert len(store) == 0
 
 
@@ -85,14 +85,14 @@ def test_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BATCH", 3)
     monkeypatch.setattr(module, "_BULK", 3)
     store = OxigraphStore()
-    assert store.add([*FACTS, *FACTS]) == 5
+    assert store.add_triples([*FACTS, *FACTS]) == 5
     assert len(store) == len(list(store.entities())) == 5
 
 
 def test_a_stored_graph_is_there_again(tmp_path: Path) -> None:
     place = tmp_path / "triples"
     store = OxigraphStore(place)
-    store.add(FACTS)
+    store.add_triples(FACTS)
     store.add_aliases([Alias("Bob", "Rob")])
     with pytest.raises(ConfigError, match="another process has it open"):
         OxigraphStore(place)
@@ -119,7 +119,7 @@ NAMES = st.text(min_size=1).filter(str.strip)
 def test_any_name_survives(head: str, relation: str, tail: str) -> None:
     store = OxigraphStore()
     triple = Triple(head, relation, tail)
-    assert store.add([triple]) == 1
+    assert store.add_triples([triple]) == 1
     assert store.edges(head, 5) == (triple,)
     assert set(store.entities()) == {head, tail}
     store.add_aliases([Alias(head, tail)])
@@ -128,7 +128,7 @@ def test_any_name_survives(head: str, relation: str, tail: str) -> None:
 
 def test_reading_while_another_writes() -> None:
     store = OxigraphStore()
-    store.add(FACTS)
+    store.add_triples(FACTS)
     failed: list[BaseException] = []
 
     def look() -> None:
@@ -141,7 +141,7 @@ def test_reading_while_another_writes() -> None:
     readers = [threading.Thread(target=look) for _ in range(3)]
     for reader in readers:
         reader.start()
-    store.add(Triple(f"e{n % 97}", "r", f"e{n}") for n in range(5_000))
+    store.add_triples(Triple(f"e{n % 97}", "r", f"e{n}") for n in range(5_000))
     for reader in readers:
         reader.join()
     assert not failed

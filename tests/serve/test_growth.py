@@ -110,7 +110,7 @@ def test_paths_that_share_their_beginning() -> None:
 
 def test_words_of_a_question() -> None:
     lexicon = Lexicon()
-    lexicon.add("the old keeper of the lighthouse")
+    lexicon.add_entity("the old keeper of the lighthouse")
     known = {"the old keeper of the lighthouse"}
 
     def cost(size: int) -> int:

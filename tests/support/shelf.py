@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from ragjax.core import Document, RequestError, Tokens
-from ragjax.retrieval.files import QUOTA
 from ragjax.retrieval.knowledge import KnowledgeBase
-from ragjax.retrieval.library import Library
+from ragjax.retrieval.library import QUOTA, Library
 from tests.support.fakes import WordEncoder
 
 ISLANDS = [

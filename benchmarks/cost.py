@@ -1,72 +1,27 @@
-"""Measures what a prefill costs by tokens cached and tokens computed, once per device (RAGCache, section 5.1).
+"""Measures what a prefill costs by tokens cached and tokens computed, as `ragjax cost` does, and tells the times.
 
-`python -m ragjax.serve --policy pgdsf --cost-profile cost.json` reads it, and so does `python -m benchmarks.policies`.
+`python -m benchmarks.policies --profile FILE` reads the file.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 
-import numpy as np
-
 from benchmarks.common import report
 from benchmarks.common.report import Benchmark, Parser, Session
-from benchmarks.common.samples import Progress
-from ragjax.cache.profile import Profile
+from ragjax.commands.cost import ROUNDS, measure
 from ragjax.commands.flags import integer
-from ragjax.core import Kind, Prompt, Segment
 from ragjax.engine import Engine
 
 COLUMNS = ("cached", "new", "ms", "ms_per_new_token")
 
 
-def grid(longest: int) -> tuple[int, ...]:
-    """Powers of four from 32 on, and the longest."""
-    counts = [32]
-    while counts[-1] * 4 < longest:
-        counts.append(counts[-1] * 4)
-    return (*counts, longest)
-
-
-def seconds(engine: Engine, cached: int, new: int, rounds: int) -> float:
-    """Prefill of `new` tokens behind `cached` ones that are in the cache; median over rounds of other tokens."""
-    random, times = np.random.default_rng(cached * 100_003 + new), []
-    for _ in range(rounds):
-        ids = random.integers(5, min(1000, engine.tokenizer.vocab_size), cached + new).astype(np.int32)
-        head = (Segment("cached", Kind.QUERY, ids[:cached]),) if cached else ()
-        if head:
-            engine.answer_prompt(Prompt(head), strategy="prefix", max_tokens=1)
-        began = time.perf_counter()
-        prompt = Prompt((*head, Segment("new", Kind.QUERY, ids[cached:])))
-        answer = engine.answer_prompt(prompt, strategy="prefix", max_tokens=1)
-        times.append(time.perf_counter() - began)
-        # the last token of the cached part is computed for its logits, so it is cached as well
-        assert answer.cached_tokens == cached, (answer.cached_tokens, cached)
-        engine.clear_cache()
-    return statistics.median(times)
-
-
-def measure(engine: Engine, longest: int, rounds: int) -> Profile:
-    cached, new = (0, *grid(longest)), (1, *grid(longest))
-    progress = Progress(len(cached) * len(new))
-    rows = []
-    for a in cached:
-        row = []
-        for b in new:
-            progress.step(f"{a} cached, {b} new")
-            row.append(seconds(engine, a, b, rounds))
-        rows.append(tuple(row))
-    return Profile(cached, new, tuple(rows), f"{engine.model_name} {engine.dtype}")
-
-
 def rows(chosen: Namespace, _: Session) -> Iterator[dict[str, float]]:
     longest = chosen.longest
     with Engine.load(chosen.model, dtype=chosen.dtype, device_cache_gb=1.0, max_context=2 * longest + 64) as engine:
-        profile = measure(engine, longest, 1 if chosen.quick else 3)
+        profile = measure(engine, longest, 1 if chosen.quick else ROUNDS)
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     profile.save(chosen.out)
     for a, times in zip(profile.cached, profile.seconds, strict=True):

@@ -2,7 +2,7 @@
 
 DIR/kg/SET/questions.jsonl holds questions with topic entities, triples and gold paths; each gets at most 30 relation
 paths of up to three hops from its entities, the gold ones among them, as `train.data` makes them (DepCache, section
-3.3). A set that has text alone, DIR/text/SET, is asked over the graph that `python -m ragjax.retrieval.extract` made of
+3.3). A set that has text alone, DIR/text/SET, is asked over the graph that `ragjax extract` made of
 its documents, GRAPHS/SET.jsonl: entities are linked and paths retrieved as a server does it.
 
 - accuracy (section 6.5): `self` is causal attention over the paths written out one a line, `tree` over the merged

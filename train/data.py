@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from ragjax.commands.flags import command_line, integer
-from ragjax.commands.wording import error_line
+from ragjax.commands.flags import Parser, error_line, integer
 from ragjax.core import ConfigError, EngineOptions, RagjaxError
 from ragjax.engine import Engine
 from ragjax.retrieval.triples import Triple
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_samples(aside, aside_out)
         write_samples(samples, options.out)
     except RagjaxError as error:
-        print(error_line("train.data", error), file=sys.stderr)
+        print(error_line("python -m train.data", error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -192,7 +191,7 @@ SOURCES: Mapping[str, tuple[Source, str]] = {
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line("train.data", "Samples for dependency-aware fine-tuning.")
+    parser = Parser("python -m train.data", "Samples for dependency-aware fine-tuning.")
     kinds = parser.add_subparsers(required=True, metavar="KIND")
     for kind, (make, text) in SOURCES.items():
         flag = kinds.add_parser(kind, help=text, description=text, allow_abbrev=False).add_argument

@@ -14,8 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import get_args
 
-from ragjax.commands.flags import command_line, from_zero, integer, positive, share
-from ragjax.commands.wording import error_line
+from ragjax.commands.flags import Parser, error_line, from_zero, integer, positive, share
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.core.depprompt import Positions
 from ragjax.models.trained import INPUTS
@@ -33,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_given(options)
         summary = run(options, _recipe(options), _lora(options))
     except RagjaxError as error:
-        print(error_line("train.depft", error), file=sys.stderr)
+        print(error_line("python -m train.depft", error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("stopped; --resume goes on from the last checkpoint", file=sys.stderr)
@@ -92,7 +91,7 @@ def _lora(options: argparse.Namespace) -> Lora | None:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line("train.depft", "Dependency-aware fine-tuning (DepCache, section 3.3).")
+    parser = Parser("python -m train.depft", "Dependency-aware fine-tuning (DepCache, section 3.3).")
     add_flags(parser)
     flag = parser.add_argument
     flag("--preset", choices=tuple(PRESETS), default="paper", help="paper (default): 7B and more; small: LoRA")

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.commands.flags import command_line
-from ragjax.commands.wording import error_line
+from ragjax.commands.flags import Parser, error_line
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.core.file import atomic_path
 from ragjax.models.config import Family, LongRope, ModelConfig
@@ -243,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         decoder = load_decoder(source.path, "float32", cache_dir())
         export(merge(stacked(decoder), adapter), decoder.config, source, options.out, options.dtype)
     except RagjaxError as error:
-        print(error_line("train.export", error), file=sys.stderr)
+        print(error_line("python -m train.export", error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -252,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line("train.export", "Merge a LoRA adapter into its model.")
+    parser = Parser("python -m train.export", "Merge a LoRA adapter into its model.")
     flag = parser.add_argument
     flag("--model", required=True, help="the model that the adapter was trained on, as the server's")
     flag("--adapter", required=True, help="adapter.safetensors of python -m train.depft")

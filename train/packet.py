@@ -12,8 +12,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from ragjax.commands.flags import command_line, integer, positive
-from ragjax.commands.wording import error_line
+from ragjax.commands.flags import Parser, error_line, integer, positive
 from ragjax.core import RagjaxError
 from train.recipe import Recipe
 from train.run import add_flags, run
@@ -27,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _options(argv)
         summary = run(options, _recipe(options), Soft(options.header, options.trailer))
     except RagjaxError as error:
-        print(error_line("train.packet", error), file=sys.stderr)
+        print(error_line("python -m train.packet", error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("stopped; --resume goes on from the last checkpoint", file=sys.stderr)
@@ -44,7 +43,7 @@ def _recipe(options: argparse.Namespace) -> Recipe:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line("train.packet", "Soft tokens around passages (KV Packet).")
+    parser = Parser("python -m train.packet", "Soft tokens around passages (KV Packet).")
     add_flags(parser)
     flag = parser.add_argument
     flag("--header", type=integer(0, 256), default=8, metavar="N", help="soft tokens before a passage (default: 8)")

@@ -57,13 +57,13 @@ class FleetServer(OwnServer):
         self, replicas: int, router: str, options: EngineOptions, workload: Workload, ray_address: str | None = None
     ):
         super().__init__(f"replicas-{replicas}-{router}", options, workload)
-        cluster = () if ray_address is None else ("--ray-address", ray_address)
-        self._flags = ("--replicas", str(replicas), "--router", router, *cluster)
+        self._flags = ("--replicas", f"{replicas}:{router}")
+        self._cluster = {} if ray_address is None else {"RAY_ADDRESS": ray_address}
         self._strategy: str | None = None
 
     def command(self, port: int) -> tuple[Sequence[str | Path], Mapping[str, str]]:
         words, settings = super().command(port)
-        return [*words, *self._flags], settings
+        return [*words, *self._flags], {**settings, **self._cluster}
 
     def body(self, ask: Ask) -> Body:
         made: dict[str, Any] = {**super().body(ask)}

@@ -12,7 +12,7 @@ prompts of a trace, an eighth as long, where a block's hash stands for a text.
 
 Systems: `full`; `prefix-lru`, a prefix tree on the device with LRU and no tier below, as vLLM and SGLang have it;
 `prefix-tiers`, with host memory, LACR, order and speculation; the reuse strategies; `contract`, the strategy that the
-quality contract picks at KL 0.1 (needs the report of `python -m ragjax.reuse.gate`). NAME:FIELD=VALUE is a system with
+quality contract picks at KL 0.1 (needs the report of `ragjax gate`). NAME:FIELD=VALUE is a system with
 another setting of the engine, `prefix-tiers:order=lpm` for instance; `--engine` sets one for all. Rivals:
 `llamacpp-q4_0`, `llamacpp-f16` (llama.cpp's server, a slot a client) and `openvino` (OpenVINO GenAI). They get the
 prompt's tokens, with retrieval done. All decode greedily, each answer to its last token (`--output`), whatever it says.

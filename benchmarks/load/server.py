@@ -29,7 +29,7 @@ from benchmarks.load.client import Delivery
 from benchmarks.load.system import index_folder, served
 from benchmarks.load.workload import Ask, Workload
 from benchmarks.quality.similarity import packaged_encoder
-from ragjax.commands.options import FLAGS, STORAGE
+from ragjax.commands.flags import flags_of, spelled
 from ragjax.core import Chunk, EngineOptions, Hit, Message
 from ragjax.engine.knowledge import knowledge_opener
 from ragjax.models.tokenizer import Tokenizer
@@ -433,15 +433,13 @@ class OwnServer(Server):
 
     def command(self, port: int) -> tuple[Sequence[str | Path], Mapping[str, str]]:
         words: list[str | Path] = [sys.executable, "-m", "benchmarks.baseline", "--port", str(port)]
-        for field, (flag, settings) in FLAGS.items():
-            owner = self._options.storage if field.startswith(STORAGE) else self._options
-            value = getattr(owner, field.removeprefix(STORAGE))
-            if settings.get("action") == "store_true":
-                words += [flag] if value else []
-            elif isinstance(value, tuple):
-                words += [word for one in value for word in (flag, str(one))]
-            elif value is not None and field not in ("knowledge", "graph"):
-                words += [flag, str(value)]
+        for owner in (self._options, self._options.storage):
+            for field, _, flag in flags_of(type(owner)):
+                value = getattr(owner, field)
+                if isinstance(value, bool):
+                    words += [spelled(field, flag)] if value else []
+                elif value is not None and field not in ("knowledge", "graph"):
+                    words += [spelled(field, flag), str(value)]
         return [*words, "--knowledge", self._knowledge()], {}
 
     def _knowledge(self) -> str:

@@ -1,7 +1,7 @@
 """One set's questions, answered by every strategy from KV that is warm, beside full attention.
 
 Knowledge is computed without a tenant: chunks by themselves (`naive`), chunks behind their neighbours
-(`ragjax.preprocess`), and Cache-Craft's variants by past requests. Each measured request is a tenant of its own: it
+(`ragjax preprocess`), and Cache-Craft's variants by past requests. Each measured request is a tenant of its own: it
 reads all of that, and what it leaves behind serves no other, so that no setting profits from another's work.
 """
 

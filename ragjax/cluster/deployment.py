@@ -217,23 +217,23 @@ def _connect(address: str | None) -> None:
         if address is None:
             raise ConfigError(f"--replicas: Ray does not start: {error}") from error
         raise ConfigError(
-            f"--ray-address: no Ray cluster can be reached at {address}: {error}. If it asks for a token, set "
+            f"RAY_ADDRESS: no Ray cluster can be reached at {address}: {error}. If it asks for a token, set "
             "RAY_AUTH_MODE=token here too"
         ) from error
     if address is not None and APP in serve.status().applications:
         ray.shutdown()
-        raise ConfigError(f"--ray-address: the application {APP} runs on {address} already; stop it first")
+        raise ConfigError(f"RAY_ADDRESS: the application {APP} runs on {address} already; stop it first")
 
 
 def _check(address: str) -> None:
     """Raise ConfigError if nobody listens there: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
-        raise ConfigError(f"--ray-address: give HOST:PORT of a cluster that this machine is part of, not {address!r}")
+        raise ConfigError(f"RAY_ADDRESS: give HOST:PORT of a cluster that this machine is part of, not {address!r}")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--ray-address: no Ray cluster can be reached at {address}: {error}") from error
+        raise ConfigError(f"RAY_ADDRESS: no Ray cluster can be reached at {address}: {error}") from error
 
 
 def _stop(own: bool) -> None:

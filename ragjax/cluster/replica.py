@@ -110,7 +110,7 @@ def check_room(count: int, devices: int, resources: Mapping[str, float]) -> None
             each = f" over {devices} devices each" if devices > 1 else ""
             raise ConfigError(
                 f"--replicas: {count}{each} take {wanted} {resource}s, and this machine has {there}: have fewer, or "
-                "give --ray-address of a cluster"
+                "give RAY_ADDRESS of a cluster"
             )
 
 

@@ -1,4 +1,4 @@
-"""`python -m ragjax.cache`: what lies in the directory of a disk cache, whether it is sound, and making it smaller.
+"""`ragjax cache`: what lies in the directory of a disk cache, whether it is sound, and making it smaller.
 
 Every command opens the directory as a server does, also while servers use it: files and index are brought into
 agreement, and what is damaged is set aside. Exit codes: 0, or 1 if `verify` found damage, or 2 if a command could not
@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ragjax.commands.flags import command_line, from_zero
-from ragjax.commands.wording import error_line, plural, size_text
+from ragjax.commands.flags import Parser, error_line, from_zero, plural, size_text
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.store.disk import DiskStore
 from ragjax.store.entry import Damaged
@@ -44,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _gc(directory, int(options.max_gb * 2**30))
             return _stats(directory, options.json)
     except RagjaxError as error:
-        print(error_line("ragjax.cache", error), file=sys.stderr)
+        print(error_line("ragjax cache", error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line("ragjax.cache", "Upkeep of a disk cache.")
+    parser = Parser("ragjax cache", "Upkeep of a disk cache.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="verify|gc|stats")
     verify = commands.add_parser("verify", help="read every entry; exit code 1 if any is damaged", allow_abbrev=False)
     gc = commands.add_parser("gc", help="remove what was accessed longest ago, of all models", allow_abbrev=False)

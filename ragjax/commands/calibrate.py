@@ -1,4 +1,4 @@
-"""`python -m ragjax.reuse.calibrate`: the least alpha of Cache-Craft that keeps a quality (section 3.2, equation 13).
+"""`ragjax gate --alpha`: the least alpha of Cache-Craft that keeps a quality (section 3.2, equation 13).
 
 The validation set is the packaged one: questions on its documents, with the passages that retrieval brings. For each
 alpha the cache begins empty, the first 20 questions warm it (as in section 5.1.2), and the others are measured: F1 of
@@ -24,9 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from ragjax.commands.flags import DEMO, command_line, integer, knowledge
-from ragjax.commands.options import add_engine_flags, engine_options
-from ragjax.commands.wording import error_line
+from ragjax.commands.flags import (
+    DEFAULTS,
+    DEMO,
+    Parser,
+    add_engine_flags,
+    engine_options,
+    error_line,
+    integer,
+    knowledge,
+)
 from ragjax.core import ConfigError, RagjaxError, Tokens
 from ragjax.engine import Engine
 from ragjax.engine.measurement import alpha_path
@@ -106,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(_options(argv))
     except RagjaxError as error:
-        print(error_line("ragjax.reuse.calibrate", error), file=sys.stderr)
+        print(error_line("ragjax gate --alpha", error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -238,14 +245,10 @@ def _name(alpha: float) -> str:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line("ragjax.reuse.calibrate", "Cache-Craft's alpha for a model.")
+    parser = Parser("ragjax gate --alpha", "Cache-Craft's alpha for a model.")
     flag = parser.add_argument
-    add_engine_flags(
-        parser,
-        ("model", "dtype", "top_k", "device_cache_gb", "tensor_parallel"),
-        top_k={"default": 5},
-        device_cache_gb={"default": 1.0},
-    )
+    defaults = replace(DEFAULTS, top_k=5, device_cache_gb=1.0)
+    add_engine_flags(parser, ("model", "dtype", "top_k", "device_cache_gb", "tensor_parallel"), defaults=defaults)
     flag("--quality", default="F1=0.9", metavar="F1=X|KL=X", help="what must be kept (default: %(default)s)")
     flag("--limit", type=integer(1), default=60, help=f"questions behind the {WARM} that warm the cache (default: 60)")
     return parser.parse_args(argv)

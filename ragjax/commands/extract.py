@@ -1,6 +1,6 @@
-"""`python -m ragjax.retrieval.extract`: triples of documents by a language model behind an endpoint (docs/graph.md).
+"""`ragjax extract`: triples of documents by a language model behind an endpoint (docs/graph.md).
 
-python -m ragjax.retrieval.extract --documents docs/ --out facts.jsonl --base-url http://127.0.0.1:8000/v1 --model M
+ragjax extract --documents docs/ --out facts.jsonl --base-url http://127.0.0.1:8000/v1 --model M
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from collections.abc import Sequence
 import httpx
 import numpy as np
 
-from ragjax.commands.flags import command_line, integer, positive
-from ragjax.commands.wording import error_line
+from ragjax.commands.flags import Parser, error_line, integer, positive
 from ragjax.core import ConfigError, RagjaxError, Tokens
 from ragjax.retrieval.chunking import MIN_TOKENS, Chunker
 from ragjax.retrieval.document import load
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         report = _run(options)
     except RagjaxError as error:
-        print(error_line("ragjax.retrieval.extract", error), file=sys.stderr)
+        print(error_line("ragjax extract", error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
@@ -45,9 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line(
-        "ragjax.retrieval.extract", "Have a language model extract triples from documents (docs/graph.md)."
-    )
+    parser = Parser("ragjax extract", "Have a language model extract triples from documents (docs/graph.md).")
     flag = parser.add_argument
     flag("--documents", required=True, help="folder or .jsonl of documents")
     flag("--out", metavar="FILE", required=True, help="JSON lines; chunks that are in it already are not asked again")

@@ -1,65 +1,164 @@
-"""What the commands share: a parser whose errors are `ConfigError`s, and the values of flags."""
+"""What the commands share: a parser whose flags are made from fields of dataclasses, and how errors and sizes are said.
+
+@dataclass
+class Options:
+port: Annotated[int, Ge(0), Le(65535), Flag("Access", "port to listen on")] = 8000
+
+parser = Parser("ragjax serve")
+parser.add_fields(Options)  # --port
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from ragjax.core import ConfigError
+from pydantic import TypeAdapter, ValidationError
+
+from ragjax.core import ConfigError, EngineOptions, StorageOptions
+from ragjax.core.check import reason_of
+from ragjax.core.options import Flag
 
 DEMO = Path(__file__).parents[1] / "demo"
 """Packaged documents and facts, and questions on them."""
 
+DEFAULTS = EngineOptions("smollm2-135m-instruct", knowledge="demo")
+"""What a command line without flags says."""
+
 
 class Parser(argparse.ArgumentParser):
-    """What it cannot take is a `ConfigError`."""
+    """A parser whose flags go by their whole names. What it cannot take is a `ConfigError`."""
+
+    def __init__(self, prog: str, description: str | None = None, **more: Any):
+        super().__init__(prog=prog, description=description, **more | {"allow_abbrev": False})
+        self._sections: dict[str, Any] = {}
 
     def error(self, message: str) -> NoReturn:
-        """Raise it."""
         raise ConfigError(f"{message} (--help lists the flags)")
 
+    def add_fields(
+        self, of: object, names: Iterable[str] | None = None, needed: Iterable[str] = (), sections: bool = True
+    ) -> None:
+        """Add the flags of a dataclass's fields.
 
-def command_line(module: str, description: str) -> Parser:
-    """Of `python -m module`; flags go by their whole names."""
-    return Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
+        Args:
+            of: an instance, whose values are the defaults.
+            names: which fields (None: all that have a flag).
+            needed: fields that have to be given.
+            sections: whether the help shows flags in sections.
+        """
+        for name, kind, flag in flags_of(type(of)):
+            if names is None or name in names:
+                settings: dict[str, Any] = {"dest": name} | _settings(kind, flag, getattr(of, name))
+                if name in needed:
+                    settings |= {"required": True, "default": None, "help": flag.help}
+                self.section(flag.section if sections else None).add_argument(spelled(name, flag), **settings)
 
-
-def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
-    """Reads whole numbers from `low` to `high`."""
-
-    def parse(text: str) -> int:
-        if text.isdecimal() and low <= int(text) <= high:
-            return int(text)
-        raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high}, not {text!r}")
-
-    return parse
-
-
-def positive(text: str) -> float:
-    """A number above 0, up to 10^9."""
-    with suppress(ValueError):
-        if 0 < float(text) <= 1e9:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number above 0, up to 1e9, not {text!r}")
-
-
-def from_zero(text: str) -> float:
-    """A number from 0 to 10^9."""
-    with suppress(ValueError):
-        if 0 <= float(text) <= 1e9:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number from 0 to 1e9, not {text!r}")
+    def section(self, title: str | None) -> Any:
+        """Where the flags of a section are added; None: outside of sections."""
+        if title is None:
+            return self
+        if title not in self._sections:
+            self._sections[title] = self.add_argument_group(title)
+        return self._sections[title]
 
 
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    with suppress(ValueError):
-        if 0 <= float(text) <= 1:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {text!r}")
+def spelled(name: str, flag: Flag) -> str:
+    """How a flag is written."""
+    return f"--{flag.name or name.replace('_', '-')}"
+
+
+def flags_of(kind: type) -> Iterator[tuple[str, Any, Flag]]:
+    """The fields of a dataclass that have a flag: name, type and flag."""
+    hints = get_type_hints(kind, include_extras=True)
+    for one in fields(kind):
+        flag = _flag(hints[one.name])
+        if flag is not None:
+            yield one.name, hints[one.name], flag
+
+
+def _flag(hint: Any) -> Flag | None:
+    if get_origin(hint) is not Annotated:
+        return None
+    return next((one for one in hint.__metadata__ if isinstance(one, Flag)), None)
+
+
+def _settings(hint: Any, flag: Flag, default: Any) -> dict[str, Any]:
+    """What argparse needs to know of a flag."""
+    kind = _bare(hint)
+    if kind is bool:
+        return {"action": "store_true", "default": default, "help": flag.help}
+    settings: dict[str, Any] = {"default": default, "metavar": flag.metavar, "type": _reader(hint)}
+    settings["help"] = flag.help if default is None or default == () or "default" in flag.help else _shown(flag.help)
+    if get_origin(kind) is tuple:
+        settings |= {"action": "append", "default": [], "type": _reader(get_args(kind)[0]), "help": flag.help}
+    elif get_origin(kind) is Literal:
+        settings |= {"choices": get_args(kind), "type": str}
+    elif settings["metavar"] is None:
+        settings["metavar"] = {int: "N", float: "X"}.get(kind, "NAME")
+    return settings
+
+
+def _shown(text: str) -> str:
+    """The help with the default, before the page that tells more."""
+    head, page, rest = text.partition(" (docs/")
+    return f"{head} (%(default)s{'; docs/' + rest if page else ')'}"
+
+
+def _bare(hint: Any) -> Any:
+    """The type without bounds and None."""
+    if get_origin(hint) is Annotated:
+        return _bare(hint.__origin__)
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        return _bare(kinds[0])
+    return hint
+
+
+def _reader(hint: Any) -> Callable[[str], Any]:
+    """Reads a value of a type from the command line."""
+    adapter = TypeAdapter(hint)
+
+    def read(text: str) -> Any:
+        try:
+            return adapter.validate_python(text)
+        except ValidationError as error:
+            raise argparse.ArgumentTypeError(f"{reason_of(error)}, not {text!r}") from None
+
+    return read
+
+
+# ------------------------------------------------------------------------------------------------ the engine's
+
+
+def add_engine_flags(
+    parser: Parser, names: Iterable[str], needed: Iterable[str] = (), defaults: EngineOptions = DEFAULTS
+) -> None:
+    """Add the flags of some fields of `EngineOptions` and `StorageOptions`. needed: those that have to be given."""
+    wanted, must = set(names), set(needed)
+    parser.add_fields(defaults, wanted, must, sections=False)
+    parser.add_fields(defaults.storage, wanted, must, sections=False)
+
+
+def engine_options(options: argparse.Namespace) -> EngineOptions:
+    """The engine's options, as far as the command line has their flags; the others keep their defaults.
+
+    Raises:
+        ConfigError: for knowledge or a graph that does not exist, and for what contradicts itself.
+    """
+    given = vars(options)
+    plain = {name: given[name] for name, _, _ in flags_of(EngineOptions) if name in given}
+    storage = {name: given[name] for name, _, _ in flags_of(StorageOptions) if name in given}
+    named = plain.get("knowledge", "none")
+    plain["knowledge"] = None if named == "none" else knowledge(named)
+    plain["graph"] = None if plain.get("graph") is None else graph(plain["graph"])
+    return EngineOptions(**plain, storage=StorageOptions(**storage))
 
 
 def graph(value: str) -> dict[str, str | Path]:
@@ -88,3 +187,82 @@ def knowledge(value: str) -> dict[str, str | Path]:
     if not source.exists():
         raise ConfigError(f"--knowledge: {value!r} does not exist; give a folder, a .jsonl file or 'demo'")
     return {source.resolve().stem: source}
+
+
+# ------------------------------------------------------------------------------------------------ values of other flags
+
+
+def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
+    """Reads whole numbers from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        if text.isdecimal() and low <= int(text) <= high:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high}, not {text!r}")
+
+    return parse
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    with suppress(ValueError):
+        if 0 <= float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {text!r}")
+
+
+def positive(text: str) -> float:
+    """A number above 0, up to 10^9."""
+    with suppress(ValueError):
+        if 0 < float(text) <= 1e9:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number above 0, up to 1e9, not {text!r}")
+
+
+def from_zero(text: str) -> float:
+    """A number from 0 to 10^9."""
+    with suppress(ValueError):
+        if 0 <= float(text) <= 1e9:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number from 0 to 1e9, not {text!r}")
+
+
+# ------------------------------------------------------------------------------------------------------ what is said
+
+
+def error_line(prog: str, error: Exception) -> str:
+    """An error of a command, on one line."""
+    return f"{prog}: error: {' '.join(str(error).split())}"
+
+
+def plural(number: int, one: str, many: str) -> str:
+    """A number and its noun."""
+    return f"{number} {one if number == 1 else many}"
+
+
+def size_text(number: int) -> str:
+    """Bytes in units of 1024, three digits."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(max(number, 1).bit_length() - 1, 49) // 10
+    return f"{number / 1024**power:.3g} {units[power]}"
+
+
+def markdown(parser: Parser) -> str:
+    """The flags of a parser as tables, a section each (docs/flags.md)."""
+    found: list[str] = []
+    for group in parser._action_groups:
+        rows = [action for action in group._group_actions if action.dest != "help"]
+        if not rows:
+            continue
+        found += ["", f"## {group.title}", "", "| flag | default | |", "|---|---|---|"]
+        for action in rows:
+            text = (action.help or "").replace(" (%(default)s)", "").replace("(%(default)s; ", "(")
+            text = re.sub(r"docs/(\w+)\.md", r"[\1.md](\1.md)", text).replace("|", "\\|")
+            if action.choices:
+                text += ": " + ", ".join(f"`{one}`" for one in action.choices)
+            default = action.default
+            shown = "off" if default is False else f"{default:g}" if isinstance(default, float) else default
+            if default is None or default == []:
+                shown = ""
+            found.append(f"| `{action.option_strings[0]}` | {shown} | {text} |")
+    return "\n".join(found) + "\n"

@@ -1,4 +1,4 @@
-"""`python -m ragjax.reuse.gate`: measures every setting on the bundled questions, and says which a budget picks.
+"""`ragjax gate`: measures every setting on the bundled questions, and says which a budget picks.
 
 Each question gets its chunks as a server would retrieve them. Cached KV is warm, but was made in other prompts: before
 a question is measured, its chunks are asked for in reversed order. Each setting is a tenant of its own: what it keeps
@@ -29,9 +29,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ragjax import core
-from ragjax.commands.flags import DEMO, command_line, integer, knowledge
-from ragjax.commands.options import add_engine_flags, engine_options
-from ragjax.commands.wording import error_line
+from ragjax.commands.flags import DEMO, Parser, add_engine_flags, engine_options, error_line, integer, knowledge
 from ragjax.core import (
     Answer,
     ConfigError,
@@ -247,10 +245,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _options(argv)
         report = _measured(options)
     except BrokenCache as error:
-        print(f"ragjax.reuse.gate: THE CACHE IS BROKEN: {error}", file=sys.stderr)
+        print(f"ragjax gate: THE CACHE IS BROKEN: {error}", file=sys.stderr)
         return 1
     except RagjaxError as error:
-        print(error_line("ragjax.reuse.gate", error), file=sys.stderr)
+        print(error_line("ragjax gate", error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -337,11 +335,10 @@ def _table(report: Report, budget: Budget, chosen: Setting | None) -> Iterator[s
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line(
-        "ragjax.reuse.gate", "Measure every strategy against full attention on the bundled questions."
-    )
+    parser = Parser("ragjax gate", "Measure every strategy against full attention on the bundled questions.")
     flag = parser.add_argument
     add_engine_flags(parser, ("model", "dtype", "top_k", "device_cache_gb", "tensor_parallel"))
+    flag("--alpha", action="store_true", help="calibrate Cache-Craft's alpha instead; see `ragjax gate --alpha --help`")
     flag("--budget", required=True, help='what the server may be off: "KL=0.05", "TOP1=0.95", or both')
     flag("--knowledge", metavar="PATH", help="documents of your own (default: the packaged ones)")
     flag("--questions", type=Path, metavar="FILE", help="questions on them, JSONL of question and answers")

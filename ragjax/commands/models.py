@@ -1,4 +1,4 @@
-"""`python -m ragjax.models`: which models there are, what one takes, whether it can be served, and downloading it.
+"""`ragjax models`: which models there are, what one takes, whether it can be served, and downloading it.
 
 Weights are not loaded: configuration, tokenizer and the headers of the weights say it all. Exit codes: 0, or 1 if a
 model cannot be served, or 2 if a command could not be done as asked.
@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ragjax.commands.flags import command_line
-from ragjax.commands.wording import error_line, size_text
+from ragjax.commands.flags import Parser, error_line, size_text
 from ragjax.core import CHUNK_TOKENS, ConfigError, EngineOptions, RagjaxError
 from ragjax.models.config import ModelConfig
 from ragjax.models.hub import LocalModel, NotHereError, resolve
@@ -44,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _get(options.model)
         return _report(resolve(options.model, download=False), options.model)
     except RagjaxError as error:
-        print(error_line("ragjax.models", error), file=sys.stderr)
+        print(error_line("ragjax models", error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line("ragjax.models", "Models: which there are, and whether one can be served.")
+    parser = Parser("ragjax models", "Models: which there are, and whether one can be served.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|get|check")
     commands.add_parser("list", help="packaged models, and repositories that were downloaded", allow_abbrev=False)
     get = commands.add_parser("get", help="say what a model takes, and download it", allow_abbrev=False)

@@ -1,6 +1,6 @@
-"""`python -m ragjax.preprocess`: a knowledge base's chunks are computed behind their most similar ones, offline.
+"""`ragjax preprocess`: a knowledge base's chunks are computed behind their most similar ones, offline.
 
-python -m ragjax.preprocess --knowledge docs/ --index-dir index/ --disk-cache kv/
+ragjax preprocess --knowledge docs/ --index-dir index/ --disk-cache kv/
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from ragjax import core
-from ragjax.commands.flags import command_line, integer
-from ragjax.commands.options import add_engine_flags, engine_options
-from ragjax.commands.wording import error_line
+from ragjax.commands.flags import Parser, add_engine_flags, engine_options, error_line, integer
 from ragjax.engine import Engine
 from ragjax.engine.preprocessing import fuse, preprocess
 from ragjax.reuse.fusion import NEIGHBOURS
@@ -32,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             neighbours = options.neighbours or NEIGHBOURS
             report = preprocess(engine, n=neighbours, system=options.system, record=options.record)
     except core.RagjaxError as error:
-        print(error_line("ragjax.preprocess", error), file=sys.stderr)
+        print(error_line("ragjax preprocess", error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
@@ -43,16 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options of a command line (`sys.argv` if None); those that the server has too have its names and meanings."""
-    parser = command_line(
-        "ragjax.preprocess",
+    parser = Parser(
+        "ragjax preprocess",
         "Compute every chunk behind its most similar ones; a server with the same directories uses it.",
     )
     fields = ("model", "knowledge", "index", "index_dir", "dtype", "device_cache_gb", "tensor_parallel", "max_context")
     tiers = ("host_gb", "disk", "disk_gb", "at_rest", "share_knowledge")
-    needed = {"required": True}
-    add_engine_flags(
-        parser, (*fields, *(f"storage.{tier}" for tier in tiers)), knowledge=needed, index_dir=needed, disk=needed
-    )
+    add_engine_flags(parser, (*fields, *tiers), needed=("knowledge", "index_dir", "disk"))
     flag = parser.add_argument
     flag("--neighbours", type=integer(1), help=f"chunks that each is computed behind ({NEIGHBOURS})")
     flag("--system", metavar="TEXT", help="system message of the requests (default: that of requests without one)")

@@ -33,7 +33,7 @@ from ragjax.core.library import (
     State,
     Store,
 )
-from ragjax.core.options import DTYPES, INDEXES, RETRIEVE, AtRest, EngineOptions, StorageOptions
+from ragjax.core.options import DTYPES, INDEXES, AtRest, EngineOptions, StorageOptions
 from ragjax.core.passes import (
     Asked,
     Compaction,
@@ -94,7 +94,6 @@ __all__ = [
     "INDEXES",
     "NEVER",
     "PURPOSES",
-    "RETRIEVE",
     "WHOLE",
     "Adjusted",
     "Answer",

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -20,7 +19,7 @@ from ragjax.cache.profile import Profile
 from ragjax.core import Compression, ConfigError, EngineOptions, Grid, Measure, RequestError, StorageOptions
 from ragjax.core.compression import BY_LAYER
 from ragjax.engine.knowledge import Knowledge
-from ragjax.engine.measurement import alpha_of, report_of
+from ragjax.engine.measurement import alpha_of, cost_path, report_of
 from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
 from ragjax.models.hub import LocalModel, cache_dir, resolve
@@ -99,7 +98,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     chosen = dict(strategies_of(local) if strategies is None else strategies)
     _setting(options, chosen)  # a wrong name should not cost loading the weights
     budget = budget_of(options)
-    policy = _policy(storage)
+    POLICIES.lookup(storage.policy)  # a wrong name should not cost loading the weights
     ORDERS.lookup(options.order)
     recorder = None if options.record_trace is None else Recorder(options.record_trace)
     use_compilation_cache(cache_dir())
@@ -113,6 +112,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     if strategies is None:
         chosen = strategies_of(local, alpha_of(identity))
+    policy = _policy(storage.policy, identity)
     contract = contract_of(options, chosen, identity, dtype, budget)
     compression = compression_of(options, [chosen[name] for name in contract.strategies])
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
@@ -233,13 +233,19 @@ def _setting(options: EngineOptions, known: Mapping[str, Strategy]) -> Setting:
     return Setting(name, ratio)
 
 
-def _policy(storage: StorageOptions) -> Policy:
-    policy = POLICIES.lookup(storage.policy)
-    if storage.cost_profile is not None:
-        return policy.for_device(Profile.load(Path(storage.cost_profile)))
-    if storage.policy == "pgdsf":
-        raise ConfigError("the policy pgdsf needs a cost profile of this device: make one by python -m benchmarks.cost")
-    return policy.for_device(Profile((0, 1), (1, 2), ((1.0, 2.0), (1.0, 2.0))))  # the others do not ask it
+def _policy(name: str, identity: bytes) -> Policy:
+    """A replacement policy; of all of them only pgdsf asks for prefill times of this device.
+
+    Raises:
+        ConfigError: if they were not measured.
+    """
+    profile = Profile((0, 1), (1, 2), ((1.0, 2.0), (1.0, 2.0)))
+    if name == "pgdsf":
+        path = cost_path(identity)
+        if not path.exists():
+            raise ConfigError("the policy pgdsf needs prefill times of this device: run ragjax cost")
+        profile = Profile.load(path)
+    return POLICIES.lookup(name).for_device(profile)
 
 
 def _disk(storage: StorageOptions, identity: bytes, model: str, config: ModelConfig, dtype: str) -> DiskStore | None:

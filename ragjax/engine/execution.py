@@ -377,7 +377,7 @@ def _unmeasured(state: RequestState, plan: Plan, contract: Contract) -> tuple[st
     if plan.fused or not contract.takes_preprocessed(state.setting):
         return ()
     measured = "the KV of preprocessed chunks at full precision, and not all of it was found"
-    return (f"the quality budget was measured with {measured} (python -m ragjax.preprocess computes it)",)
+    return (f"the quality budget was measured with {measured} (ragjax preprocess computes it)",)
 
 
 def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergence | None:

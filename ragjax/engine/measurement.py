@@ -1,4 +1,4 @@
-"""Measurements of a model: its quality report, and Cache-Craft's alpha.
+"""Measurements of a model: its quality report, Cache-Craft's alpha, and prefill times.
 
 Each is a file in ragjax's folder, by what the model's KV depends on (`identity`).
 """
@@ -27,6 +27,11 @@ def report_path(identity: bytes) -> Path:
 def alpha_path(identity: bytes) -> Path:
     """Where a model's calibrated alpha of Cache-Craft is kept, by what its KV depends on."""
     return cache_dir() / "craft" / f"{identity.hex()}.json"
+
+
+def cost_path(identity: bytes) -> Path:
+    """Where a model's prefill times on this machine are kept, by what its KV depends on."""
+    return cache_dir() / "cost" / f"{identity.hex()}.json"
 
 
 def alpha_of(identity: bytes) -> float:
@@ -62,12 +67,12 @@ def report_of(identity: bytes, budget: Budget | None, known: Mapping[str, Strate
     if budget is not None and top_k > report.top_k:
         raise ConfigError(
             f"the quality report was made with {report.top_k} chunks a question, and {top_k} are to be retrieved: "
-            f"run python -m ragjax.reuse.gate --top-k {top_k}, or lower --top-k"
+            f"run ragjax gate --top-k {top_k}, or lower --top-k"
         )
     changed = {Setting(name) for name, one in known.items() if isinstance(one, Craft) and one.alpha != report.alpha}
     stale = sorted(m.setting.strategy for m in report.measurements if m.setting in changed)
     if stale:
-        again = "run python -m ragjax.reuse.gate again"
+        again = "run ragjax gate again"
         _log.warning("%s: %s had another alpha, %g: %s", path, ", ".join(stale), report.alpha, again)
     kept = (m for m in report.measurements if m.setting.strategy in known and m.setting not in changed)
     return replace(report, measurements=tuple(kept))

@@ -101,7 +101,7 @@ class NotHereError(ConfigError):
     """A model that can be downloaded, and has not been."""
 
     def __init__(self, name: str):
-        super().__init__(f"{name} is not on this machine: python -m ragjax.models get {name}")
+        super().__init__(f"{name} is not on this machine: ragjax models get {name}")
 
 
 def cache_dir() -> Path:

@@ -152,13 +152,13 @@ class Contract:
         if chosen.strategy in self._preprocessed:
             reason = (
                 f"{chosen} keeps the quality budget {budget} with preprocessed chunks alone, and these are not; the "
-                f"request ran {other[0]} (python -m ragjax.preprocess prepares a knowledge base)"
+                f"request ran {other[0]} (ragjax preprocess prepares a knowledge base)"
             )
         self._courses[False] = _Course(other[0], Monitor(budget, other), reason)
 
     def _miss(self, problem: str) -> None:
         if self._refuses:
-            raise ConfigError(f"{problem}: raise the budget, or run full attention by --quality-fallback full")
+            raise ConfigError(f"{problem}: raise the budget, or run full attention by --strategy full in its place")
         self._fallback = True
         notice = f"{problem}; requests run full attention"
         self._courses = dict.fromkeys((True, False), _Course(Setting("full"), notice=notice))
@@ -178,7 +178,7 @@ class Contract:
         if self._report.without(self._preprocessed).cheapest(self._budget) is None:
             self._miss(
                 f"the settings inside the quality budget {self._budget} were measured with preprocessed chunks, and "
-                "the knowledge is not preprocessed: run python -m ragjax.preprocess, or else"
+                "the knowledge is not preprocessed: run ragjax preprocess, or else"
             )
             return
         _log.warning("%s is not picked: %s", self._courses[True].setting, self._courses[False].notice)

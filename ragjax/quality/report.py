@@ -295,7 +295,7 @@ class Alpha:
         Raises:
             ConfigError: if it is damaged, of another version, or another model's.
         """
-        again = "delete it, or run python -m ragjax.reuse.calibrate again"
+        again = "delete it, or run ragjax gate --alpha again"
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             version = found.pop("version")
@@ -319,5 +319,5 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
         part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-GATE = "make one by python -m ragjax.reuse.gate"
+GATE = "make one by ragjax gate"
 """Advice for errors without a report."""

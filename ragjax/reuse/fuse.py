@@ -9,7 +9,7 @@ The result is kept as method "fusion", under the system prompt and the digest of
 at |X|. The chunk's isolated KV is computed and kept, too: `ragjax` reads it
 where the chunk comes first. Without neighbours there is nothing to fuse.
 
-No request can name this strategy: `ragjax.preprocess` gives it to the engine.
+No request can name this strategy: `ragjax.engine.preprocessing` gives it to the engine.
 """
 
 from __future__ import annotations

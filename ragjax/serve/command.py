@@ -17,15 +17,16 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import uvicorn
+from annotated_types import Ge, Le
+from pydantic import AfterValidator
 
 from ragjax import core
 from ragjax.cluster.router import DEFAULT_ROUTER, ROUTERS
-from ragjax.commands.flags import command_line, integer, positive
-from ragjax.commands.options import add_engine_flags, engine_options
-from ragjax.commands.wording import error_line
+from ragjax.commands.flags import DEFAULTS, Parser, engine_options, error_line
+from ragjax.core.options import CACHE, FIRST, LOAD, RETRIEVAL, REUSE, Flag, Positive
 from ragjax.serve.app import MAX_BODY_BYTES, MAX_FILE_BYTES, create_app
 from ragjax.serve.middleware import LOOPBACK, is_loopback
 from ragjax.serve.server import Drain, Limits, Server, Watchdog, limited
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _listener(options.host, options.port) as listener, closing(_load(options)) as engine:
             _run(engine, listener, options)
     except core.RagjaxError as error:
-        print(error_line("ragjax.serve", error), file=sys.stderr)
+        print(error_line("ragjax serve", error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -72,6 +73,73 @@ def _log_to_stderr() -> None:
     logging.basicConfig(handlers=[handler])
 
 
+ACCESS = "Access and limits"
+
+
+def _origin(text: str) -> str:
+    """An origin of pages, as browsers write it, or "*"."""
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text):
+        raise ValueError("must be scheme://host or scheme://host:port without a path, or *")
+    return text.lower()
+
+
+def _host(text: str) -> str:
+    """A name or an IP address."""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(text))
+    if not re.fullmatch(r"[\w.-]+", text):
+        raise ValueError("must be a name without scheme and port")
+    return text.lower()
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of the server beside those of its engine."""
+
+    host: Annotated[str, Flag(FIRST, "address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Ge(0), Le(65535), Flag(FIRST, "port to listen on, 0: a free one")] = 8000
+    api_key: Annotated[
+        str | None, Flag(FIRST, "key that clients must send (default: $RAGJAX_API_KEY, or no key)", "KEY")
+    ] = None
+    replicas: Annotated[
+        str | None,
+        Flag(
+            LOAD,
+            f"serve by N engines on Ray Serve, at $RAY_ADDRESS if set; router: {', '.join(ROUTERS)} (docs/scale.md)",
+            "N[:ROUTER]",
+        ),
+    ] = None
+    tenants: Annotated[
+        str | None, Flag(ACCESS, "JSON of API keys that share no KV: {KEY: {name, quota_gb}} (docs/http.md)", "FILE")
+    ] = None
+    allow_host: Annotated[
+        tuple[Annotated[str, AfterValidator(_host)], ...],
+        Flag(ACCESS, "without keys: a name of the server, besides localhost and --host; repeatable (docs/security.md)"),
+    ] = ()
+    cors_origin: Annotated[
+        tuple[Annotated[str, AfterValidator(_origin)], ...],
+        Flag(ACCESS, "whose pages may call, such as https://app.example; *: anybody's; repeatable", "ORIGIN"),
+    ] = ()
+    strict: Annotated[bool, Flag(ACCESS, "refuse fields of requests that have no effect, instead of a notice")] = False
+    max_body_mb: Annotated[Positive, Flag(ACCESS, "largest body, MiB")] = MAX_BODY_BYTES / 2**20
+    max_file_mb: Annotated[Positive, Flag(ACCESS, "largest upload, MiB")] = MAX_FILE_BYTES / 2**20
+    max_connections: Annotated[int, Ge(1), Flag(ACCESS, "connections at a time; more get 503 (docs/security.md)")] = (
+        Limits.connections
+    )
+    grace: Annotated[int, Ge(0), Flag(ACCESS, "seconds that running requests get at a stop")] = 30
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag(ACCESS, "what is logged")] = "info"
+
+
+def serve_parser() -> Parser:
+    """The parser of `ragjax serve`."""
+    parser = Parser("ragjax serve", "OpenAI's HTTP API over a model and your documents (docs/http.md).")
+    for section in (FIRST, RETRIEVAL, REUSE, CACHE, LOAD, ACCESS):
+        parser.section(section)
+    for options in (DEFAULTS, DEFAULTS.storage, ServerOptions()):
+        parser.add_fields(options)
+    return parser
+
+
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of a command line (`sys.argv` if None), and of RAGJAX_API_KEY and RAGJAX_METRICS_KEY.
 
@@ -80,55 +148,15 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Raises:
         core.ConfigError: for an unknown flag, or a value that cannot work.
     """
-    parser = command_line(
-        "ragjax.serve", "OpenAI's chat and text completions over a model and your documents (docs/http.md)."
-    )
-    flag = parser.add_argument
-    add_engine_flags(parser)
-    flag("--max-body-mb", type=positive, default=MAX_BODY_BYTES / 2**20, help="largest body, MiB (%(default)s)")
-    flag("--max-file-mb", type=positive, default=MAX_FILE_BYTES / 2**20, help="largest upload, MiB (%(default)s)")
-    flag("--max-connections", type=integer(1), default=Limits.connections, help="connections at a time (%(default)s)")
-    flag(
-        "--receive-timeout",
-        type=positive,
-        default=Limits.timeout,
-        help="seconds in which a client must send its request (%(default)s)",
-    )
-    flag("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    flag("--port", type=integer(0, 65535), default=8000, help="port to listen on, 0: a free one (%(default)s)")
-    flag("--replicas", type=integer(1, 1024), help="serve by so many engines, on Ray Serve (docs/scale.md)")
-    flag("--router", choices=ROUTERS, help="how --replicas share requests (default: knowledge)")
-    flag("--ray-address", metavar="HOST:PORT", help="Ray cluster for --replicas (default: Ray is started here)")
-    flag("--api-key", help="key that clients must send (default: $RAGJAX_API_KEY, or no key)")
-    flag("--metrics-key", help="the only key for /metrics (default: $RAGJAX_METRICS_KEY, or every client's)")
-    flag("--tenants", metavar="FILE", help="JSON of API keys that share no KV: {KEY: {name, quota_gb}} (docs/http.md)")
-    flag("--strict", action="store_true", help="refuse fields of requests that have no effect, instead of a notice")
-    flag(
-        "--cors-origin",
-        action="append",
-        default=[],
-        type=_origin,
-        metavar="ORIGIN",
-        help="whose pages may call, such as https://app.example; *: anybody's; repeatable",
-    )
-    flag(
-        "--allow-host",
-        action="append",
-        default=[],
-        type=_host,
-        metavar="NAME",
-        help="without API keys: a name that the server goes by, besides localhost and --host; repeatable",
-    )
-    flag("--grace", type=integer(0), default=30, help="seconds that running requests get at a stop (%(default)s)")
-    flag("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
+    parser = serve_parser()
     options = parser.parse_args(argv)
     options.api_key = _key(options.api_key, "--api-key", "RAGJAX_API_KEY")
-    options.metrics_key = _key(options.metrics_key, "--metrics-key", "RAGJAX_METRICS_KEY")
+    options.metrics_key = _key(None, "", "RAGJAX_METRICS_KEY")
     options.tenants = {} if options.tenants is None else _tenants(options.tenants)
     if options.api_key in options.tenants:
         raise core.ConfigError("--tenants: the key of --api-key may not be a tenant's too")
     if options.metrics_key in _keys(options):
-        raise core.ConfigError("--metrics-key: clients have this key too: give one of its own")
+        raise core.ConfigError("RAGJAX_METRICS_KEY: clients have this key too: give one of its own")
     engine = engine_options(options)
     quotas = {t.name: t.quota_gb for t in options.tenants.values() if t.quota_gb is not None}
     options.engine = replace(engine, storage=replace(engine.storage, quotas=quotas))
@@ -137,14 +165,16 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _check_replicas(options: argparse.Namespace) -> None:
-    """Raise ConfigError for flags that have no effect beside each other."""
+    """Read --replicas into `replicas` and `router`; raise ConfigError for flags that have no effect beside it."""
     if options.replicas is None:
-        if options.ray_address is not None:
-            raise core.ConfigError("--ray-address: give --replicas too; without it nothing runs on Ray")
-        if options.router is not None:
-            raise core.ConfigError("--router: give --replicas too; without it there is one engine")
         return
-    options.router = options.router or DEFAULT_ROUTER
+    count, _, router = options.replicas.partition(":")
+    options.router = router or DEFAULT_ROUTER
+    if not count.isdecimal() or not 1 <= int(count) <= 1024:
+        raise core.ConfigError(f"--replicas: give a whole number from 1 to 1024, not {count!r}")
+    if options.router not in ROUTERS:
+        raise core.ConfigError(f"--replicas: unknown router {router!r}; choose one of {', '.join(ROUTERS)}")
+    options.replicas = int(count)
     if options.engine.speculate:
         raise core.ConfigError("--speculate: a replica is chosen after the search; leave it out, or --replicas")
     if options.engine.record_trace is not None:
@@ -212,26 +242,8 @@ def _key(given: str | None, flag: str, variable: str) -> str | None:
     """A key by its flag, or the environment's variable."""
     key = os.environ.get(variable) if given is None else given
     if key is not None:
-        _check_key(key, f"{flag} or {variable}")
+        _check_key(key, f"{flag} or {variable}" if flag else variable)
     return key
-
-
-def _origin(text: str) -> str:
-    """Reads the origin of pages, as browsers write it, or "*"."""
-    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text):
-        raise argparse.ArgumentTypeError(
-            f"must be scheme://host or scheme://host:port without a path, or *, not {text!r}"
-        )
-    return text.lower()
-
-
-def _host(text: str) -> str:
-    """Reads a name or an IP address."""
-    with suppress(ValueError):
-        return str(ipaddress.ip_address(text))
-    if not re.fullmatch(r"[\w.-]+", text):
-        raise argparse.ArgumentTypeError(f"must be a name without scheme and port, not {text!r}")
-    return text.lower()
 
 
 def _listener(host: str, port: int) -> socket.socket:
@@ -281,7 +293,7 @@ def _start(options: argparse.Namespace) -> Service:
         raise core.ConfigError("--replicas needs Ray, which is not installed: pip install '.[ray]' in ragjax's folder")
     from ragjax.cluster.deployment import start
 
-    return start(options.engine, options.replicas, options.ray_address, options.grace, options.router)
+    return start(options.engine, options.replicas, os.environ.get("RAY_ADDRESS"), options.grace, options.router)
 
 
 def _make_private(place: str | Path | None) -> None:
@@ -306,7 +318,6 @@ def app_options(options: argparse.Namespace, address: str | None = None) -> dict
         "metrics_key": options.metrics_key,
         "max_body_bytes": int(options.max_body_mb * 2**20),
         "max_file_bytes": int(options.max_file_mb * 2**20),
-        "timeout": options.receive_timeout,
         "strict": options.strict,
         "cors_origins": options.cors_origin,
         "hosts": _hosts(options, address),
@@ -324,7 +335,7 @@ def _hosts(options: argparse.Namespace, address: str | None) -> frozenset[str] |
 def _run(engine: Service, listener: socket.socket, options: argparse.Namespace) -> None:
     """Serves until SIGTERM or SIGINT; running requests then get the grace time, and after it are cancelled."""
     drain = Drain()
-    limits = Limits(options.receive_timeout, options.max_connections)
+    limits = Limits(connections=options.max_connections)
     app = create_app(engine, drain=drain, **app_options(options, listener.getsockname()[0]))
     config = uvicorn.Config(
         app,

@@ -22,8 +22,18 @@ LONG = 400
 
 
 def test_a_killed_replica_costs_its_own_streams_alone(python: str, model: Path, tmp_path: Path) -> None:
-    flags = ["--replicas", "2", "--model", str(model), "--knowledge", "none", "--port", "PORT", "--disk-cache"]
-    flags += [str(tmp_path / "kv"), "--device-cache-gb", "0.05", "--router", "round-robin", "--dtype", "float32"]
+    flags = [
+        "--replicas",
+        "2:round-robin",
+        "--model",
+        str(model),
+        "--knowledge",
+        "none",
+        "--port",
+        "PORT",
+        "--disk-cache",
+    ]
+    flags += [str(tmp_path / "kv"), "--device-cache-gb", "0.05", "--dtype", "float32"]
     with started(python, ["-c", SERVE, *flags], tmp_path / "log", "ready at") as running:
         assert running.health()["replicas"] == {"up": 2, "wanted": 2}
         whole = {who: running.stream(who)[1] for who in range(10)}
@@ -50,8 +60,8 @@ def test_a_killed_replica_costs_its_own_streams_alone(python: str, model: Path, 
 
 
 def test_a_client_that_leaves_cancels_its_request_in_the_replica(python: str, model: Path, tmp_path: Path) -> None:
-    flags = ["--replicas", "2", "--model", str(model), "--knowledge", "none", "--port", "PORT"]
-    flags += ["--device-cache-gb", "0.05", "--router", "round-robin", "--dtype", "float32"]
+    flags = ["--replicas", "2:round-robin", "--model", str(model), "--knowledge", "none", "--port", "PORT"]
+    flags += ["--device-cache-gb", "0.05", "--dtype", "float32"]
     with started(python, ["-c", SERVE, *flags], tmp_path / "log", "ready at") as running:
         whole = [running.stream(who) for who in range(4)]
         for left in range(1, 5):
@@ -70,7 +80,7 @@ def test_replicas_over_two_devices_each_answer_as_one_device_does(python: str, m
         expected = [alone.stream(who) for who in range(4)]
     assert all(status == 200 and text and code is None for status, text, code in expected)
 
-    flags += ["--replicas", "2", "--tensor-parallel", "2", "--router", "round-robin"]
+    flags += ["--replicas", "2:round-robin", "--tensor-parallel", "2"]
     with started(python, ["-c", SERVE, *flags], tmp_path / "two", "ready at") as running:
         assert running.health()["replicas"] == {"up": 2, "wanted": 2}
         for _ in range(2):  # each replica gets every question
@@ -101,8 +111,8 @@ from ragjax.serve.cluster import app
 niceness = {"worker_niceness": 0}  # as ragjax/cluster/deployment.py has it
 ray.init(address="local", include_dashboard=False, log_to_driver=False, _system_config=niceness)
 serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
-args = {"model": sys.argv[2], "knowledge": "none", "replicas": 2, "device-cache-gb": 0.05}
-args |= {"router": "round-robin", "dtype": "float32"}
+args = {"model": sys.argv[2], "knowledge": "none", "replicas": "2:round-robin", "device-cache-gb": 0.05}
+args |= {"dtype": "float32"}
 serve.run(app(args), name="ragjax", route_prefix="/")
 print("application ready", flush=True)
 
@@ -185,7 +195,7 @@ def test_a_call_that_reached_no_replica_was_lost(python: str) -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "ray://127.0.0.1:10001"])
 def test_an_address_without_a_cluster_is_one_line_and_code_2(python: str, address: str) -> None:
-    command = [python, "-m", "ragjax.serve", "--port", "0", "--replicas", "2", "--ray-address", address]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [python, "-m", "ragjax.serve", "--port", "0", "--replicas", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": address}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60, check=False)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--ray-address" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "RAY_ADDRESS" in done.stderr

@@ -1,4 +1,4 @@
-"""`python -m ragjax.cache`: it finds planted damage and names it, shrinks, adds up, and refuses what it cannot do."""
+"""`ragjax cache`: it finds planted damage and names it, shrinks, adds up, and refuses what it cannot do."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_bad_directory_is_an_error_that_names_it(
 
 
 def test_it_runs_as_a_module(filled: Path) -> None:
-    command = [sys.executable, "-m", "ragjax.cache"]
+    command = [sys.executable, "-m", "ragjax", "cache"]
     done = subprocess.run([*command, "verify", str(filled)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     done = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -133,4 +133,4 @@ def test_what_no_alpha_keeps_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("arguments", [["--quality", "EM=1"], ["--qual", "F1=1"], ["--limit", "0"], ["--top-k", "x"]])
 def test_bad_flags_end_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert calibrate.main(arguments) == 2
-    assert "ragjax.reuse.calibrate: error:" in capsys.readouterr().err
+    assert "ragjax gate --alpha: error:" in capsys.readouterr().err

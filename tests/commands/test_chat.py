@@ -1,4 +1,4 @@
-"""`python -m ragjax.chat`: what it asks for, what it shows, in a terminal and with piped input."""
+"""`ragjax chat`: what it asks for, what it shows, in a terminal and with piped input."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from ragjax.commands.chat import main
-from ragjax.commands.chat.account import lines, strip
-from ragjax.commands.chat.session import Account
-from ragjax.commands.chat.terminal import Terminal
-from ragjax.core import RequestError, SegmentReport, Timings
+from ragjax.commands.chat import Terminal, lines, main
+from ragjax.core import RequestError
 from tests.support.devices import ROOT
 from tests.support.fakes import FakeEngine
 from tests.support.serving import TEXT, Served, serving
@@ -65,30 +62,8 @@ def test_an_answer_is_followed_by_its_account(chat: Chat, served: Served, capsys
     assert chat("--url", served.url, said="One?\n/compare naive\n") == 0
     out = capsys.readouterr().out
     assert "7 of 9 tokens reused  █ device 7  ░ computed 2" in out
-    assert "prefix: exact: the answer of full attention" in out and "naive: approximate" in out
+    assert "prefix: exact to full attention" in out and "naive: approximate" in out
     assert "note: attention not by triton" in out and "the same text; first token after" in out
-
-
-def test_commands_change_how_is_asked(chat: Chat, served: Served, engine: FakeEngine, capsys: Any) -> None:
-    said = [
-        "/strategy full",
-        "1",
-        "/strategy",
-        "2",
-        "/documents a b",
-        "3",
-        "/knowledge none",
-        "4",
-        "/knowledge demo",
-        "5",
-    ]
-    assert chat("--url", served.url, "--top-k", "2", said="\n".join(said)) == 0
-    asked = [request.rag for request in engine.requests]
-    assert [rag.strategy for rag in asked] == ["full", None, None, None, None]
-    assert [rag.top_k for rag in asked] == [2, 2, None, 0, 2]
-    assert [rag.documents for rag in asked] == [None, None, ("a", "b"), None, None]
-    assert [rag.knowledge for rag in asked] == [None, None, None, None, "demo"]
-    assert "strategy: full" in capsys.readouterr().out
 
 
 def test_comparing_leaves_the_conversation_as_it_is(chat: Chat, served: Served, engine: FakeEngine) -> None:
@@ -97,44 +72,54 @@ def test_comparing_leaves_the_conversation_as_it_is(chat: Chat, served: Served, 
     assert [request.rag.strategy for request in engine.requests] == [None, "full", None]
 
 
-@pytest.mark.parametrize("changed", ["/knowledge none", "/documents a b"])
-def test_comparing_asks_as_the_question_was_asked(chat: Chat, served: Served, engine: FakeEngine, changed: str) -> None:
-    said = f"/knowledge demo\nOne?\n{changed}\n/compare full\n"
-    assert chat("--url", served.url, "--top-k", "2", said=said) == 0
-    first, second = (request.rag for request in engine.requests)
-    assert (second.knowledge, second.top_k, second.documents) == (first.knowledge, first.top_k, first.documents)
-    assert (first.knowledge, first.top_k, second.strategy) == ("demo", 2, "full")
-
-
 def test_an_escape_sequence_does_not_reach_the_terminal(chat: Chat, engine: FakeEngine, capsys: Any) -> None:
     engine.tokens, engine.model_name = ("a\x1b[2", "Jb\x9b31m\x7f\n", "c\td"), "fa\x1bke"
     with serving(engine) as served:
         assert chat("--url", served.url, said="One?\n") == 0
         engine.error = RequestError("no\x1b]0;room\x07")
         assert chat("--url", served.url, said="One?\n") == 1
-        assert chat("--url", served.url, "--model", "other") == 2
     shown = capsys.readouterr()
     assert shown.out.startswith("a[2Jb31m\nc       d\n") and "\x1b" not in shown.out
-    assert shown.err.startswith("error: no]0;room\nragjax.chat: error: ") and "but fake" in shown.err
+    assert shown.err == "error: no]0;room\n"
     assert "\x1b" not in shown.err
+
+
+def account(
+    strategy: str, exact: str | None, segments: list[tuple[int, int, str | None]], *notices: str
+) -> dict[str, Any]:
+    """The field `rag` of a response. segments: tokens, those reused, and their tier."""
+    timings = {"search_exposed": 4, "load": 1, "prefill": 20, "ttft": 30, "total": 90}
+    rows = [{"tokens": tokens, "reused": reused, "tier": tier} for tokens, reused, tier in segments]
+    return {"strategy": strategy, "exact_to": exact, "segments": rows, "timings_ms": timings, "notices": notices}
 
 
 def test_the_terminal_gets_colours_and_nothing_else() -> None:
     file = io.StringIO()
-    account = Account("na\x1b[2Jive", None, (), Timings(), ("no\x1b[2Jte",))
-    for line in (Text("re\x1b[2Jd", style="red"), *lines(account, 40)):
+    for line in (Text("re\x1b[2Jd", style="red"), *lines(account("na\x1b[2Jive", None, [], "no\x1b[2Jte"), 40)):
         Terminal(file=file, force_terminal=True, color_system="standard", width=100).print(line)
     shown = file.getvalue()
     assert shown.startswith("\x1b[31mre[2Jd\x1b[0m\n") and "\x1b[2J" not in shown
     assert "na[2Jive: " in shown and "note: no[2Jte" in shown
 
 
+def test_a_strip_shows_every_segment_as_wide_as_its_share() -> None:
+    made = account(
+        "craft", "block", [(20, 20, "device"), (0, 0, None), (60, 45, "host"), (100, 50, "disk"), (1, 0, None)]
+    )
+    strip, legend, outcome, times = (line.plain for line in lines(made, 43))
+    parts = strip.split(" ")
+    assert [set(part) for part in parts] == [{"█"}, {"▓", "░"}, {"▒", "░"}, {"░"}] and len(strip) <= 43
+    assert legend == "115 of 181 tokens reused  █ device 20  ▓ host 45  ▒ disk 50  ░ computed 66"
+    assert outcome == "craft: exact to block attention"
+    assert times == "first token after 30 ms (search 4, load 1, prefill 20), all after 90 ms"
+    strip, legend, *_ = (line.plain for line in lines(account("naive", None, [(9, 9, "attic"), (9, 0, None)]), 6))
+    assert strip == "▉▉ ░░" and legend == "9 of 18 tokens reused  ░ computed 9  ▉ attic 9"
+
+
 @pytest.mark.parametrize(
     ("line", "error"),
     [
         ("/dance", "there is no /dance"),
-        ("/strategy magic", "unknown strategy 'magic'; there are full, prefix, naive"),
-        ("/knowledge atlas", "unknown knowledge base 'atlas'; there are demo"),
         ("/compare full", "ask a question first"),
     ],
 )
@@ -162,11 +147,6 @@ def test_a_refused_question_is_forgotten(chat: Chat, served: Served, engine: Fak
     [
         (("--top-k", "many"), "--top-k"),
         (("--nonsense",), "unrecognized arguments: --nonsense"),
-        (("--strategy", "magic"), "--strategy: no 'magic'; there are full, prefix, naive"),
-        (("--knowledge", "atlas"), "--knowledge: no 'atlas'; there are demo"),
-        (("--knowledge", "none", "--top-k", "2"), "--top-k"),
-        (("--model", "other"), "no 'other', but fake"),
-        (("--local",), "--local needs no server"),
     ],
 )
 def test_a_wrong_flag_is_one_line(chat: Chat, served: Served, capsys: Any, flags: Any, error: str) -> None:
@@ -201,49 +181,10 @@ def test_a_key_is_sent(chat: Chat, engine: FakeEngine, capsys: Any, monkeypatch:
     assert len(engine.requests) == 2
 
 
-def test_an_engine_in_process_does_the_same(chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    loaded: list[FakeEngine] = []
-    monkeypatch.setattr(
-        "ragjax.engine.Engine.load", lambda options: loaded.append(FakeEngine.load(options)) or loaded[0]
-    )
-    flags = ("--local", "--strategy", "naive", "--model", "small", "--max-tokens", "9")
-    assert chat(*flags, said="One?\n/documents a b\nTwo?\n") == 0
-    (engine,) = loaded
-    first, second = engine.requests
-    assert engine.closed and engine.finished == 2 and engine.model_name == "small"
-    assert first.rag.strategy == "naive" and first.rag.documents is None and second.rag.documents == ("a", "b")
-    out = capsys.readouterr().out
-    assert TEXT in out and "7 of 9 tokens reused" in out and "naive: approximate" in out
-
-
-def test_a_strip_is_as_wide_as_the_terminal_and_shows_every_segment() -> None:
-    segments = (
-        SegmentReport("system", "", 20, 20, 0, "device"),
-        SegmentReport("empty", "", 0, 0, 0),
-        SegmentReport("a", "A", 60, 45, 15, "host"),
-        SegmentReport("b", "B", 100, 50, 50, "disk"),
-        SegmentReport("question", "", 1, 0, 1),
-    )
-    parts = strip(segments, 43).plain.split(" ")
-    assert [set(part) for part in parts] == [{"█"}, {"▓", "░"}, {"▒", "░"}, {"░"}]
-    assert parts[1] == "▓" * 10 + "░" * 3 and len(strip(segments, 43)) in (41, 42, 43)
-    told = [line.plain for line in lines(Account("craft", "block", segments, Timings(5, 1, 20, 30, 90, 4)), 43)]
-    assert told[1] == "115 of 181 tokens reused  █ device 20  ▓ host 45  ▒ disk 50  ░ computed 66"
-    assert told[2] == "craft: exact to block attention, for which the model was trained"
-    assert told[3] == "first token after 30 ms (search 4, load 1, prefill 20, other 5), all after 90 ms"
-
-
-def test_a_tier_that_a_later_server_names_is_shown_too() -> None:
-    segments = (SegmentReport("a", "A", 9, 9, 0, "attic"), SegmentReport("b", "B", 9, 0, 9))
-    assert strip(segments, 5).plain == "▉▉ ░░"
-    (_, told, *_) = lines(Account("naive", None, segments, Timings(5, 1, 20, 30, 90, 4)), 43)
-    assert told.plain == "9 of 18 tokens reused  ░ computed 9  ▉ attic 9"
-
-
 def test_in_a_terminal_it_prompts_and_colours(served: Served) -> None:
     leader, follower = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "ragjax.chat", "--url", served.url]
+    command = [sys.executable, "-m", "ragjax", "chat", "--url", served.url]
     process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=environment, cwd=ROOT)
     os.close(follower)
     try:
@@ -256,7 +197,7 @@ def test_in_a_terminal_it_prompts_and_colours(served: Served) -> None:
         process.kill()
         process.wait()
         os.close(leader)
-    assert "fake (knowledge: demo); /help lists the commands" in greeting
+    assert "fake (knowledge: demo). /compare STRATEGY asks" in greeting
     assert TEXT in answer and "\x1b[32m█" in answer and "\x1b[31m░" in answer
 
 

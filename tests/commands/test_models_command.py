@@ -1,4 +1,4 @@
-"""`python -m ragjax.models`: it says what a model is and takes without reading weights, and refuses with the reason."""
+"""`ragjax models`: it says what a model is and takes without reading weights, and refuses with the reason."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_check_downloads_nothing(said: Said, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hub, "_download", None)
     for name in ("smollm2-135m-instruct", "smollm2-135m-graph"):
         code, _, err = said("check", name)
-        assert code == 2 and "smollm2-135m-instruct is not on this machine" in err and "ragjax.models get" in err
+        assert code == 2 and "smollm2-135m-instruct is not on this machine" in err and "ragjax models get" in err
 
 
 def test_get_says_the_size_before_it_downloads(said: Said, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
@@ -217,8 +217,8 @@ def test_the_device_has_memory() -> None:
 
 def test_the_command_runs_as_a_module() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ragjax.models", "check", "/nowhere/at/all"],
+        [sys.executable, "-m", "ragjax", "models", "check", "/nowhere/at/all"],
         capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
-    assert done.returncode == 2 and done.stderr.startswith("ragjax.models: error: /nowhere/at/all: no such file")
+    assert done.returncode == 2 and done.stderr.startswith("ragjax models: error: /nowhere/at/all: no such file")
     assert main([]) == 2 and main(["check"]) == 2

@@ -154,5 +154,5 @@ def test_when_passages_are_retrieved(retrieve: str, plain: bool, brought: bool, 
         assert ("ferry#0" in ids(stuffed((0, 1)))) == brought
         assert ("ferry#0" in ids(stuffed((0, 1)), top_k=1)) == asked
         assert ("ferry#0" in ids(stuffed((0, 1)), knowledge="default")) == asked
-    with pytest.raises(ConfigError, match="unknown retrieve"):
+    with pytest.raises(ConfigError, match="retrieve must be"):
         EngineOptions("tiny", retrieve="never")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import logging
@@ -14,11 +13,14 @@ from pathlib import Path
 import pytest
 
 from ragjax import core
-from ragjax.commands.options import FLAGS
+from ragjax.commands.flags import flags_of
+from ragjax.core.options import FIRST
 from ragjax.retrieval.triple_files import read_triples
 from ragjax.serve import command, main
-from ragjax.serve.command import app_options, parse_options
+from ragjax.serve.command import ServerOptions, app_options, parse_options, serve_parser
+from tests.support.devices import ROOT
 from tests.support.fakes import FakeEngine
+from tests.support.flags import page
 from tests.support.serving import Served, program
 
 
@@ -36,14 +38,12 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         "model": "some/model",
         "strategy": "naive",
         "recompute_ratio": 0.25,
-        "quality_fallback": "full",
         "shadow_rate": 0.125,
         "dtype": "float32",
         "top_k": 5,
         "device_cache_gb": 0.25,
         "tensor_parallel": 2,
         "max_queue": 7,
-        "max_running": 3,
         "speculate": 4,
         "max_context": 512,
         "index": "hnsw",
@@ -62,27 +62,36 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_flags_have_the_defaults_of_the_options() -> None:
     assert parse_options(["--knowledge", "none"]).engine == core.EngineOptions("smollm2-135m-instruct")
-    unset = {"progress", "compile", "storage"}  # for experiments; storage's fields have flags of their own
-    fields = {f.name for f in dataclasses.fields(core.EngineOptions)} - unset
-    tiers = {f"storage.{f.name}" for f in dataclasses.fields(core.StorageOptions)} - {"storage.quotas"}
-    assert set(FLAGS) == fields | tiers
+    assert parse_options(["--knowledge", "none"]).engine.storage == core.StorageOptions()
+
+
+def test_there_are_few_flags_and_the_first_ten_come_first() -> None:
+    kinds = (core.EngineOptions, core.StorageOptions, ServerOptions)
+    sections = [flag.section for kind in kinds for _, _, flag in flags_of(kind)]
+    assert len(sections) <= 45 and sections.count(FIRST) == 10
+    shown = serve_parser().format_help()
+    titles = [shown.index(f"\n{section}:\n") for section in dict.fromkeys(sections)]
+    assert min(titles) == titles[0] and len(titles) == 6
+
+
+def test_the_page_of_flags_is_made_from_the_options() -> None:
+    """To write it anew: `python -m tests.support.flags`."""
+    assert page() == (ROOT / "docs" / "flags.md").read_text()
 
 
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
         (["--frobnicate", "1"], "--frobnicate"),
-        (["--max-running", "-1"], "--max-running"),
         (["--speculate", "-1"], "--speculate"),
         (["--quality-budget", "KL=1", "--strategy", "full"], "--strategy"),
         (["--recompute-ratio", "1.2"], "--recompute-ratio"),
         (["--shadow-rate", "-1"], "--shadow-rate"),
-        (["--quality-fallback", "prefix"], "--quality-fallback"),
         (["--mod", "x"], "--mod"),
         (["--port", "http"], "--port"),
         (["--port", "70000"], "--port"),
         (["--dtype", "int4"], "--dtype"),
-        (["--top-k", "0"], "--top-k"),
+        (["--top-k", "-1"], "--top-k"),
         (["--device-cache-gb", "nan"], "--device-cache-gb"),
         (["--device-cache-gb", "1e305"], "--device-cache-gb"),
         (["--host-cache-gb", "1e305"], "--host-cache-gb"),
@@ -92,14 +101,13 @@ def test_flags_have_the_defaults_of_the_options() -> None:
         (["--graph", "/no/such/facts.tsv"], "--graph"),
         (["--api-key", ""], "API key"),
         (["--api-key", "key "], "--api-key"),
-        (["--metrics-key", "key "], "--metrics-key"),
-        (["--api-key", "key", "--metrics-key", "key"], "--metrics-key"),
         (["--host", "192.0.2.1"], "192.0.2.1"),
         (["--port"], "--port"),
         (["extra"], "extra"),
         (["--replicas", "0"], "--replicas"),
-        (["--ray-address", "127.0.0.1:6379"], "--replicas"),
-        (["--router", "knowledge"], "--replicas"),
+        (["--replicas", "2:magic"], "unknown router 'magic'; choose one of knowledge"),
+        (["--cors-origin", "example.com/page"], "scheme://host"),
+        (["--allow-host", "http://name"], "without scheme"),
         (["--replicas", "2", "--speculate", "3"], "--speculate"),
         (["--replicas", "2", "--record-trace", "trace"], "--record-trace"),
         (["--tensor-parallel", "0"], "--tensor-parallel"),
@@ -156,7 +164,7 @@ def test_storage_flags_reach_the_engine(tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.json"
     tenants.write_text(json.dumps({"k1": {"name": "acme", "quota_gb": 0.5}, "k2": {"name": "umbra"}}))
     flags = ["--host-cache-gb", "2", "--disk-cache", str(tmp_path), "--disk-cache-gb", "3", "--at-rest", "int8"]
-    more = ["--load-timeout", "4", "--policy", "lacr", "--share-knowledge", "--tenants", str(tenants)]
+    more = ["--policy", "lacr", "--share-knowledge", "--tenants", str(tenants)]
     options = parse_options([*flags, *more])
     assert options.engine.storage == core.StorageOptions(
         policy="lacr",
@@ -164,7 +172,6 @@ def test_storage_flags_reach_the_engine(tmp_path: Path) -> None:
         disk=str(tmp_path),
         disk_gb=3.0,
         at_rest="int8",
-        load_timeout=4.0,
         quotas={"acme": 0.5},
         share_knowledge=True,
     )
@@ -191,6 +198,11 @@ def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert parse_options(["--api-key", "flag"]).api_key == "flag"
     monkeypatch.setenv("RAGJAX_METRICS_KEY", "scrape")
     assert app_options(parse_options([]))["metrics_key"] == "scrape"
+    for key in ("key ", "flag"):
+        monkeypatch.setenv("RAGJAX_METRICS_KEY", key)
+        with pytest.raises(core.ConfigError, match="RAGJAX_METRICS_KEY"):
+            parse_options(["--api-key", "flag"])
+    monkeypatch.delenv("RAGJAX_METRICS_KEY")
     monkeypatch.setenv("RAGJAX_API_KEY", "from a file\n")
     with pytest.raises(core.ConfigError, match="RAGJAX_API_KEY"):
         parse_options([])

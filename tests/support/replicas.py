@@ -50,7 +50,7 @@ from ragjax.cluster import deployment
 audits = sys.argv.pop(1)
 
 
-class Audited(deployment.Server):
+class Audited(deployment.ReplicaServer):
     async def status(self):
         try:
             await asyncio.to_thread(self._replica._engine.audit)
@@ -62,7 +62,7 @@ class Audited(deployment.Server):
         return await super().status()
 
 
-deployment.Server = Audited
+deployment.ReplicaServer = Audited
 sys.exit(command.main(sys.argv[1:]))
 """
 )

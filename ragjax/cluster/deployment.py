@@ -63,7 +63,7 @@ class ChosenReplica(RequestRouter):  # type: ignore[misc] # Ray has no types her
 
 
 class ReplicaServer:
-    """What runs in the process of a replica."""
+    """The process of a replica."""
 
     def __init__(self, options: EngineOptions):
         logging.getLogger("ragjax").setLevel(logging.INFO)
@@ -138,11 +138,11 @@ class RayTransport:
         return card
 
     def statuses(self) -> Sequence[Status]:
-        """As `Transport.statuses`; of those that answer in time."""
+        """See `Transport.statuses`; leaves out replicas that do not answer in time."""
         return self._broadcast("status")
 
     def inventories(self, tenant: str) -> dict[int, Inventory]:
-        """As `Transport.inventories`; of those that answer in time."""
+        """See `Transport.inventories`; leaves out replicas that do not answer in time."""
         return dict(self._broadcast("inventory", tenant))
 
     def _broadcast(self, method: str, *arguments: object) -> list[Any]:
@@ -154,13 +154,13 @@ class RayTransport:
         return [one for one in found if not isinstance(one, Exception)]
 
     def wanted(self) -> int:
-        """As `Transport.wanted`: those that run or start, by Ray Serve's word, which is late by a health check."""
+        """Replicas that run or start, as Ray Serve says, late by one health check."""
         states = serve.status().applications[self._handle.app_name].deployments[NAME].replica_states
         ending = (ReplicaState.STOPPING, ReplicaState.STOPPED)
         return sum(number for state, number in states.items() if state not in ending)
 
     def close(self) -> None:
-        """As `Transport.close`; the deployment stays."""
+        """Close the transport; the deployment stays."""
         self._handle.shutdown()
 
 
@@ -246,7 +246,7 @@ def _stop(own: bool) -> None:
 
 
 def _reason(error: RuntimeError) -> str:
-    """What the engine had to say, out of the messages of Ray Serve, which hold tracebacks."""
+    """Find the engine's message in an error of Ray Serve, which holds tracebacks."""
     application = serve.status().applications.get(APP)  # none, if it failed before it was registered
     told = () if application is None else application.deployments.values()
     message = "\n".join((str(error), *(one.message for one in told)))

@@ -1,4 +1,4 @@
-"""What a process knows of the server of the shared tier, and what is on its way there; each in a thread of its own."""
+"""The traffic of a process with the server of the shared tier: look-ups and writes, each in a thread of its own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PATIENCE = 0.05
 
 
 class Breaker:
-    """Whether a server may be asked. Any thread may call anything; each change is logged once.
+    """Decides if a server may be asked. Any thread may call any method; each change is logged once.
 
     name: of the server, in the log. changes: how often it went off or came back.
     """
@@ -64,7 +64,7 @@ class Breaker:
 
     @property
     def on(self) -> bool:
-        """Whether the server may be asked."""
+        """True if the server may be asked."""
         return self._error is None
 
     @property
@@ -188,7 +188,7 @@ class Directory:
             return asked
 
     def waits(self, questions: Collection[str]) -> bool:
-        """Whether one of them is still open."""
+        """True while one of the questions is open."""
         with self._change:
             return any(question in self._open for question in questions)
 
@@ -274,7 +274,7 @@ class Directory:
         return found
 
     def _record(self, key: bytes, head: bytes) -> Record | None:
-        """What a header says; an entry whose header is not its own is removed."""
+        """Parse a header; an entry whose header is not its own is removed."""
         try:
             record = record_of(head, self._identity)
             if record.key == key:
@@ -287,7 +287,7 @@ class Directory:
         return None
 
     def _fitting(self, question: str, records: Sequence[Record]) -> tuple[Record, ...]:
-        """Those that lie where they were looked for."""
+        """Keep the records at the place that was asked for."""
         return tuple(record for record in records if question.startswith("k:") or place_of(record) == question)
 
     def _measure(self) -> None:
@@ -320,19 +320,19 @@ class Outbox:
         self._thread.start()
 
     def has_room(self, size: int) -> bool:
-        """Whether an entry of so many bytes may wait; one does, however large."""
+        """True if an entry of so many bytes may wait; a single one may, however large."""
         with self._change:
             return not self._bytes or self._bytes + size <= self._room
 
     def put(self, parcel: Parcel) -> None:
-        """Have an entry written."""
+        """Queue an entry to be written."""
         with self._change:
             self._parcels.append(parcel)
             self._bytes += parcel.size
             self._change.notify_all()
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Have accesses noted, in this order."""
+        """Queue notes of accesses, in this order."""
         with self._change:
             for key in keys:
                 self._touched.pop(key, None)
@@ -406,7 +406,7 @@ class Outbox:
         self._counts.add(writes=len(new), written_bytes=sum(p.size for p in new), kept=len(kept), evicted=evicted)
 
     def _same(self, parcel: Parcel, head: bytes | None) -> bool:
-        """Whether the entry with this key is of the same record, as the disk tier asks too."""
+        """True if the entry with this key has the same record; the disk tier checks the same."""
         try:
             return head is not None and record_of(head, self._identity) == record_of(parcel.head, self._identity)
         except Damaged:

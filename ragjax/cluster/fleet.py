@@ -77,7 +77,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Attempts:
-    """What came of sending one request.
+    """The attempts to serve one request.
 
     seen: replicas that ran at the last attempt. routing_s: seconds that choosing one took since one had the request.
     counted: the replica whose load it counts in ("": none), from when it is chosen on. losers: replicas that lost it.
@@ -115,7 +115,7 @@ class Preparers:
         self._overload = Overload()
 
     async def run(self, work: Callable[[], T], most: int) -> T:
-        """What comes of the work for one request. most: requests that may be here, this one included.
+        """Run the work of one request in a thread. most: requests that may be here, this one included.
 
         Raises:
             OverloadError: if there are more.
@@ -213,7 +213,7 @@ class Fleet:
 
     @property
     def default_setting(self) -> Setting:
-        """What requests get that name no strategy; of replicas that shadow replay has changed, the first one's."""
+        """Setting of requests that name no strategy; if shadow replay changed replicas, the first one's."""
         return self._setting_of(self._composer.contract.begun_with)
 
     def _setting_of(self, preprocessed: bool) -> Setting:
@@ -234,17 +234,17 @@ class Fleet:
         return self.default_strategy if _by_default(asked) else self._composer.strategy_of(asked)
 
     def pieces(self, tokens: Tokens) -> list[str]:
-        """As `Engine.pieces`."""
+        """See `Engine.pieces`."""
         return self._composer.tokenizer.pieces(tokens)
 
     def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
-        """As `Engine.embed`."""
+        """See `Engine.embed`."""
         return self.knowledge.embed(texts, check)
 
     # --------------------------------------------------------------------------------- its replicas
 
     def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:
-        """Have `observer` called with strategy and divergence of each request replayed, by a thread."""
+        """Call `observer` with strategy and divergence of each replayed request, in a thread."""
         self._observer = observer
 
     def figures(self) -> dict[str, Stats]:
@@ -255,17 +255,17 @@ class Fleet:
         }
 
     def replicas(self) -> Replicas:
-        """How many answered the last look, and how many there should be."""
+        """Replicas that answered the last look, and the number there should be."""
         return self._count
 
     @property
     def shares(self) -> bool | None:
-        """Whether the shared cache answers all replicas, at the last look; None: there is none."""
+        """True if the shared cache answered all replicas at the last look; None without one."""
         up = [one.stats["remote_up"] for one in self._statuses if "remote_up" in one.stats]
         return all(up) if up else None
 
     def inventory(self, tenant: str = "") -> Inventory:
-        """What the caches hold of a tenant's KV: all together, and each. It waits for the replicas."""
+        """KV of a tenant in all caches together, and in each; waits for the replicas."""
         return merged(self._transport.inventories(tenant))
 
     def look(self) -> None:
@@ -296,7 +296,7 @@ class Fleet:
     # -------------------------------------------------------------------------------------- requests
 
     async def submit(self, request: Request) -> AsyncGenerator[Event, None]:
-        """As `Engine.submit`. A request of which no text is out yet goes to another replica if one is lost.
+        """See `Engine.submit`. A request without text yet goes to another replica if its own is lost.
 
         Raises:
             RequestError, OverloadError: as `Engine.submit`.
@@ -346,7 +346,7 @@ class Fleet:
         return max(self._count.up, 1) * (self._max_queue + 1)
 
     def _after_fault(self, rag: Rag | None) -> Rag | None:
-        """What a request asks for: as it says, but full attention if it names no strategy and kept KV was found wrong.
+        """The request's `rag`, but with full attention if it names no strategy and kept KV was found wrong.
 
         It names the strategy to its replica, whose own shadow replay may have found nothing.
         """
@@ -355,7 +355,7 @@ class Fleet:
         return replace(rag or Rag(top_k=0), strategy=FULL.strategy)
 
     def _is_exact(self, rag: Rag | None, made: Grounded) -> bool:
-        """Whether the strategy that will serve a request is exact, as far as it is known here.
+        """True if the strategy that will serve a request is exact, as far as it is known here.
 
         Raises:
             RequestError: if no strategy can serve it as asked.
@@ -424,7 +424,7 @@ class Fleet:
             learn(found)
 
     def _count_in(self, attempts: _Attempts, replica: str) -> None:
-        """Have this replica's load, and no other's, count the request ("": none); under the lock."""
+        """Move the request's load to this replica ("" removes it); the caller holds the lock."""
         before, attempts.counted = attempts.counted, replica
         if replica:
             self._loads[replica] += 1
@@ -444,7 +444,7 @@ class Fleet:
 
 
 def _by_default(rag: Rag | None) -> bool:
-    """Whether a request gets the default setting: one for a graph has a default of its own."""
+    """True if a request gets the default setting; requests for a graph have their own default."""
     return rag is None or (rag.strategy is None and rag.graph is None)
 
 

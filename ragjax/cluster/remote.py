@@ -87,7 +87,7 @@ class RemoteTier(SharedTier):
             self._breaker.failed(error)
 
     def listen(self, notify: Callable[[], None]) -> None:
-        """Have a function called, in any thread, when questions are answered."""
+        """Call `notify`, in any thread, when questions are answered."""
         self._directory.notify = notify
 
     # ------------------------------------------------------------------------------------ the index
@@ -158,7 +158,7 @@ class RemoteTier(SharedTier):
     # ------------------------------------------------------------------------------------ upkeep
 
     def standing(self) -> Standing:
-        """How the tier does; waits for nobody."""
+        """State of the tier, without waiting."""
         counts, dropped = self._counts.read()
         entries, size = self._directory.size
         breaker = self._breaker
@@ -185,7 +185,7 @@ class RemoteTier(SharedTier):
         self._remote.close()
 
     def _offer(self, record: Record, arrays: Arrays) -> tuple[int, str | None]:
-        """Have an entry written, if the server is there and there is room; returns its bytes, and why it is not."""
+        """Queue an entry if the server answers and has room; returns its bytes, and the reason if it is not queued."""
         size = sum(array.nbytes for array in arrays.values())
         if not self._breaker.on:
             self._counts.drop("off")

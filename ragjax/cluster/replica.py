@@ -57,7 +57,7 @@ class Replica:
         )
 
     def status(self) -> Status:
-        """As of now; the replays are told once."""
+        """The status now; each replay is reported once."""
         shadows = tuple(self._shadows.popleft() for _ in range(len(self._shadows)))
         return Status(self.name, self.rank, self._engine.stats(), self._changed(), self._fault(), shadows)
 
@@ -73,7 +73,7 @@ class Replica:
         return self.rank, self._engine.inventory(tenant)
 
     def check(self) -> None:
-        """Whether it can serve.
+        """Check that the replica can serve.
 
         Raises:
             ClosedError: if its engine has ended.
@@ -87,7 +87,7 @@ class Replica:
 
 
 def needs(devices: int, resources: Mapping[str, float], flags: str) -> dict[str, Any]:
-    """What a replica over so many devices asks Ray for, as options of its actor.
+    """Resources that a replica over so many devices asks Ray for, as options of its actor.
 
     resources: of the cluster. flags: XLA's, of this process. One CPU, and where the cluster has GPUs so many of those,
     on one machine, which are then all that JAX sees. Where it has none, JAX in the replica's process makes so many
@@ -131,7 +131,7 @@ def load(options: EngineOptions, rank: int) -> Engine:
 
 
 def options_of(options: EngineOptions, rank: int) -> EngineOptions:
-    """What a replica of this rank is loaded with: no knowledge, and a folder of its own on disk."""
+    """Options of the replica with this rank: no knowledge, and a folder of its own on disk."""
     disk = options.storage.disk
     own = None if disk is None else Path(disk) / f"replica-{rank}"
     return replace(

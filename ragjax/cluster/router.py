@@ -1,4 +1,4 @@
-"""Which replica gets a request: what a request needs of a cache, and four routers.
+"""Routing of requests to replicas: the pieces of KV that a request needs, and four routers.
 
 - knowledge: the replica that has the least to compute before the answer begins
 - prefix: the replica that was sent the longest beginning of the prompt
@@ -46,8 +46,10 @@ class Need:
 
     @staticmethod
     def of(prompt: Prompt, tenant: str, exact: bool) -> Need:
-        """What a prompt needs. exact: whether its strategy is (`ragjax/reuse/base.py`): then chunks are tokens like any
-        others. The paths of a knowledge graph are pieces by themselves under any strategy.
+        """The pieces that a prompt needs.
+
+        exact: its strategy is exact (`ragjax/reuse/base.py`): then chunks are tokens like any others. The paths of a
+        knowledge graph are pieces by themselves under any strategy.
         """
         segments = prompt.segments[: -1 if prompt.segments[-1].kind is Kind.QUERY else None]
         chained = exact and not any(segment.kind is Kind.NODE for segment in segments)
@@ -240,11 +242,11 @@ class Memory:
         """Piece to the clocks of replicas when it was last sent to them."""
 
     def sizes(self) -> Mapping[str, int]:
-        """How many pieces are kept of each replica."""
+        """Number of remembered pieces of each replica."""
         return {name: len(one.sent) for name, one in self._replicas.items()}
 
     def reach(self, replica: str) -> float:
-        """How many tokens ago a piece may have been sent to the replica, and be held."""
+        """Tokens since a piece was sent within which the replica is assumed to hold it."""
         return self._replicas[replica].reach
 
     def held(self, need: Need) -> dict[str, int]:
@@ -350,7 +352,7 @@ class KnowledgeRouter(Router):
         self._seeds_R = np.zeros(0, np.uint64)
 
     def order(self, need: Need, loads: Mapping[str, int]) -> Sequence[str]:
-        """Those that are better than the least loaded replica, and the others by their load.
+        """Replicas that are better than the least loaded one, then the others by their load.
 
         Who holds nothing of the request, and is home to nothing of it, is no better than the least loaded one: so few
         replicas have to be compared.

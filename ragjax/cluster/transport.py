@@ -1,4 +1,4 @@
-"""What goes between a fleet and its replicas, and who carries it."""
+"""The messages between a fleet and its replicas, and the interface that carries them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Item = Begun | Event | RagjaxError
 
 @dataclass(frozen=True)
 class Status:
-    """What a replica tells of itself now and then.
+    """Periodic report of a replica.
 
     name: of this process; one that takes its place has another. rank: from 0 on, which its successor has too.
     changed: what requests get now that name no strategy, by whether all their chunks are preprocessed, where shadow
@@ -70,7 +70,7 @@ class Transport(Protocol):
     """Reaches the replicas that run. All but `serve` may wait, and are called by threads."""
 
     def serve(self, call: Call) -> AsyncGenerator[Item, None]:
-        """Have one replica serve a request; closing the iterator cancels it there.
+        """Serve a request at one replica; closing the iterator cancels it there.
 
         Raises:
             LostError: if the replica went away.
@@ -78,19 +78,19 @@ class Transport(Protocol):
         ...
 
     def card(self) -> Card:
-        """What any of them tells of the model; waits until one runs."""
+        """Description of the model by any replica; waits until one runs."""
         ...
 
     def statuses(self) -> Sequence[Status]:
-        """What each tells now."""
+        """Current status of each replica."""
         ...
 
     def inventories(self, tenant: str) -> Mapping[int, Inventory]:
-        """What the cache of each holds of a tenant's KV, by rank."""
+        """KV of a tenant in each replica's cache, by rank."""
         ...
 
     def wanted(self) -> int:
-        """How many replicas there should be."""
+        """The number of replicas there should be."""
         ...
 
     def close(self) -> None:

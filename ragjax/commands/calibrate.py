@@ -77,11 +77,11 @@ class Desired:
         return Desired(name, value)
 
     def met_by(self, trial: Trial) -> bool:
-        """Whether what was measured is as good."""
+        """True if the trial meets the aim."""
         return trial.f1 >= self.value if self.name == "F1" else trial.kl <= self.value
 
     def of(self, trial: Trial) -> float:
-        """What was measured of it."""
+        """The measured value of this quality."""
         return trial.f1 if self.name == "F1" else trial.kl
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Desired:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one alpha gave, means over questions. share: of the passages' tokens, recomputed."""
+    """Result of one alpha, means over questions. share: of the passages' tokens, recomputed."""
 
     alpha: float
     f1: float
@@ -126,7 +126,7 @@ def candidates() -> dict[str, Strategy]:
 
 
 def references(engine: Engine, questions: Sequence[str], step: Callable[[], object]) -> list[Reference]:
-    """What `full` says. step: called after each question."""
+    """Answers of `full`. step: called after each question."""
     found = []
     for question in questions:
         answer = engine.answer(question, strategy="full", max_tokens=ANSWER_TOKENS)
@@ -198,7 +198,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def search(engine: Engine, desired: Desired, questions: Sequence[str]) -> tuple[list[Trial], Trial | None]:
-    """What was tried, and the least alpha that is good; the first `WARM` questions warm the cache.
+    """Trials, and the least alpha that meets the aim; the first `WARM` questions warm the cache.
 
     Raises:
         ConfigError: if none would be left to measure.

@@ -1,4 +1,4 @@
-"""What the commands share: a parser whose flags are made from fields of dataclasses, and how errors and sizes are said.
+"""A parser whose flags are made from fields of dataclasses, and the wording of errors and sizes.
 
 @dataclass
 class Options:
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def spelled(name: str, flag: Flag) -> str:
-    """How a flag is written."""
+    """Spelling of a flag."""
     return f"--{flag.name or name.replace('_', '-')}"
 
 
@@ -90,7 +90,7 @@ def _flag(hint: Any) -> Flag | None:
 
 
 def _settings(hint: Any, flag: Flag, default: Any) -> dict[str, Any]:
-    """What argparse needs to know of a flag."""
+    """Arguments of argparse's `add_argument`."""
     kind = _bare(hint)
     if kind is bool:
         return {"action": "store_true", "default": default, "help": flag.help}

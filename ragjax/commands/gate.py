@@ -129,7 +129,7 @@ def _question(engine: Engine, entry: dict[str, list[str]]) -> Question:
 def settings_of(
     known: Mapping[str, Strategy], names: Sequence[str] | None = None, ratios: Sequence[float] = RATIOS
 ) -> tuple[Setting, ...]:
-    """What is measured of the named strategies, but for `full`, which they are compared with.
+    """Settings to measure of the named strategies, except `full`, the reference.
 
     names: None for all but those of graphs.
 
@@ -185,7 +185,7 @@ def measure(
 
 
 def count_answers(questions: int, settings: Sequence[Setting]) -> int:
-    """How many answers `measure` asks for."""
+    """Number of answers that `measure` asks for."""
     each = 1 + len(settings)
     return questions * (each + len(_first_of_each(settings))) + min(questions, ALONE) * each
 
@@ -297,7 +297,7 @@ def _measured(options: argparse.Namespace) -> Report:
 
 
 def _known(engine: Engine, settings: tuple[Setting, ...], named: bool) -> tuple[Setting, ...]:
-    """Those of strategies that the model has. named: whether the command line names them.
+    """Keep the settings of strategies that the model has. named: the command line names them.
 
     Raises:
         ConfigError: if it names one that the model lacks.

@@ -130,7 +130,7 @@ def _print_needs(config: ModelConfig) -> str | None:
 
 
 def _flags(context: int, tokens: int, token: int) -> str:
-    """What the server needs so that its pool holds a context; tokens: for which there is room, `token` bytes each."""
+    """Flags with which the pool holds a context; tokens: for which there is room, `token` bytes each."""
     spare = 2 * PAGE_SIZE  # the pool holds whole pages, and one that nothing reads
     usual = int(EngineOptions.device_cache_gb * 2**30)
     if (context + spare) * token <= usual:

@@ -60,7 +60,7 @@ def check_fields(of: Any, error: Callable[[str], Exception]) -> None:
 
 
 def reason_of(error: ValidationError) -> str:
-    """What a value must be: "must be greater than 0"."""
+    """The rule that a value broke, as "must be greater than 0"."""
     reasons = (one["msg"].removeprefix("Value error, ").replace("Input should be", "must be") for one in error.errors())
     return ", or ".join(dict.fromkeys(reasons))
 

@@ -47,7 +47,7 @@ Sources = Place | Mapping[str, Place] | None
 
 @dataclass(frozen=True)
 class Flag:
-    """How the commands show a field. A page of docs/ that tells more is named in the help, as "(docs/cache.md)"."""
+    """Presentation of a field as a flag. A page of docs/ that tells more is named in the help, as "(docs/cache.md)"."""
 
     section: str
     help: str
@@ -90,7 +90,7 @@ class StorageOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is loaded with.
+    """Options of an engine.
 
     Raises:
         ConfigError: naming the field that cannot work.

@@ -239,7 +239,7 @@ class Wrapper:
 
     @staticmethod
     def of(vocabulary: int, header: int, trailer: int) -> Wrapper:
-        """Of so many tokens each, which follow a vocabulary of this size."""
+        """Header and trailer of so many tokens, numbered behind a vocabulary of this size."""
         tokens = vocabulary + np.arange(header + trailer, dtype=np.int32)
         return Wrapper(tokens[:header], tokens[header:])
 

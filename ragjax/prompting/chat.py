@@ -110,7 +110,7 @@ def _check(messages: Sequence[Message]) -> None:
 
 
 def _asked(messages: Sequence[Message]) -> int:
-    """Which message is the question: the user's last one."""
+    """Index of the question: the user's last message."""
     found = [i for i, message in enumerate(messages) if message.role == "user"]
     if not found:
         raise RequestError("no message is the user's", param="messages")
@@ -130,7 +130,7 @@ def _frame(
     tools: Tools | None,
     recognition: Recognition | None = None,
 ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-    """What stands before the knowledge, and what behind it."""
+    """Segments before the knowledge, and behind it."""
     own = messages[0].role == "system"
     if not own:
         messages = (Message("system", instruction), *messages)

@@ -30,7 +30,7 @@ class GroundedFacts:
 def gather(
     graph: KnowledgeGraph | None, asked: Graph, question: str, check: Callable[[], None] = lambda: None
 ) -> tuple[Subgraph, ...]:
-    """What the request brings along, or what the graph has around the question's entities; may be nothing.
+    """The paths given with the request, or those around the question's entities in the graph; may be empty.
 
     check: called for each entity; an error of it ends the work.
 

@@ -130,7 +130,7 @@ class Cutter:
 
 
 def brings_passages(cutter: Cutter, messages: Sequence[Message]) -> bool:
-    """Whether a message of the user or of a tool has a passage besides its last piece; so the client has retrieved."""
+    """True if a message of the user or of a tool has a passage besides its last piece: the client has retrieved."""
     said = (message.content for message in messages if message.role in ("user", "tool"))
     return any(part.passage for text in said for part in cutter.parts(text, {cutter.last(text)}))
 

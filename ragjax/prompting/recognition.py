@@ -29,7 +29,7 @@ TITLE = 60
 
 @dataclass(frozen=True)
 class Recognition:
-    """How passages are recognised.
+    """Settings of the recognition of passages.
 
     most: passages of a prompt, the longest ones, since a step of attention reads a limited number of pieces. exact:
     whether the tokens are to stay those of the whole text.

@@ -117,7 +117,7 @@ def _listed(messages: Sequence[Message], tools: Tools) -> list[Message]:
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
-    """What the user's side says in one go, as one message: many templates want turns to alternate."""
+    """Join consecutive messages of the user's side: many templates want turns to alternate."""
     found: list[Message] = []
     for message in messages:
         if found and message.role == found[-1].role == "user":
@@ -128,7 +128,7 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
 
 
 def _check(tokenizer: Tokenizer, tools: Tools) -> None:
-    """What a template says of tools is read with control tokens, so tools may not spell one."""
+    """Refuse tools that spell a control token: the template shows them where control tokens count."""
     text = json.dumps(for_template(tools), ensure_ascii=False)
     if re.search(f"[{CONTEXT[0]}{CONTEXT[-1]}]", text):
         raise RequestError("tools contain reserved private-use characters", param="tools")

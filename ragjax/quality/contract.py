@@ -190,7 +190,7 @@ class Contract:
 
     @property
     def begun_with(self) -> bool:
-        """Whether all chunks of the knowledge were preprocessed at the start."""
+        """True if all chunks of the knowledge were preprocessed at the start."""
         return self._begun_with
 
     @property

@@ -129,7 +129,7 @@ class VectorIndex:
         return ids_QK, np.where(ids_QK == NONE, np.float32(-np.inf), scores_QK)
 
     def search_among(self, query: Vectors, k: int, ids: Ids) -> tuple[Ids, Vectors]:
-        """As `search` of one query [dim], among the vectors of these ids alone, and exact whatever the kind is.
+        """Search with one query [dim] among the vectors of these ids alone, exactly for every kind of index.
 
         Ids that are absent are passed over.
         """

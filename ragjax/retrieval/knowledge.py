@@ -198,8 +198,9 @@ class KnowledgeBase:
         max_tokens: int | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> Generator[None, None, AddReport]:
-        """As `add`, in steps, each cutting some text or embedding some chunks. Not all need be taken: what was stored
-        before stays.
+        """Add documents (see `add`) in steps, each cutting some text or embedding some chunks.
+
+        Not all steps need be taken: chunks that were stored before stay.
 
         check: called before documents are stored, when nothing is written by others until they are. What it raises ends
         this, and nothing more is stored.

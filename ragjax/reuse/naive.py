@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ragjax.core import Exactness, Measure, Prefill, Prompt, Wrapper
 from ragjax.reuse.base import Allocation
-from ragjax.reuse.stitch import Isolated, Source, SourceStrategy, alone, prepare
+from ragjax.reuse.stitch import ChunkSource, Isolated, SourceStrategy, alone, prepare
 
 PACKET = "packet"
 """Name of the strategy."""
@@ -27,7 +27,7 @@ class Naive(SourceStrategy):
 
     name = "naive"
 
-    def __init__(self, exact_to: Exactness | None = None, source: Source | None = None):
+    def __init__(self, exact_to: Exactness | None = None, source: ChunkSource | None = None):
         """Reuse what a source gives.
 
         exact_to: what answers over several chunks are exact to (None: they are approximate). source: of the

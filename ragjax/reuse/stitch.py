@@ -52,7 +52,7 @@ from ragjax.reuse.head import (
 NOTHING = Run((), 0, 0)
 
 
-class Source(Protocol):
+class ChunkSource(Protocol):
     """Where the KV of chunks comes from.
 
     method: the name under which chunks computed behind the system prompt alone are kept.
@@ -208,7 +208,7 @@ class Stitched:
 
 
 def prepare(
-    prompt: Prompt, allocation: Allocation, source: Source, *, repaired: int = 0, scratch: int = 0
+    prompt: Prompt, allocation: Allocation, source: ChunkSource, *, repaired: int = 0, scratch: int = 0
 ) -> Generator[Pass, Results, Stitched]:
     """Match, reserve, and compute what is missing of the head and the chunks, in at most one pass.
 
@@ -318,7 +318,7 @@ def check(prompt: Prompt) -> None:
 class SourceStrategy(ChunkStrategy):
     """A strategy whose chunks' KV comes from one source, `_source`."""
 
-    _source: Source
+    _source: ChunkSource
 
     def chunk_keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """Keys of the head's path, and of each chunk as its best and its last candidate."""

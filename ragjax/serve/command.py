@@ -312,7 +312,7 @@ def _open_many() -> None:
 
 
 def app_options(options: argparse.Namespace, address: str | None = None) -> dict[str, Any]:
-    """What `create_app` takes of the command's options. address: that the server listens on; None: Ray Serve's."""
+    """Arguments of `create_app` from the command's options. address: the server listens on it; None: Ray Serve's."""
     return {
         "keys": _keys(options),
         "metrics_key": options.metrics_key,

@@ -21,7 +21,7 @@ from ragjax.store.load import Disk
 
 @dataclass(frozen=True)
 class Standing:
-    """How the shared tier does."""
+    """State of the shared tier."""
 
     address: str
     on: bool  # whether it is used
@@ -38,11 +38,11 @@ class SharedTier(DiskIndex, Disk, Inquiry, Protocol):
     """Disk and shared tier together: the index of both, which answers later, and the bytes of their entries."""
 
     def listen(self, notify: Callable[[], None]) -> None:
-        """Have `notify` called, in any thread, when questions are answered."""
+        """Call `notify`, in any thread, when questions are answered."""
         ...
 
     def standing(self) -> Standing:
-        """How the tier does; waits for nobody."""
+        """State of the tier, without waiting."""
         ...
 
     def close(self) -> None: ...

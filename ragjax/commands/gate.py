@@ -347,6 +347,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--limit", type=integer(LEAST), help="questions (default: all)")
     flag("--json", type=Path, metavar="FILE", help="write the report and the choice there, too")
     options = parser.parse_args(argv)
+    if not options.top_k:
+        raise ConfigError("--top-k must be at least 1: chunks are what the strategies differ in")
     options.ratios = options.ratios or RATIOS
     if (options.knowledge is None) != (options.questions is None):
         raise ConfigError("give --knowledge and --questions together")

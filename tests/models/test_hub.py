@@ -318,7 +318,7 @@ def test_hugging_face_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ConfigError, match=r"someone/some-model: not on this machine"):
         resolve("someone/some-model")
-    with pytest.raises(hub.NotHereError, match=r"python -m ragjax\.models get someone/some-model"):
+    with pytest.raises(hub.NotHereError, match=r"ragjax models get someone/some-model"):
         resolve("someone/some-model", download=False)
 
 

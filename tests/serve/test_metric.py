@@ -12,7 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from ragjax import core
 from ragjax.cluster.fleet import ROUTING
 from ragjax.serve import create_app
-from ragjax.serve.command import parse_options
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, Served, serving
 
@@ -78,7 +77,7 @@ def test_every_engine_number_is_exposed() -> None:
     assert {f"ragjax_{renamed.get(name, name)}" for name in engine.stats()} <= names
 
 
-def test_the_page_names_every_metric_and_flag() -> None:
+def test_the_page_names_every_metric() -> None:
     page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
     engine = FakeEngine()
     with serving(engine) as served:
@@ -86,8 +85,6 @@ def test_the_page_names_every_metric_and_flag() -> None:
     names |= {f"ragjax_{name}" for name in ROUTING}  # of a fleet alone
     rows = "\n".join(line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
     assert set(re.findall(r"ragjax_\w+", rows)) == {name for name in names if not name.endswith("_created")}
-    flags = {f"--{name.replace('_', '-')}" for name in vars(parse_options([])) if name != "engine"}
-    assert set(re.findall(r"--[\w-]+", rows)) == flags
 
 
 def test_the_page_names_every_endpoint() -> None:

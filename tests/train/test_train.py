@@ -195,7 +195,7 @@ def test_what_cannot_work_is_one_line(
 ) -> None:
     assert main(flags(home, "wrong", *more)) == 1
     error = capsys.readouterr().err
-    assert message in error and error.startswith("train.depft: error: ") and error.count("\n") == 1
+    assert message in error and error.startswith("python -m train.depft: error: ") and error.count("\n") == 1
     assert not list((home / "wrong").rglob("*"))
 
 

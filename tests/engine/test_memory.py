@@ -153,8 +153,10 @@ def test_one_that_fills_the_device_and_loses_its_memory_ends_alone(monkeypatch: 
 
     def step(self: Runner, step: Step) -> Any:
         nonlocal lost
-        lost = poison in step.token_T
-        return full() if lost else run(self, step)
+        if poison in step.token_T:
+            lost = True
+            full()
+        return run(self, step)
 
     def restored(self: Runner) -> None:
         nonlocal lost

@@ -60,7 +60,6 @@ class KnowledgeCache:
 
     @property
     def metrics(self) -> CacheMetrics:
-        """A copy of the counters."""
         metrics = self._metrics
         return replace(
             metrics,
@@ -80,7 +79,6 @@ class KnowledgeCache:
 
     @property
     def tiered(self) -> bool:
-        """True if there are tiers below the device."""
         return self._hierarchy.storage is not None
 
     @property
@@ -229,7 +227,6 @@ class KnowledgeCache:
         self._hierarchy.make_room(self.pool.reclaimable_pages)
 
     def poll(self) -> bool:
-        """Take note of bytes that have arrived, or never will; True if there were any."""
         return self._loader.poll()
 
     def replicate(self) -> bool:
@@ -238,11 +235,9 @@ class KnowledgeCache:
 
     @property
     def loading(self) -> int:
-        """Loads under way."""
         return len(self._hierarchy.loads)
 
     def give_up(self) -> bool:
-        """End the loads that nobody waits for any more, for their pages' sake; True if there were any."""
         return self._loader.give_up()
 
     def flush(self, limit: int = 256) -> bool:

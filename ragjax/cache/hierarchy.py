@@ -65,8 +65,6 @@ class LeftNode(NamedTuple):
 
 
 class Hierarchy:
-    """Residence of the tree's nodes."""
-
     def __init__(
         self, tree: KnowledgeTree, pool: PagePool, policy: Policy, metrics: CacheMetrics, storage: Storage | None
     ):
@@ -87,7 +85,6 @@ class Hierarchy:
         self._dead: dict[Node, None] = {}
 
     def consider(self, node: Node) -> None:
-        """Queue a node as one that may leave, where it may."""
         if node.loading or node.dead or node.parent is None:
             return
         if node.run is not None and not node.on_device and not node.pins:
@@ -256,7 +253,6 @@ class Hierarchy:
         self.host_memory.dispatch()
 
     def _forget(self, node: Node) -> None:
-        """The node is out of the tree."""
         self._policy.on_forget(node)
         self._unplan(node)
 
@@ -344,7 +340,6 @@ class Hierarchy:
         return True
 
     def hold(self, node: Node) -> None:
-        """Pin a node and its ancestors."""
         self.device.discard(node)
         self.tree.pin(node)
 

@@ -47,9 +47,7 @@ class Look:
 class LookaheadPart(Protocol):
     """Pieces that one look-up finds."""
 
-    def look(self, tree: KnowledgeTree) -> Look:
-        """Look for them in the tree."""
-        ...
+    def look(self, tree: KnowledgeTree) -> Look: ...
 
 
 class Outlook:
@@ -60,7 +58,6 @@ class Outlook:
         self._seen: tuple[int, Look] = (-1, Look())
 
     def look(self, tree: KnowledgeTree) -> Look:
-        """Look again if a node has come or gone since the last time."""
         if self._seen[0] != tree.generation:
             self._seen = tree.generation, self._look(tree)
         return self._seen[1]
@@ -83,7 +80,6 @@ class Causal:
         self._seen: tuple[int, Look] = (-1, Look())
 
     def look(self, tree: KnowledgeTree) -> Look:
-        """Look for it in the tree."""
         at = sum(used for _, used in tree.walk(self._raw, self._tenant))
         if at != self._seen[0]:
             self._seen = at, self._pieces.look(at)
@@ -101,7 +97,6 @@ class Keyed:
         self._have, self._lack = Look({name: tokens}), Look({}, {name: tokens})
 
     def look(self, tree: KnowledgeTree) -> Look:
-        """Look for it in the tree."""
         return self._have if any(tree.find(key) is not None for key in self._keys) else self._lack
 
 
@@ -119,7 +114,6 @@ class Paths:
         self._paths = [(raw, _Pieces(raw, stops, tenant, public, method, head)) for raw, stops, public in paths]
 
     def look(self, tree: KnowledgeTree) -> Look:
-        """Look for it in the tree."""
         top = tree.walk(self._context, self._tenant)
         end = top[-1][0] if top else tree.root
         whole = sum(used for _, used in top) == len(self._context) // 4 and (not top or top[-1][1] == len(end))
@@ -149,7 +143,6 @@ class _Pieces:
             self._pieces.append((digest(b"piece", tag, hasher.digest()), stop - begin))
 
     def look(self, at: int) -> Look:
-        """The first `at` tokens are kept."""
         kept: dict[bytes, int] = {}
         missing: dict[bytes, int] = {}
         for name, tokens in self._pieces:

@@ -58,8 +58,6 @@ class CacheMetrics:
 
 @dataclass(eq=False)
 class Progress:
-    """Progress of a load."""
-
     stages: int = 0  # stages of layers that are on the device, the first ones
     seconds: float | None = None  # duration of the whole, at the pace of its tier so far (None: not known)
 
@@ -83,12 +81,10 @@ class Match:
 
     @property
     def length(self) -> int:
-        """Number of tokens found."""
         return len(self.tokens)
 
     @property
     def complete(self) -> bool:
-        """True if all tokens that were looked for were found."""
         return self.length == self.asked
 
     @property
@@ -170,12 +166,10 @@ class Loads:
         return len(self.under_way)
 
     def number(self) -> int:
-        """The number of a new load."""
         self._number += 1
         return self._number
 
     def begin(self, number: int, loading: Loading) -> None:
-        """A load begins."""
         loading.progress.seconds = self._pace[loading.tier].seconds_for(sum(map(len, loading.nodes)))
         self.under_way[number] = loading
 

@@ -135,7 +135,6 @@ class Node:
 
     @property
     def is_leaf(self) -> bool:
-        """True if no node depends on it."""
         return not self.edges
 
     def children(self) -> Iterator[Node]:
@@ -221,7 +220,6 @@ def neighbours_digest(chunks: Iterable[Tokens]) -> bytes:
 
 
 def edge_of(node: Node) -> bytes:
-    """The edge that leads to a node from its parent."""
     if node.provenance not in RADIX:
         return node.key
     return node.raw[:4] + radix_tag(node.tenant, node.radix_method)

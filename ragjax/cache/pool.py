@@ -44,7 +44,6 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
-        """Pages nothing refers to."""
         return len(self._free)
 
     @property

@@ -71,7 +71,6 @@ class Profile:
         return low + along * (high - low)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
         path.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
 
     @classmethod

@@ -111,7 +111,6 @@ class KnowledgeTree:
         return best
 
     def find(self, key: bytes) -> Node | None:
-        """The node with this key."""
         return self._by_key.get(key)
 
     def places(self, tenant: str, raw: bytes) -> tuple[Node, ...]:
@@ -222,12 +221,10 @@ class KnowledgeTree:
         self._release(lower, run)
 
     def _retain(self, node: Node, run: Run) -> None:
-        """One more run of the node's tenant."""
         self._pool.retain(run)
         self.pages[node.tenant].update(run.pages)
 
     def _release(self, node: Node, run: Run) -> None:
-        """One run of the node's tenant less."""
         self._pool.release(run)
         pages = self.pages[node.tenant]
         for page in run.pages:
@@ -294,7 +291,6 @@ class KnowledgeTree:
             step = step.parent
 
     def unpin(self, node: Node) -> None:
-        """Undo one `pin`."""
         step: Node | None = node
         while step is not None:
             step.pins -= 1

@@ -31,11 +31,9 @@ class Variants:
 
     @property
     def full(self) -> bool:
-        """True if one has to leave before another is added."""
         return len(self._reuse) >= self._limit
 
     def reuse(self, node: Node) -> float:
-        """f_r of a variant."""
         return self._reuse[node]
 
     def add(self, node: Node) -> None:

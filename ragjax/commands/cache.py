@@ -33,7 +33,6 @@ class _Directory:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code."""
     try:
         options = _options(argv)
         with _opened(options.dir) as directory:

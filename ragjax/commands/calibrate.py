@@ -109,7 +109,6 @@ class Reference:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code."""
     try:
         return _run(_options(argv))
     except RagjaxError as error:

@@ -70,7 +70,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def spelled(name: str, flag: Flag) -> str:
-    """Spelling of a flag."""
     return f"--{flag.name or name.replace('_', '-')}"
 
 
@@ -204,7 +203,6 @@ def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
 
 
 def share(text: str) -> float:
-    """A number from 0 to 1."""
     with suppress(ValueError):
         if 0 <= float(text) <= 1:
             return float(text)
@@ -212,7 +210,6 @@ def share(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """A number above 0, up to 10^9."""
     with suppress(ValueError):
         if 0 < float(text) <= 1e9:
             return float(text)
@@ -220,7 +217,6 @@ def positive(text: str) -> float:
 
 
 def from_zero(text: str) -> float:
-    """A number from 0 to 10^9."""
     with suppress(ValueError):
         if 0 <= float(text) <= 1e9:
             return float(text)
@@ -236,7 +232,6 @@ def error_line(prog: str, error: Exception) -> str:
 
 
 def plural(number: int, one: str, many: str) -> str:
-    """A number and its noun."""
     return f"{number} {one if number == 1 else many}"
 
 

@@ -34,7 +34,6 @@ SHARE = 0.9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code."""
     try:
         options = _options(argv)
         if options.command == "list":

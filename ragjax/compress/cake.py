@@ -27,8 +27,6 @@ KERNEL = 5
 
 
 class CAKE(Scorer):
-    """Mean and variance of the window's attention."""
-
     needs_queries = True
     needs_preference = True
 

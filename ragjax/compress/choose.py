@@ -23,7 +23,6 @@ class Quota(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Tokens of the layer that keeps most."""
         return int(self.kept_L.max())
 
 

@@ -13,8 +13,6 @@ from ragjax.compress.base import Evidence, Score, Scorer, uniform
 
 
 class H2O(Scorer):
-    """Accumulated attention."""
-
     needs_mass = True
 
     def score(self, evidence: Evidence) -> Score:
@@ -28,5 +26,4 @@ class H2O(Scorer):
         return uniform(jnp.where(evidence.valid_N[:, None], evidence.mass_NK, 0.0))
 
     def recent(self, budget: int, window: int) -> int:
-        """Half of the budget."""
         return max(window, budget // 2)

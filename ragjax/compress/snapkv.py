@@ -83,8 +83,6 @@ KERNEL = 7
 
 
 class SnapKV(Scorer):
-    """The window's attention, pooled."""
-
     needs_queries = True
 
     def score(self, evidence: Evidence) -> Score:

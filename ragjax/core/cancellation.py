@@ -12,7 +12,6 @@ class Cancellation:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """End the work at its next check."""
         self._cancelled = True
 
     def check(self) -> None:

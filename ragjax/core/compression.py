@@ -102,7 +102,6 @@ class Compression:
 
     @property
     def program(self) -> Compression:
-        """The compression that a program is compiled for: the same, with room for all budgets up to its own."""
         return replace(self, budget=max(ROOM, 1 << (self.budget - 1).bit_length()))
 
     @staticmethod

@@ -39,8 +39,6 @@ class Departure:
 
 @dataclass(frozen=True)
 class Served:
-    """A request that was answered."""
-
     age: float  # seconds since
     strategy: str
     prompt_tokens: int
@@ -100,8 +98,6 @@ class Inventory:
 
 @dataclass(frozen=True)
 class Replicas:
-    """Numbers of replicas of a model: those that serve, and those that should."""
-
     up: int
     wanted: int
 

@@ -59,7 +59,6 @@ class Counts:
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.in_progress + self.completed + self.failed + self.cancelled
 
 

@@ -199,7 +199,6 @@ class Prompt:
 
     @cached_property
     def chunks(self) -> int:
-        """Number of segments that are chunks."""
         return sum(segment.kind is Kind.CHUNK for segment in self.segments)
 
     @cached_property
@@ -221,7 +220,6 @@ class Prompt:
 
     @property
     def recognised(self) -> bool:
-        """True if any chunk was recognised in a message."""
         return any(s.recognised for s in self.segments)
 
     @cached_property

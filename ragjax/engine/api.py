@@ -173,7 +173,6 @@ class Engine:
 
     @property
     def dtype(self) -> str:
-        """Dtype of weights and KV."""
         return self._runner.dtype
 
     @property
@@ -183,7 +182,6 @@ class Engine:
 
     @property
     def default_strategy(self) -> str:
-        """Its strategy."""
         return self.contract.setting.strategy
 
     def strategy_of(self, rag: Rag | None) -> str:
@@ -217,17 +215,14 @@ class Engine:
 
     @property
     def knowledge_names(self) -> tuple[str, ...]:
-        """Names of the knowledge bases; the first is the default one."""
         return self.knowledge.bases.names
 
     @property
     def graph_names(self) -> tuple[str, ...]:
-        """Names of the knowledge graphs; the first is the default one."""
         return self.knowledge.graphs.names
 
     @property
     def closed(self) -> bool:
-        """True if nothing is served any more."""
         return self._loop.closed
 
     def stats(self) -> Stats:
@@ -265,7 +260,6 @@ class Engine:
 
     @property
     def embedding_model(self) -> str:
-        """Name of the sentence encoder."""
         return ENCODER
 
     def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
@@ -289,7 +283,6 @@ class Engine:
         return self.knowledge.bases.get(knowledge).search(question, self.top_k if top_k is None else top_k)
 
     def document_ids(self, knowledge: str | None = None) -> frozenset[str]:
-        """Ids of a knowledge base's documents."""
         return self.knowledge.bases.get(knowledge).document_ids
 
     def knowledge_base(self, name: str | None = None) -> KnowledgeBase:
@@ -615,7 +608,6 @@ def _compression(given: Compression | str | None) -> Compression | Literal["none
 
 
 def _queue() -> tuple[Sink, asyncio.Queue[Event | BaseException]]:
-    """A queue of the running event loop, and the sink that puts a request's events into it from any thread."""
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
 

@@ -26,7 +26,6 @@ class Device:
 
     @staticmethod
     def of(device: jax.Device) -> Device:
-        """The device as JAX knows it."""
         major, _, minor = str(getattr(device, "compute_capability", "0.0")).partition(".")
         return Device(device.platform, (int(major), int(minor or 0)))
 

@@ -26,7 +26,6 @@ class Pages:
 
     @property
     def page_size(self) -> int:
-        """Slots of a page (C)."""
         return int(self.k_LPKCD.shape[3])
 
 

@@ -24,7 +24,6 @@ class Rotation:
 
     @staticmethod
     def table(inv_freq_R: NDArray[np.float64], length: int) -> Rotation:
-        """The table for positions 0 to `length - 1`."""
         angle_NR = np.arange(length, dtype=np.float64)[:, None] * inv_freq_R.astype(np.float64)
         return Rotation(jnp.asarray(np.cos(angle_NR), jnp.float32), jnp.asarray(np.sin(angle_NR), jnp.float32))
 

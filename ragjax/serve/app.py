@@ -199,8 +199,6 @@ def _grounded(request: core.Request, knowledge: str) -> core.Request:
 
 
 class _Endpoints:
-    """The endpoints over one engine."""
-
     def __init__(self, engine: Service, embedder: EmbeddingQueue, metrics: ServerMetrics, strict: bool):
         self._engine = engine
         self._embedder = embedder

@@ -32,12 +32,10 @@ class Turns:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # of each tenant, the next first
 
     def waiting(self, tenant: str) -> int:
-        """Requests of a tenant that wait for their turn."""
         return len(self._waiting.get(tenant, ()))
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncGenerator[None, None]:
-        """Wait for a turn, and have it."""
         if self._taken:
             await self._wait(tenant)
         self._taken = True
@@ -47,7 +45,6 @@ class Turns:
             self._pass_on()
 
     def close(self) -> None:
-        """Cancel what waits."""
         for waiting in self._waiting.values():
             for turn in waiting:
                 turn.cancel()
@@ -66,7 +63,6 @@ class Turns:
             raise
 
     def _leave(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        """A request waits no longer."""
         waiting = self._waiting.get(tenant)
         if waiting is not None and turn in waiting:
             waiting.remove(turn)

@@ -38,7 +38,6 @@ class ApiError(HTTPException):
         self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
-        """The error as a response of its own."""
         return JSONResponse(self.body, self.status_code, self.headers)
 
 

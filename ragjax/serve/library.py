@@ -137,7 +137,6 @@ class LibraryEndpoints:
         self._engine = engine
 
     def router(self) -> APIRouter:
-        """The routes."""
         router = APIRouter(prefix="/v1")
         store, file = "/vector_stores/{vector_store_id}", "/files/{file_id:path}"
         for method, path, endpoint in (

@@ -154,7 +154,6 @@ class ServerMetrics:
         self.shadow_top1.labels(strategy).observe(seen.top1)
 
     def count_ended(self, reason: str) -> None:
-        """Counts a connection that the server ended."""
         self.connections_ended.labels(reason).inc()
 
     def exposition(self) -> bytes:

@@ -54,7 +54,6 @@ class BrowserGuard:
 
 
 def _is_elsewhere(headers: Mapping[bytes, bytes], origin: str, host: str) -> bool:
-    """True if a page of another site sends the request."""
     site = headers.get(b"sec-fetch-site")
     if site == b"same-origin":  # the browser's word, also where a proxy has changed the host
         return False
@@ -129,7 +128,6 @@ class RequestMiddleware:
         self._proxied = proxied
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes one request through (ASGI)."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         arrived = time.perf_counter()
@@ -179,7 +177,6 @@ class RequestMiddleware:
         scope["state"]["tenant"] = _tenant_of(headers.get(b"authorization", b""), tenants)
 
     def _most(self, scope: Scope) -> int:
-        """Returns the most bytes of a request's body."""
         return self._limits.get(scope["path"], self._limit)
 
     def _limited(self, receive: Receive, most: int) -> Receive:

@@ -53,7 +53,6 @@ class Form(ABC):
         self._notices = tuple(notices)
 
     def whole(self, answers: Sequence[core.Answer]) -> Json:
-        """Makes the body of a response that is no stream; answers are in the order of their choices."""
         choices = [
             self._choice(i, self._message(i, answer), answer.logprobs, self._reason(i, answer), **self._account(answer))
             for i, answer in enumerate(answers)
@@ -61,7 +60,6 @@ class Form(ABC):
         return self._object(self.kind, choices, usage=self._usage(answers), rag=self._rag(answers[0]))
 
     def opening(self) -> list[Json]:
-        """Makes the chunks before the first text."""
         return []
 
     def chunks(self, number: int, event: core.Event) -> list[Json]:
@@ -139,12 +137,9 @@ class Form(ABC):
 
 
 class ChatForm(Form):
-    """Chat completions."""
-
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> list[Json]:
-        """Makes a chunk with the role for each choice."""
         said = {"delta": {"role": "assistant", "content": "", "refusal": None}}
         return [self._object(self.chunk_kind, [self._choice(i, said)]) for i in range(self._choices)]
 
@@ -220,7 +215,6 @@ class TextForm(Form):
 
 
 async def whole(form: Form, events: AsyncGenerator[Numbered, None]) -> Json:
-    """Makes the body of a response that is no stream."""
     answers: dict[int, core.Answer] = {}
     async with aclosing(events):
         # To the end, not to the answers only: closing earlier would be a cancellation.
@@ -363,7 +357,6 @@ class EventStream(StreamingResponse):
         self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the stream (ASGI)."""
         await _while_connected(self._run(scope, send), receive)
 
     _end = b"data: [DONE]\n\n"

@@ -48,7 +48,6 @@ class Output:
     # ------------------------------------------------------------------------------------ texts and calls
 
     def say(self, text: str, logprobs: Sequence[Json]) -> Iterator[Json]:
-        """Adds text to the message."""
         if not self._open("message"):
             yield from self._begin_message()
         self._part["text"] += text
@@ -153,7 +152,6 @@ class Reply:
         self._head = {"id": new_id("resp"), "object": "response", "created_at": int(time.time())}
 
     async def whole(self, events: AsyncGenerator[core.Event, None]) -> Json:
-        """Returns the response once it is complete."""
         last: Json = {}
         async with aclosing(self.told(events)) as told:
             async for event in told:
@@ -287,7 +285,6 @@ class Reply:
 
 
 def _renamed(error: core.RequestError) -> core.RequestError:
-    """Gives an error the field's name of the Responses API."""
     param = error.param or ""
     name = next((PARAMS[old] + param[len(old) :] for old in PARAMS if param.startswith(old)), error.param)
     return core.RequestError(str(error), param=name, code=error.code)

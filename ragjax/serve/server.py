@@ -74,7 +74,6 @@ class Connection(H11Protocol):
         self._end(overloaded(most))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops the clocks."""
         _stop(self._arrival, self._reading)
         super().connection_lost(exc)
 
@@ -97,7 +96,6 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def on_response_complete(self) -> None:
-        """Starts the clock of the next request."""
         super().on_response_complete()
         self._watch()
 
@@ -107,7 +105,6 @@ class Connection(H11Protocol):
         self._reading = self.loop.call_later(self.limits.timeout, self._unread)
 
     def resume_writing(self) -> None:
-        """The client reads."""
         _stop(self._reading)
         super().resume_writing()
 
@@ -204,7 +201,6 @@ class Watchdog:
         threading.Thread(target=self._watch, name="ragjax-watchdog", daemon=True).start()
 
     def begin(self) -> None:
-        """The stop was asked for."""
         self._begun.set()
 
     def closed(self) -> None:
@@ -248,7 +244,6 @@ class Server(uvicorn.Server):
         self._deadline = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The handler of SIGTERM and SIGINT."""
         self._watchdog.begin()
         if self._drain.stopping:
             self.should_exit = True
@@ -266,7 +261,6 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves until a signal comes, and closes the engine."""
         try:
             await super().serve(sockets)
         finally:

@@ -63,7 +63,6 @@ class GDSF(Lasting):
         return priority
 
     def on_evict(self, node: Node, tier: Tier) -> None:
-        """Advance the tier's clock (formula 2)."""
         device, host = self._clocks
         priority = self.score(node, tier)
         self._clocks = (max(device, priority), host) if tier is Tier.DEVICE else (device, max(host, priority))

@@ -93,7 +93,6 @@ class LACR(Policy):
         self._demands: dict[bytes, Demand] = {}
 
     def on_access(self, node: Node, access: Access) -> None:
-        """Count."""
         node.note = self._now if node.note is None else _log_sum(node.note, self._now)
 
     def score(self, node: Node, tier: Tier) -> float:
@@ -108,7 +107,6 @@ class LACR(Policy):
 
     @property
     def _first(self) -> int:
-        """Weight of the first of the queue."""
         return len(self._window) if self._length is None else self._length
 
     def _weight(self, demand: Demand | None) -> int:

@@ -30,7 +30,6 @@ class LFU(Policy):
         node.note = (((node.note or 0) >> _TICKS) + 1 << _TICKS) + self._tick
 
     def score(self, node: Node, tier: Tier) -> float:
-        """Frequency first, then the tick."""
         return node.note or 0
 
 
@@ -43,7 +42,6 @@ class PerfectLFU(Lasting, LFU):
         LFU.__init__(self)
 
     def on_access(self, node: Node, access: Access) -> None:
-        """Count on from what is known of the node."""
         self._recall(node)
         LFU.on_access(self, node, access)
 
@@ -62,9 +60,7 @@ class CraftPolicy(Policy):
     """The lowest f_r leaves first; each access adds 1 / CFO, so what needs little fixing stays. Note: f_r."""
 
     def on_access(self, node: Node, access: Access) -> None:
-        """Add 1 / CFO."""
         node.note = (node.note or 0.0) + reuse_of(access.cfo)
 
     def score(self, node: Node, tier: Tier) -> float:
-        """f_r."""
         return node.note or 0.0

@@ -49,7 +49,6 @@ class Launch:
 
     @staticmethod
     def of(q_THD: jax.Array, view: View, device: Device) -> Launch:
-        """The launch for these shapes."""
         t, heads, dim = q_THD.shape
         pool = view.pages.k_LPKCD
         kv_heads, slots = pool.shape[2], pool.shape[3]

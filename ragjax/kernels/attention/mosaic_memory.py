@@ -57,7 +57,6 @@ class Sizes:
 
     @property
     def half(self) -> int:
-        """Rotary pairs of a head."""
         return self.dim // 2
 
     @property
@@ -72,7 +71,6 @@ class Sizes:
 
     @property
     def programs(self) -> int:
-        """Programs of a row block and KV head."""
         return -(-self.tiles // self.consumers)
 
     @property
@@ -87,7 +85,6 @@ class Sizes:
 
     @property
     def pieces(self) -> int:
-        """Pieces of a tile."""
         return TILE // self.piece
 
     def _room(self, consumers: int) -> int:

@@ -175,7 +175,6 @@ def _kernel(
     dtype = k_ref.dtype
 
     def rotated(offset: jax.Array) -> Halves:
-        """The query's halves rotated by -offset, scaled for base 2."""
         q1_MR, q2_MR = (q_ref[:, pl.ds(begin, half)].astype(jnp.float32) * scale for begin in (0, half))
         return rotate_halves(q1_MR, q2_MR, cos_ref, sin_ref, -offset, dtype)
 

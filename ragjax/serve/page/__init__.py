@@ -59,7 +59,6 @@ class PageFile:
 
     @staticmethod
     def of(body: bytes, media_type: str) -> PageFile:
-        """A file with this content."""
         tag = f'W/"{hashlib.sha256(body).hexdigest()[:16]}"'  # weak: one for both forms
         return PageFile(body, gzip.compress(body, mtime=0), media_type, tag)
 
@@ -75,7 +74,6 @@ class PageFile:
 
 
 def read() -> dict[str, PageFile]:
-    """The page's files by the path that they are served at."""
     found = {}
     for entry in files(__name__).iterdir():
         media_type = TYPES.get(entry.name.rpartition(".")[2])

@@ -115,7 +115,6 @@ class ChatMessage(RefusingBody):
     tool_call_id: Name | None = None
 
     def in_vain(self) -> Iterator[str]:
-        """Names the fields of the schema that were given and have no effect."""
         return iter(["tool_calls"] if self.tool_calls == [] else [])
 
     @field_validator("content")
@@ -126,7 +125,6 @@ class ChatMessage(RefusingBody):
         return content
 
     def to_core(self) -> core.Message:
-        """The message, its parts as lines."""
         role = "system" if self.role == "developer" else self.role
         calls = [core.ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()]
         text = "\n".join(part.text for part in self.content or ())
@@ -299,7 +297,6 @@ class GenerationBody(RefusingBody):
 
     @property
     def include_usage(self) -> bool:
-        """True if a stream ends with a chunk of token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> core.Sampling:
@@ -373,7 +370,6 @@ class ChatBody(GenerationBody):
     rag: ChatRag | None = Field(default_factory=ChatRag)
 
     def in_vain(self) -> Iterator[str]:
-        """Names the fields of the schema that were given and have no effect."""
         return chain(super().in_vain(), idle_tools(self.tools, self.tool_choice))
 
     def to_core(self) -> tuple[core.Request, ...]:
@@ -439,7 +435,6 @@ class CompletionBody(GenerationBody):
     rag: TextRag | None = None
 
     def to_core(self) -> tuple[core.Request, ...]:
-        """Makes a request for each choice; raises as in chat."""
         asked = self.rag or TextRag()
         rag = core.Rag(
             top_k=0,

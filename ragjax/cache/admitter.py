@@ -6,29 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ragjax.cache.hierarchy import Hierarchy
 from ragjax.cache.lookahead import stops
-from ragjax.cache.match import CacheMetrics, Match, Totals
+from ragjax.cache.match import Match, Totals
 from ragjax.cache.matcher import Matcher
 from ragjax.cache.node import PUBLIC, Node, Provenance, context_hasher, context_of, raw_of
-from ragjax.cache.policy.base import Access, Policy
-from ragjax.cache.variant import Variants
+from ragjax.cache.policy.base import Access
 from ragjax.core import Run, Tokens
 
 
 class Admitter:
     """Attaches nodes; KV that the tree holds already stays as it is."""
 
-    def __init__(
-        self, matcher: Matcher, hierarchy: Hierarchy, policy: Policy, metrics: CacheMetrics, variants: Variants
-    ):
+    def __init__(self, matcher: Matcher):
         self._matcher = matcher
-        self._hierarchy = hierarchy
-        self._policy = policy
-        self._metrics = metrics
-        self._variants = variants
-        self._tree = hierarchy.tree
-        self._storage = hierarchy.storage
+        self._hierarchy = hierarchy = matcher.hierarchy
+        self._tree, self._storage = hierarchy.tree, hierarchy.storage
         self._page_size = hierarchy.pool.page_size
 
     def admit_prefix(
@@ -71,7 +63,9 @@ class Admitter:
         raw, tenant = raw_of(tokens), context.tenant
         if public is None:
             public = 0 if tenant else len(tokens)
-        start = self._resume(context)
+        # there is one path of public nodes alone, and the match's node is on it
+        resumes = tenant == PUBLIC and context.node.end == context.length and not context.node.dead
+        start = context.node if resumes else self._tree.root
         steps = self._tree.walk(raw[4 * start.end :], tenant, start)
         at = start.end + sum(used for _, used in steps)
         lossy = context.lossy and from_ > 0
@@ -79,9 +73,17 @@ class Admitter:
         self._land(parent, run, from_, lossy)
         if at >= len(tokens) or (parent.run is None and parent.parent is not None):
             return
-        rest = run.slice(at - from_, run.length, self._page_size)
         self._hierarchy.device.discard(parent)
-        self._extend(parent, raw, at, rest, cuts, public, tenant, lossy, Access(False, *totals))
+        hasher = context_hasher(raw[: 4 * at])
+        nodes = []
+        for stop in stops((*cuts, public), at, len(tokens)):  # cut at `cuts` and behind the public ones
+            owner = PUBLIC if stop <= public and parent.tenant == PUBLIC else tenant
+            node = Node(owner, raw[4 * at : 4 * stop], parent, at, lossy=lossy)
+            self._tree.attach(node, hasher.digest(), run.slice(at - from_, stop - from_, self._page_size))
+            hasher.update(node.raw)
+            nodes.append(node)
+            parent, at = node, stop
+        self._admitted(nodes, Access(False, *totals))
 
     def admit_segment(
         self,
@@ -134,14 +136,17 @@ class Admitter:
             kept.meta, kept.shelved = meta, False  # the KV is the same, and now there is more to say of it
         if kept is not None or (parent.run is None and parent.parent is not None):
             return
-        if variant and not self._room_for_variant():
+        variants = self._matcher.variants
+        while variant and (least_reused := variants.victim()) is not None:
+            self._hierarchy.remove(least_reused)
+        if variant and variants.full:  # all are in use
             return
         node = Node(tenant, raw, parent, local_start, provenance, method,
                     behind=behind, meta=meta, lossy=context.lossy)  # fmt: skip
         self._tree.attach(node, context.context, run)
         self._admitted([node], Access(False, *(totals or Totals(context.length, len(tokens)))))
         if variant:
-            self._variants.add(node)
+            variants.add(node)
 
     def admit_dependency(
         self,
@@ -170,9 +175,9 @@ class Admitter:
             cuts: offsets in the path at which the tree is to branch, though it could branch anywhere.
             method: of dependency attention.
             local_start: RoPE position of token `from_` (None: the one that follows its ancestors, `path` positions).
-            meta: as in `admit_segment`, likewise `public` and `totals`.
-            public: likewise.
-            totals: likewise.
+            meta: the strategy's own, kept with it.
+            public: whether every tenant may read it (None: if the request has no tenant).
+            totals: as in `admit_prefix`.
 
         Raises:
             ValueError: if the context was not found whole, or the run does not fit.
@@ -203,11 +208,6 @@ class Admitter:
         totals = totals or Totals(context.length + from_, len(tokens) - from_)
         self._admitted(nodes, Access(False, *totals))
 
-    def _resume(self, context: Match) -> Node:
-        """Where to walk on from: there is one path of public nodes alone, and the match's node is on it."""
-        node = context.node
-        return node if context.tenant == PUBLIC and node.end == context.length and not node.dead else self._tree.root
-
     def _land(self, node: Node, run: Run, from_: int, lossy: bool) -> None:
         """Nodes of a path that are in host memory alone come back with the KV that a request has recomputed."""
         cold = [step for step in node.path() if step.run is None and step.parent is not None]
@@ -222,49 +222,17 @@ class Admitter:
         for owner in {step.tenant for step in cold}:
             self._hierarchy.enforce(owner)
 
-    def _extend(
-        self,
-        parent: Node,
-        raw: bytes,
-        at: int,
-        run: Run,
-        cuts: Sequence[int],
-        public: int,
-        tenant: str,
-        lossy: bool,
-        access: Access,
-    ) -> None:
-        """Hang tokens [at, n) as a chain of causal nodes below `parent`, cut at `cuts` and behind the public ones."""
-        end, page_size, first = len(raw) // 4, self._page_size, at
-        hasher = context_hasher()
-        hasher.update(raw[: 4 * at])
-        nodes = []
-        for stop in stops((*cuts, public), at, end):
-            owner = PUBLIC if stop <= public and parent.tenant == PUBLIC else tenant
-            node = Node(owner, raw[4 * at : 4 * stop], parent, at, lossy=lossy)
-            self._tree.attach(node, hasher.digest(), run.slice(at - first, stop - first, page_size))
-            hasher.update(node.raw)
-            nodes.append(node)
-            parent, at = node, stop
-        self._admitted(nodes, access)
-
     def _admitted(self, nodes: list[Node], access: Access) -> None:
         owners = {nodes[0].tenant, nodes[-1].tenant}
         for owner in owners:
             self._hierarchy.own(owner)
         for node in nodes:
-            self._metrics.admitted_tokens += len(node)
-            self._policy.on_access(node, access)
+            self._hierarchy.metrics.admitted_tokens += len(node)
+            self._hierarchy.policy.on_access(node, access)
             self._hierarchy.consider(node)
         self._hierarchy.admitted(nodes)
         for owner in owners:
             self._hierarchy.enforce(owner)
-
-    def _room_for_variant(self) -> bool:
-        """Let the least reused variants leave for a new one; whether there is room (none is if all are in use)."""
-        while (node := self._variants.victim()) is not None:
-            self._hierarchy.remove(node)
-        return not self._variants.full
 
 
 def _owner(context: Match, parent: Node, public: bool | None) -> str:

@@ -8,7 +8,7 @@ before its children do (RAGCache, section 5.1): they are useless without it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
@@ -17,9 +17,9 @@ from ragjax.cache.admitter import Admitter
 from ragjax.cache.hierarchy import Hierarchy, LeftNode, Storage
 from ragjax.cache.loader import Loader
 from ragjax.cache.lookahead import Look, Outlook, causal_keys, path_keys
-from ragjax.cache.match import CacheMetrics, Match
+from ragjax.cache.match import CacheMetrics
 from ragjax.cache.matcher import Matcher
-from ragjax.cache.node import PUBLIC, Node, Provenance, context_digest, name, raw_of
+from ragjax.cache.node import PUBLIC, Provenance, context_digest, name, raw_of
 from ragjax.cache.node import neighbours_digest as neighbours_digest
 from ragjax.cache.policy.base import Policy
 from ragjax.cache.pool import AuditError, PagePool
@@ -49,13 +49,14 @@ class KnowledgeCache:
     ):
         self.pool = pool
         self.tree = KnowledgeTree(identity, pool)
-        self._policy = policy
         self._metrics = CacheMetrics()
-        self._hierarchy = Hierarchy(self.tree, pool, policy, self._metrics, storage)
-        self._loader = Loader(self._hierarchy, self._metrics)
-        kept = Variants(variants)
-        self.matcher = Matcher(self._hierarchy, self._loader, policy, self._metrics, kept)
-        self.admitter = Admitter(self.matcher, self._hierarchy, policy, self._metrics, kept)
+        self._hierarchy = tiers = Hierarchy(self.tree, pool, policy, self._metrics, storage)
+        self._loader = Loader(tiers)
+        self.matcher = Matcher(tiers, self._loader, Variants(variants))
+        self.admitter = Admitter(self.matcher)
+        self.poll, self.give_up = self._loader.poll, self._loader.give_up
+        self.clear, self.replicate, self.flush, self.on_disk = tiers.clear, tiers.replicate, tiers.flush, tiers.on_disk
+        self.departures: Sequence[LeftNode] = tiers.departures
         self._reserved: dict[Run, str] = {}
 
     @property
@@ -110,15 +111,6 @@ class KnowledgeCache:
             self.matcher.quiet = False
 
     @property
-    def departures(self) -> Sequence[LeftNode]:
-        """Nodes that left a tier lately, of all tenants, newest first."""
-        return self._hierarchy.departures
-
-    def on_disk(self, node: Node) -> bool:
-        """Tell if the node's KV is on disk, or on its way there."""
-        return self._hierarchy.on_disk(node)
-
-    @property
     def used(self) -> dict[str, float]:
         """Share of the room on the device, and in host memory if there is some, that is taken."""
         found = {Tier.DEVICE.label: 1 - self.pool.free_pages / self.pool.capacity}
@@ -167,10 +159,6 @@ class KnowledgeCache:
             counts = self.pool.counts
             storage.transfer.clear([page for page in run.pages if not counts[page]])
 
-    def clear(self) -> None:
-        """Drop everything that no match pins, on the device and in host memory."""
-        self._hierarchy.clear()
-
     # --------------------------------------------------------------------------------- who waits, what moves
 
     def keys_of(self, tokens: Tokens, cuts: Sequence[int], tenant: str = PUBLIC, public: int = 0) -> tuple[bytes, ...]:
@@ -209,11 +197,11 @@ class KnowledgeCache:
 
     def announce(self, request: str, keys: Collection[bytes]) -> None:
         """A request waits that will use the nodes with these keys (`keys_of`), whether they are kept or not."""
-        self._refresh(self._policy.on_queue(request, keys))
+        self._refresh(self._hierarchy.policy.on_queue(request, keys))
 
     def withdraw(self, request: str) -> None:
         """The request waits no more: it starts, or was cancelled."""
-        self._refresh(self._policy.on_start(request))
+        self._refresh(self._hierarchy.policy.on_start(request))
 
     def _refresh(self, fallen: Iterable[bytes]) -> None:
         for key in fallen:
@@ -226,23 +214,9 @@ class KnowledgeCache:
         """Move everything that nobody uses off the device, so that what comes back lies together."""
         self._hierarchy.make_room(self.pool.reclaimable_pages)
 
-    def poll(self) -> bool:
-        return self._loader.poll()
-
-    def replicate(self) -> bool:
-        """Copy hot nodes to the tiers below while there is time; True if there were any."""
-        return self._hierarchy.replicate()
-
     @property
     def loading(self) -> int:
         return len(self._hierarchy.loads)
-
-    def give_up(self) -> bool:
-        return self._loader.give_up()
-
-    def flush(self, limit: int = 256) -> bool:
-        """Order up to `limit` nodes to be written that are not on disk; True if there were any."""
-        return self._hierarchy.flush(limit)
 
     def lose_device(self) -> None:
         """The device's pool is empty again: keep what host memory holds.
@@ -266,15 +240,27 @@ class KnowledgeCache:
             AuditError: naming the page, node, match or reservation that is wrong.
         """
         matches = self.matcher.matches
-        _audit_holders(matches, self._reserved, live)
+        for match in matches:
+            if live is not None and match.label not in live:
+                raise AuditError(f"the match of {match.label!r} on {match.length} tokens was never released")
+        for run, label in self._reserved.items():
+            if live is not None and label not in live:
+                raise AuditError(f"the {run.length} tokens reserved by {label!r} were never freed")
         self.tree.audit()
         nodes = list(self.tree.nodes())
-        dead = list(self._hierarchy.dead_holders())
-        holders = [*(match.node for match in matches), *self._hierarchy.loads.pinned()]
-        _audit_pins({*nodes, *dead, self.tree.root}, matches, holders)
+        known = {*nodes, *(node for node in self._hierarchy.dead if node.run is not None), self.tree.root}
+        deepest = [*(match.node for match in matches), *self._hierarchy.loads.pinned()]
+        pins = Counter(step for node in deepest for step in node.path())
+        for match in matches:
+            if match.node not in known:
+                raise AuditError(f"the node under the match of {match.label!r} left the tree")
+        for node in known:
+            if node.pins != pins[node]:
+                raise AuditError(f"node {name(node)} counts {node.pins} pins, {pins[node]} matches and loads need it")
+        runs = [(node.run, node.pins) for node in known if node.run is not None]
         self.pool.audit(
-            held=[*_runs_of((*nodes, *dead)), *self._reserved],
-            pinned=[*_runs_of(node for node in (*nodes, *dead) if node.pins), *self._reserved],
+            held=[*(run for run, _ in runs), *self._reserved],
+            pinned=[*(run for run, pins in runs if pins), *self._reserved],
         )
         self._hierarchy.audit(nodes)
 
@@ -283,31 +269,3 @@ class KnowledgeCache:
         self._hierarchy.audit_counts()
         if self.pool.free_pages > self.pool.reclaimable_pages or self.pool.reclaimable_pages > self.pool.capacity:
             raise AuditError(f"{self.pool.free_pages} pages are free, {self.pool.reclaimable_pages} can be had")
-
-
-def _audit_holders(matches: Iterable[Match], reserved: Mapping[Run, str], live: Collection[str] | None) -> None:
-    """Check that only what is live (labels; None: all) holds matches and reservations."""
-    if live is None:
-        return
-    for match in matches:
-        if match.label not in live:
-            raise AuditError(f"the match of {match.label!r} on {match.length} tokens was never released")
-    for run, label in reserved.items():
-        if label not in live:
-            raise AuditError(f"the {run.length} tokens reserved by {label!r} were never freed")
-
-
-def _audit_pins(known: Collection[Node], matches: Iterable[Match], holders: Iterable[Node]) -> None:
-    """Check the pins of all nodes against those that matches and loads hold on their deepest nodes."""
-    pins = Counter(step for node in holders for step in node.path())
-    for match in matches:
-        if match.node not in known:
-            raise AuditError(f"the node under the match of {match.label!r} left the tree")
-    for node in known:
-        if node.pins != pins[node]:
-            raise AuditError(f"node {name(node)} counts {node.pins} pins, {pins[node]} matches and loads need it")
-
-
-def _runs_of(nodes: Iterable[Node]) -> list[Run]:
-    """Where the nodes lie on the device, of those that do."""
-    return [node.run for node in nodes if node.run is not None]

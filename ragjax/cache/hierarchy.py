@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -32,7 +32,6 @@ REPLICATE = 2
 
 BACKLOG = 2**30
 """Bytes that may wait to be written; what leaves memory while there are more is not put on disk, lest memory fills."""
-
 
 DEPARTURES = 200
 """Nodes that left a tier lately and are remembered."""
@@ -70,8 +69,8 @@ class Hierarchy:
     ):
         self.tree = tree
         self.pool = pool
-        self._policy = policy
-        self._metrics = metrics
+        self.policy = policy
+        self.metrics = metrics
         self.storage = storage
         self.device = Victims(policy, Tier.DEVICE)
         self.host = Victims(policy, Tier.HOST)
@@ -82,7 +81,7 @@ class Hierarchy:
         self._new: dict[Node, None] = {}
         self._writing: Counter[bytes] = Counter()  # keys of entries on their way to disk
         self._unflushed: list[Node] | None = None
-        self._dead: dict[Node, None] = {}
+        self.dead: dict[Node, None] = {}  # out of the tree, and still in use
 
     def consider(self, node: Node) -> None:
         if node.loading or node.dead or node.parent is None:
@@ -117,20 +116,16 @@ class Hierarchy:
     def clear(self) -> None:
         """Drop everything that no match pins, from the device and from host memory; what is on disk stays."""
         while (node := self.device.pop()) is not None:
-            self._metrics.evicted_tokens += len(node)
+            self.metrics.evicted_tokens += len(node)
             self._drop(node)
         while (node := self.host.pop()) is not None:
-            self._unhost(node, last=node.run is None)
-            if node.run is None:
-                self._drop(node)
-            else:
-                self._consider_parent(node)
-        self._policy.on_clear()
+            self._leave_host(node)
+        self.policy.on_clear()
         self.host_memory.dispatch()
 
     def _leave_device(self, node: Node) -> None:
         kept = node.host is not None or self._keep(node)
-        self._metrics.evicted_tokens += len(node)
+        self.metrics.evicted_tokens += len(node)
         if not kept:
             self._shelve(node, last=True)
         self._note_departure(node, Tier.DEVICE)
@@ -164,13 +159,13 @@ class Hierarchy:
     def _demote(self, node: Node) -> None:
         """The node's pages are given back; it is not queued for them any more."""
         self.device.discard(node)
-        self._policy.on_evict(node, Tier.DEVICE)
+        self.policy.on_evict(node, Tier.DEVICE)
         self.tree.lift(node)
 
     def _keep(self, node: Node) -> bool:
         """Order a host copy of a node of the device, if it deserves one and room can be made."""
         storage = self.storage
-        if storage is None or not storage.host_bytes or not self._policy.admit(node, Tier.HOST):
+        if storage is None or not storage.host_bytes or not self.policy.admit(node, Tier.HOST):
             return False
         size = storage.transfer.size(len(node))
         if not self._make_host_room(size, node):
@@ -208,28 +203,24 @@ class Hierarchy:
         storage = self.storage
         if storage is None or storage.disk_index is None or self.on_disk(node):
             return
-        if not self._policy.admit(node, Tier.DISK):
+        if not self.policy.admit(node, Tier.DISK):
             return
         if storage.transfer.backlog > BACKLOG:
-            self._metrics.unwritten_tokens += len(node) if last else 0
+            self.metrics.unwritten_tokens += len(node) if last else 0
             return
-        if node.host is not None:
-            self._write(node, node.host)
-            return
-        assert node.run is not None
-        copy = self.host_memory.save(node.run, 0, node.tenant)  # there only until it is written
-        self._write(node, copy)
-        self.host_memory.leave(copy)
-
-    def _write(self, node: Node, copy: Copy) -> None:
-        assert self.storage is not None
+        copy = node.host
+        if copy is None:
+            assert node.run is not None
+            copy = self.host_memory.save(node.run, 0, node.tenant)  # there only until it is written
         context = context_of(node.parent)
         place = self.tree.place(node.tenant, context, node.radix_method)
         if node.provenance is Provenance.APPROXIMATE:
             place = self.tree.chunk_place(node.tenant, node.method, context, node.raw)
-        lossy = node.lossy or self.storage.transfer.lossy
+        lossy = node.lossy or storage.transfer.lossy
         record = Record(node.key, place, node.raw, node.provenance, node.method, node.local_start, lossy, node.meta)
         self.host_memory.write(record, copy)
+        if node.host is None:
+            self.host_memory.leave(copy)
         self._writing[node.key] += 1
         node.shelved = True
 
@@ -253,11 +244,7 @@ class Hierarchy:
         self.host_memory.dispatch()
 
     def _forget(self, node: Node) -> None:
-        self._policy.on_forget(node)
-        self._unplan(node)
-
-    def _unplan(self, node: Node) -> None:
-        """No copy of the node is to be made ahead of need."""
+        self.policy.on_forget(node)
         self._hot.pop(node, None)
         self._new.pop(node, None)
 
@@ -271,23 +258,24 @@ class Hierarchy:
         if size > storage.host_bytes or (quota is not None and size > quota):
             return False
         while quota is not None and self.host_memory.held[node.tenant] + size > quota:
-            if not self._evict_host(self.host.pop(node.tenant)):
+            if (victim := self.host.pop(node.tenant)) is None:
                 return False
+            self._leave_host(victim, noted=True)
         while self.host_memory.used + size > storage.host_bytes:
-            if not self._evict_host(self.host.pop()):
+            if (victim := self.host.pop()) is None:
                 return False
+            self._leave_host(victim, noted=True)
         return True
 
-    def _evict_host(self, node: Node | None) -> bool:
-        if node is None:
-            return False
+    def _leave_host(self, node: Node, noted: bool = False) -> None:
+        """The node leaves host memory, to disk if there is one; without a copy on the device it leaves the tree."""
         self._unhost(node, last=node.run is None)
-        self._note_departure(node, Tier.HOST)
+        if noted:
+            self._note_departure(node, Tier.HOST)
         if node.run is None:
             self._drop(node)
         else:
             self._consider_parent(node)
-        return True
 
     def _unhost(self, node: Node, last: bool) -> None:
         """The node leaves host memory, to disk if there is one that does not have it. last: it leaves memory."""
@@ -299,7 +287,7 @@ class Hierarchy:
 
     def _lose_copy(self, node: Node, copy: Copy) -> None:
         self.host.discard(node)
-        self._policy.on_evict(node, Tier.HOST)
+        self.policy.on_evict(node, Tier.HOST)
         self.tree.store(node, None)
         self.host_memory.leave(copy)
 
@@ -317,7 +305,7 @@ class Hierarchy:
             self.host_memory.share(upper.host)
         if node.loading:
             self.loads.split(upper, node)
-        self._policy.on_split(upper, node, before)
+        self.policy.on_split(upper, node, before)
         if upper.hits >= REPLICATE and self.storage is not None:
             self._hot[upper] = None
         return upper
@@ -330,8 +318,9 @@ class Hierarchy:
         key = child.key
         if not self.tree.merge(child):
             return False
-        self._policy.on_merge(node, child, key)
-        self._unplan(node)
+        self.policy.on_merge(node, child, key)
+        self._hot.pop(node, None)
+        self._new.pop(node, None)
         self.host.discard(node)
         if child.host is not None:
             self.host_memory.leave(child.host)
@@ -364,7 +353,7 @@ class Hierarchy:
             self.device.discard(step)
             if step.host is not None:
                 self._lose_copy(step, step.host)
-            self._dead[step] = None
+            self.dead[step] = None
             self._forget(step)
             if not step.pins:
                 self._free(step)
@@ -375,7 +364,7 @@ class Hierarchy:
         if node.run is not None and not node.loading:
             self._demote(node)
         if node.run is None:
-            self._dead.pop(node, None)
+            self.dead.pop(node, None)
 
     def lose_entry(self, entry: int) -> None:
         """A host copy was never made; O(nodes), and rare."""
@@ -412,7 +401,10 @@ class Hierarchy:
         hot, new = list(islice(self._hot, limit)), list(islice(self._new, limit))
         for node in hot:
             self._hot.pop(node, None)  # making room for another may have dropped it
-            self._replicate(node)
+            if not node.dead and not node.loading and node.run is not None:
+                if node.host is None and self._keep(node):
+                    self.consider(node)
+                self._shelve(node)
         for node in new:
             self._new.pop(node, None)
             if not node.dead and not node.loading and (node.run is not None or node.host is not None):
@@ -420,15 +412,7 @@ class Hierarchy:
         self.host_memory.dispatch()
         return bool(hot or new)
 
-    def _replicate(self, node: Node) -> None:
-        """Copy a node of the device to host memory, if there is room, and to disk."""
-        if node.dead or node.loading or node.run is None or self.storage is None:
-            return
-        if node.host is None and self._keep(node):
-            self.consider(node)
-        self._shelve(node)
-
-    def flush(self, limit: int) -> bool:
+    def flush(self, limit: int = 256) -> bool:
         """Order up to `limit` nodes that only memory holds to be put on disk; True if there were any.
 
         Each node is ordered once until none is left, so that calling again ends even where policy or disk refuse.
@@ -506,7 +490,3 @@ class Hierarchy:
         used = self.host_memory.used
         if self.storage is not None and used > self.storage.host_bytes:
             raise AuditError(f"{used} bytes are in host memory, which has {self.storage.host_bytes}")
-
-    def dead_holders(self) -> Iterable[Node]:
-        """Nodes outside of the tree that still hold pages."""
-        return [node for node in self._dead if node.run is not None]

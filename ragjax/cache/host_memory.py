@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ragjax.cache.node import Node
 from ragjax.cache.pool import AuditError
@@ -21,15 +21,6 @@ class SavedEntry:
     nodes: int = 1  # that lie in it; a split leaves two
 
 
-@dataclass
-class _Orders:
-    """Orders that the transfer engine gets at the end of an operation, in this sequence."""
-
-    saves: list[Save] = field(default_factory=list)
-    writes: list[Write] = field(default_factory=list)
-    forgotten: list[int] = field(default_factory=list)
-
-
 class HostMemory:
     """Entries of host memory by number, the bytes `used` by them, and those `held` by tenant. Without an engine there
     are none.
@@ -41,19 +32,22 @@ class HostMemory:
         self.used = 0
         self.held = Counter[str]()
         self._number = 0
-        self._orders = _Orders()
+        # orders that the engine gets at the end of an operation, in this sequence
+        self._saves: list[Save] = []
+        self._writes: list[Write] = []
+        self._forgotten: list[int] = []
 
     def save(self, run: Run, size: int, tenant: str) -> Copy:
         """Order an entry of `size` bytes for a run of the device; it counts one node."""
         self._number += 1
         self.entries[self._number] = SavedEntry(size, tenant)
         self._count(tenant, size)
-        self._orders.saves.append(Save(self._number, run))
+        self._saves.append(Save(self._number, run))
         return Copy(self._number, 0, run.length)
 
     def write(self, record: Record, copy: Copy) -> None:
         """Order a copy in host memory to be written to disk."""
-        self._orders.writes.append(Write(record, copy))
+        self._writes.append(Write(record, copy))
 
     def share(self, copy: Copy) -> None:
         """One more node lies in the copy's entry."""
@@ -67,19 +61,21 @@ class HostMemory:
             assert isinstance(copy.entry, int)
             del self.entries[copy.entry]
             self._count(entry.tenant, -entry.size)
-            self._orders.forgotten.append(copy.entry)
+            self._forgotten.append(copy.entry)
 
     def dispatch(self) -> None:
         """Hand the orders that have come together to the transfer engine."""
-        orders, self._orders = self._orders, _Orders()
+        saves, self._saves = self._saves, []
+        writes, self._writes = self._writes, []
+        forgotten, self._forgotten = self._forgotten, []
         if self._engine is None:
             return
-        if orders.saves:
-            self._engine.save(orders.saves)
-        if orders.writes:
-            self._engine.write(orders.writes)
-        if orders.forgotten:
-            self._engine.forget(orders.forgotten)
+        if saves:
+            self._engine.save(saves)
+        if writes:
+            self._engine.write(writes)
+        if forgotten:
+            self._engine.forget(forgotten)
 
     def audit(self, nodes: Sequence[Node]) -> None:
         """Check the entries against the copies of all nodes; O(nodes)."""

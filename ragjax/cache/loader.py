@@ -6,16 +6,15 @@ context and the next token, and within entries that begin a few nodes earlier.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
 from ragjax.cache.hierarchy import Hierarchy
-from ragjax.cache.match import CacheMetrics, Loading
+from ragjax.cache.match import Loading
 from ragjax.cache.node import Node, Provenance, Steps, context_behind, context_of
 from ragjax.cache.tree import common_prefix
 from ragjax.core import Run
-from ragjax.core.tiers import Copy, DiskIndex, Done, Load, Record, Save, Tier, Write
+from ragjax.core.tiers import Copy, Load, Record, Save, Tier, Write
 
 CLIMB = 4
 """Last nodes of a path within whose entries on disk a look-up goes on."""
@@ -37,9 +36,8 @@ class _Find:
 class Loader:
     """Starts loads for what look-ups find below the device, and ends them."""
 
-    def __init__(self, hierarchy: Hierarchy, metrics: CacheMetrics):
+    def __init__(self, hierarchy: Hierarchy):
         self._hierarchy = hierarchy
-        self._metrics = metrics
         self._loads = hierarchy.loads
         self._tree = hierarchy.tree
         self._pool = hierarchy.pool
@@ -82,7 +80,7 @@ class Loader:
             return False
         finished = self._storage.transfer.poll()
         for done in finished:
-            self._count(done)
+            self._hierarchy.metrics.count_job(done)
             if isinstance(done.job, Load):
                 self._loaded(done.job.number, done.error, done.seconds)
             elif done.error is not None and isinstance(done.job, Save):
@@ -106,14 +104,6 @@ class Loader:
                 self._loaded(number, "nobody waits for it any more", given_up=True)
         self._hierarchy.host_memory.dispatch()
         return bool(idle)
-
-    def _count(self, done: Done) -> None:
-        kind = type(done.job).__name__.lower()
-        self._metrics.jobs[kind] += 1
-        self._metrics.job_bytes[kind] += done.bytes
-        self._metrics.job_seconds[kind] += done.seconds
-        self._metrics.failures[kind] += done.error is not None
-        self._metrics.loss_max = max(self._metrics.loss_max, done.loss)
 
     def _loaded(self, number: int, error: str | None, seconds: float = 0.0, given_up: bool = False) -> None:
         loading = self._loads.end(number, seconds if error is None else None)
@@ -152,7 +142,9 @@ class Loader:
                 _Find(record, at - begin, common, whose)
                 for begin in begins
                 for whose in dict.fromkeys((tenant, owner))
-                for record in self._entries_at(self._storage.disk_index, start, raw, begin, whose, method)
+                for record in self._storage.disk_index.children(
+                    self._tree.place(whose, context_behind(start, raw[: 4 * begin], method), method), raw[4 * begin :]
+                )
                 if begin + (common := common_prefix(record.tokens, raw[4 * begin :])) > at
             ]
             if not finds:
@@ -162,13 +154,6 @@ class Loader:
             at, owner = at + len(best), best.tenant
             begins = [at]
         return found
-
-    def _entries_at(
-        self, disk_index: DiskIndex, start: Node, raw: bytes, begin: int, tenant: str, method: str | None
-    ) -> Sequence[Record]:
-        """The tenant's entries that begin with most of what is looked for behind `start`, from token `begin` on."""
-        place = self._tree.place(tenant, context_behind(start, raw[: 4 * begin], method), method)
-        return disk_index.children(place, raw[4 * begin :])
 
     def _fit(self, held: list[Node], records: list[_Find]) -> tuple[list[Node], list[_Find]]:
         """Cut both to the room that there is."""
@@ -214,17 +199,13 @@ class Loader:
             nodes.append(node)
             parent, at = node, at + len(find)
         copies = tuple(Copy(find.record.key, find.begin, len(find), find.record) for find in records)
-        if self._storage is not None and self._storage.disk_index is not None:
-            # whole entries are touched by their nodes' keys, as at every later access
-            self._storage.disk_index.touch([f.record.key for f in reversed(records) if len(f) < len(f.record)])
-        self._start(Loading(nodes, self._tier(records)), run, copies)
-        return [(node, len(node)) for node in nodes]
-
-    def _tier(self, records: list[_Find]) -> Tier:
-        """Where a load of records comes from, the farthest of them."""
-        inquiry = self._storage.inquiry if self._storage is not None else None
+        assert self._storage is not None and self._storage.disk_index is not None
+        # whole entries are touched by their nodes' keys, as at every later access
+        self._storage.disk_index.touch([f.record.key for f in reversed(records) if len(f) < len(f.record)])
+        inquiry = self._storage.inquiry
         remote = inquiry is not None and any(inquiry.serves(find.record.key) for find in records)
-        return Tier.REMOTE if remote else Tier.DISK
+        self._start(Loading(nodes, Tier.REMOTE if remote else Tier.DISK), run, copies)
+        return [(node, len(node)) for node in nodes]
 
     @property
     def _room(self) -> float:

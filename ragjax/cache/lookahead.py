@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
 
-from ragjax.cache.node import PUBLIC, Node, Provenance, context_digest, context_hasher, digest, radix_tag
+from ragjax.cache.node import PUBLIC, Provenance, context_digest, context_hasher, digest, radix_tag
 from ragjax.cache.tree import KnowledgeTree
 
 
@@ -59,19 +59,12 @@ class Outlook:
 
     def look(self, tree: KnowledgeTree) -> Look:
         if self._seen[0] != tree.generation:
-            self._seen = tree.generation, self._look(tree)
+            self._seen = tree.generation, Look.joined(part.look(tree) for part in self._parts)
         return self._seen[1]
-
-    def _look(self, tree: KnowledgeTree) -> Look:
-        looks = [part.look(tree) for part in self._parts]
-        return looks[0] if len(looks) == 1 else Look.joined(looks)
 
 
 class Causal:
-    """A causal prompt, or the beginning of one.
-
-    raw: its tokens. cuts: indexes at which pieces end, besides the last. public: leading tokens that go to all tenants.
-    """
+    """A causal prompt, or the beginning of one: its tokens, and indexes at which pieces end, besides the last."""
 
     def __init__(self, raw: bytes, cuts: Sequence[int], tenant: str, public: int):
         self._raw = raw
@@ -134,8 +127,7 @@ class _Pieces:
         self, raw: bytes, cuts: Iterable[int], tenant: str, public: int, method: str | None = None, head: bytes = b""
     ):
         stops = sorted({cut for cut in (*cuts, len(raw) // 4) if cut > 0})
-        hasher = context_hasher()
-        hasher.update(head)
+        hasher = context_hasher(head)
         self._pieces: list[tuple[bytes, int]] = []
         for begin, stop in pairwise((0, *stops)):
             hasher.update(raw[4 * begin : 4 * stop])
@@ -146,8 +138,7 @@ class _Pieces:
         kept: dict[bytes, int] = {}
         missing: dict[bytes, int] = {}
         for name, tokens in self._pieces:
-            have = min(at, tokens)
-            if have:
+            if have := min(at, tokens):
                 kept[name] = have
             if have < tokens:
                 missing[name] = tokens - have
@@ -160,11 +151,6 @@ def stops(cuts: Iterable[int], at: int, end: int) -> list[int]:
     return sorted({cut for cut in (*cuts, end) if at < cut <= end})
 
 
-def _public(public: int, end: Node | None) -> int:
-    """Number of leading tokens that go to all tenants, if `end`, the last node that is kept of them, does."""
-    return public if end is None or end.tenant == PUBLIC else 0
-
-
 def causal_keys(
     tree: KnowledgeTree, raw: bytes, cuts: Sequence[int], tenant: str, public: int = 0
 ) -> tuple[bytes, ...]:
@@ -175,9 +161,9 @@ def causal_keys(
     steps = tree.walk(raw, tenant)
     keys = [node.key for node, _ in steps]
     at = sum(used for _, used in steps)
-    public = _public(public, steps[-1][0] if steps else None)
-    hasher = context_hasher()
-    hasher.update(raw[: 4 * at])
+    if steps and steps[-1][0].tenant != PUBLIC:
+        public = 0
+    hasher = context_hasher(raw[: 4 * at])
     for stop in stops((*cuts, public), at, len(raw) // 4):
         part = raw[4 * at : 4 * stop]
         owner = PUBLIC if stop <= public else tenant
@@ -199,7 +185,8 @@ def path_keys(
     # behind a node that goes on beyond the context are the paths of another one
     whole = sum(used for _, used in top) == len(context) // 4 and (not top or top[-1][1] == len(top[-1][0]))
     steps = tree.walk(raw, tenant, top[-1][0] if top else None, method) if whole else []
-    public = _public(public, (steps or top)[-1][0] if steps or top else None)
+    if (steps or top) and (steps or top)[-1][0].tenant != PUBLIC:
+        public = 0
     for node, used in steps:
         keys.append(node.key)
         at += used

@@ -6,12 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import TracebackType
 from typing import NamedTuple
 
 from ragjax.cache.node import Node, Provenance, Steps, context_digest
 from ragjax.core import Run, Tokens
-from ragjax.core.tiers import Tier
+from ragjax.core.tiers import Done, Tier
 
 EXACT = frozenset({Provenance.CAUSAL, Provenance.DEPENDENCY})
 """Provenances whose reuse is exact to some attention that a model was trained on."""
@@ -54,6 +53,14 @@ class CacheMetrics:
     pages_used: int = 0
     host_bytes: int = 0
     nodes: int = 0
+
+    def count_job(self, done: Done) -> None:
+        kind = type(done.job).__name__.lower()
+        self.jobs[kind] += 1
+        self.job_bytes[kind] += done.bytes
+        self.job_seconds[kind] += done.seconds
+        self.failures[kind] += done.error is not None
+        self.loss_max = max(self.loss_max, done.loss)
 
 
 @dataclass(eq=False)
@@ -118,9 +125,7 @@ class Match:
     def __enter__(self) -> Match:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -7,9 +7,9 @@ from itertools import takewhile
 
 from ragjax.cache.hierarchy import Hierarchy
 from ragjax.cache.loader import Loader
-from ragjax.cache.match import EXACT, CacheMetrics, Candidate, Match
+from ragjax.cache.match import EXACT, Candidate, Match
 from ragjax.cache.node import PUBLIC, RADIX, Node, Provenance, Steps, context_digest, raw_of
-from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.policy.base import Access
 from ragjax.cache.tree import join_runs
 from ragjax.cache.variant import Variants
 from ragjax.core import Run, Tokens
@@ -19,16 +19,13 @@ from ragjax.core.tiers import Record
 class Matcher:
     """Finds and pins. `matches` are those that are not released yet. While it is `quiet`, nothing counts."""
 
-    def __init__(self, hierarchy: Hierarchy, loader: Loader, policy: Policy, metrics: CacheMetrics, variants: Variants):
+    def __init__(self, hierarchy: Hierarchy, loader: Loader, variants: Variants):
         self.matches: dict[Match, None] = {}
         self.quiet = False
-        self._hierarchy = hierarchy
+        self.variants = variants
+        self.hierarchy = hierarchy
         self._loader = loader
-        self._policy = policy
-        self._metrics = metrics
-        self._variants = variants
-        self._tree = hierarchy.tree
-        self._storage = hierarchy.storage
+        self._tree, self._storage = hierarchy.tree, hierarchy.storage
         self._page_size = hierarchy.pool.page_size
 
     def match_prefix(
@@ -63,8 +60,8 @@ class Matcher:
             if match is not None:
                 return match
         if not self.quiet:
-            self._metrics.lookups += 1
-            self._metrics.missed_tokens += len(tokens)
+            self.hierarchy.metrics.lookups += 1
+            self.hierarchy.metrics.missed_tokens += len(tokens)
         return None
 
     def match_dependency(
@@ -129,7 +126,7 @@ class Matcher:
 
     def cut_after(self, node: Node, used: int) -> Node:
         """The node that ends after the first `used` tokens of `node`."""
-        return node if used == len(node) else self._hierarchy.split(node, used)
+        return node if used == len(node) else self.hierarchy.split(node, used)
 
     def end_of(self, match: Match) -> Node:
         """The node that ends exactly where the match does (its own node may lie deeper)."""
@@ -144,7 +141,7 @@ class Matcher:
             return None
         cfo = candidate.cfo(node.meta) if callable(candidate.cfo) else candidate.cfo
         if candidate.variant and not self.quiet:
-            self._variants.use(node, cfo)
+            self.variants.use(node, cfo)
         return self._pinned([(node, len(node))], tokens, len(tokens), context.tenant, context.label, cfo)
 
     def _find(self, context: Match, raw: bytes, candidate: Candidate, cold: bool) -> Node | None:
@@ -158,19 +155,16 @@ class Matcher:
             if node is not None and node.run is not None and (cold or not node.loading):
                 return node
             if node is not None and storage is not None:
-                return self._load_node(node, tenant)
+                # in host memory: loaded with its whole path, which need not be the context's own
+                steps = [(step, len(step)) for step in node.path() if step.parent is not None][::-1]
+                loaded = self._loader.load(self._tree.root, steps, b"", tenant)
+                return node if loaded and loaded[-1][0] is node else None
             record = (
                 storage.disk_index.find(key) if node is None and storage is not None and storage.disk_index else None
             )
             if record is not None and tenant in (parent.tenant, context.tenant):
                 return self._loader.load_record(self.end_of(context), record, tenant, behind)
         return None
-
-    def _load_node(self, node: Node, tenant: str) -> Node | None:
-        """A node of host memory, on its way to the device with its whole path, which need not be the context's own."""
-        steps = [(step, len(step)) for step in node.path() if step.parent is not None][::-1]
-        loaded = self._loader.load(self._tree.root, steps, b"", tenant)
-        return node if loaded and loaded[-1][0] is node else None
 
     def _pinned(
         self,
@@ -192,22 +186,20 @@ class Matcher:
             at += used
             lossy = lossy or node.lossy
             if at > seen and not quiet:
-                self._policy.on_access(node, access)
-                self._hierarchy.accessed(node)
+                self.hierarchy.policy.on_access(node, access)
+                self.hierarchy.accessed(node)
         node = steps[-1][0] if steps else anchor or self._tree.root
-        self._hierarchy.hold(node)
+        self.hierarchy.hold(node)
         match = Match(self._spans(steps), tokens.copy(), asked, node, tenant, label, (), lossy, self._release)
-        match.origins = self._hierarchy.loads.wait(match, steps)
+        match.origins = self.hierarchy.loads.wait(match, steps)
         self.matches[match] = None
-        if not quiet:
-            self._count_lookup(steps, match, seen, exact)
-            self._touch(steps)
-        return match
-
-    def _touch(self, steps: Steps) -> None:
+        if quiet:
+            return match
+        self._count_lookup(steps, match, seen, exact)
         disk_index = self._storage.disk_index if self._storage is not None else None
         if disk_index is not None and (keys := [node.key for node, _ in reversed(steps) if node.shelved]):
             disk_index.touch(keys)
+        return match
 
     def _spans(self, steps: Steps) -> tuple[tuple[Run, int], ...]:
         """Runs that follow each other in the pool become one, so that splits and cuts cost a reader nothing."""
@@ -229,12 +221,12 @@ class Matcher:
             raise RuntimeError(f"the match of {match.label!r} on {match.length} tokens was released before")
         match.released = True
         del self.matches[match]
-        self._hierarchy.let_go(match.node)
+        self.hierarchy.let_go(match.node)
         for tenant in {match.tenant, PUBLIC}:
-            self._hierarchy.enforce(tenant)
+            self.hierarchy.enforce(tenant)
 
     def _count_lookup(self, steps: Steps, match: Match, seen: int, exact: bool) -> None:
-        metrics, hit = self._metrics, max(match.length - seen, 0)
+        metrics, hit = self.hierarchy.metrics, max(match.length - seen, 0)
         metrics.lookups += 1
         metrics.missed_tokens += match.asked - max(match.length, seen)
         if match.lossy or not exact or (steps and steps[-1][0].provenance not in EXACT):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -33,84 +34,36 @@ RADIX = frozenset({Provenance.CAUSAL, Provenance.DEPENDENCY})
 """Provenances whose nodes continue their parent's tokens and may be split."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """A run of tokens whose KV is kept.
+    """A run of tokens whose KV is kept."""
 
-    tenant: whose it is. raw: its tokens, int32, little-endian. start: number of tokens on the path before it.
-    local_start: RoPE position at which token 0's K is stored rotated.
-    key: digest of all that the KV depends on, 32 bytes.
-    behind: digest of neighbours that the KV was computed behind, besides the path (b"": none). meta: a strategy's own.
-    run: where the KV lies on the device; host: where in host memory; a root has neither.
-    lossy: whether its bytes, or those it was computed on, lost precision at rest.
-    shelved: whether it was put on disk, from where it may have left since (`Hierarchy.on_disk`).
-    edges: children by their edge, None if there are none. on_device, on_host: how many children are there.
-    pins: matches and loads on this node or below it. loading: number of the load that brings it (0: it is here).
-    hits: requests that matched it. note: what the replacement policy remembers of it.
-    queued: entry in each tier's queue of victims (0: none). dead: out of the tree, kept while it is pinned.
-    """
+    tenant: str  # whose it is
+    raw: bytes  # its tokens, int32, little-endian
+    parent: Node | None
+    local_start: int  # RoPE position at which token 0's K is stored rotated
+    provenance: Provenance = Provenance.CAUSAL
+    method: str = ""
+    behind: bytes = b""  # digest of neighbours that the KV was computed behind, besides the path (b"": none)
+    meta: bytes = b""  # a strategy's own
+    lossy: bool = False  # its bytes, or those it was computed on, lost precision at rest
+    start: int = field(init=False)  # number of tokens on the path before it
+    key: bytes = b""  # digest of all that the KV depends on, 32 bytes
+    run: Run | None = None  # where the KV lies on the device; a root has none
+    host: Copy | None = None  # where it lies in host memory; a root has none
+    shelved: bool = False  # it was put on disk, from where it may have left since (`Hierarchy.on_disk`)
+    edges: dict[bytes, Node] | None = None  # children by their edge, None if there are none
+    on_device: int = 0  # children that are there
+    on_host: int = 0
+    pins: int = 0  # matches and loads on this node or below it
+    loading: int = 0  # number of the load that brings it (0: it is here)
+    hits: int = 0  # requests that matched it
+    note: Any = None  # what the replacement policy remembers of it
+    queued: list[int] = field(default_factory=lambda: [0, 0])  # entry in each tier's queue of victims (0: none)
+    dead: bool = False  # out of the tree, kept while it is pinned
 
-    __slots__ = (
-        "behind",
-        "dead",
-        "edges",
-        "hits",
-        "host",
-        "key",
-        "loading",
-        "local_start",
-        "lossy",
-        "meta",
-        "method",
-        "note",
-        "on_device",
-        "on_host",
-        "parent",
-        "pins",
-        "provenance",
-        "queued",
-        "raw",
-        "run",
-        "shelved",
-        "start",
-        "tenant",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        tenant: str,
-        raw: bytes,
-        parent: Node | None,
-        local_start: int,
-        provenance: Provenance = Provenance.CAUSAL,
-        method: str = "",
-        *,
-        behind: bytes = b"",
-        meta: bytes = b"",
-        lossy: bool = False,
-    ):
-        self.tenant = tenant
-        self.raw = raw
-        self.parent = parent
-        self.start = parent.end if parent is not None else 0
-        self.local_start = local_start
-        self.provenance = provenance
-        self.method = method
-        self.behind = behind
-        self.meta = meta
-        self.lossy = lossy
-        self.key = b""
-        self.run: Run | None = None
-        self.host: Copy | None = None
-        self.shelved = False
-        self.edges: dict[bytes, Node] | None = None
-        self.on_device = 0
-        self.on_host = 0
-        self.pins = 0
-        self.loading = 0
-        self.hits = 0
-        self.note: Any = None
-        self.queued = [0, 0]
-        self.dead = False
+    def __post_init__(self) -> None:
+        self.start = self.parent.end if self.parent is not None else 0
 
     def __len__(self) -> int:
         return len(self.raw) // 4
@@ -132,10 +85,6 @@ class Node:
     def radix_method(self) -> str | None:
         """The dependency method whose radix edges lead to it; None for causal ones."""
         return self.method if self.provenance is Provenance.DEPENDENCY else None
-
-    @property
-    def is_leaf(self) -> bool:
-        return not self.edges
 
     def children(self) -> Iterator[Node]:
         """All nodes whose KV is useless without this one."""
@@ -182,15 +131,12 @@ def digest(person: bytes, *fields: bytes) -> bytes:
 
 def context_digest(*raws: bytes) -> bytes:
     """Digest of a context: the tokens before a node, however they are cut; 32 bytes."""
-    hasher = context_hasher()
-    for raw in raws:
-        hasher.update(raw)
-    return hasher.digest()
+    return context_hasher(*raws).digest()
 
 
-def context_hasher() -> hashlib.blake2b:
+def context_hasher(*raws: bytes) -> hashlib.blake2b:
     """A hasher whose digest is the context of the tokens it was fed."""
-    return hashlib.blake2b(digest_size=32, person=b"context")
+    return hashlib.blake2b(b"".join(raws), digest_size=32, person=b"context")
 
 
 def context_of(node: Node | None) -> bytes:

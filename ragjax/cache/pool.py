@@ -121,7 +121,7 @@ class PagePool:
         Raises:
             AuditError: naming the first page that differs.
         """
-        references, pins = _page_counts(held), _page_counts(pinned)
+        references, pins = (Counter(page for run in runs for page in run.pages) for runs in (held, pinned))
         free = set(self._free)
         if len(free) != len(self._free):
             raise AuditError("a page is in the free list twice")
@@ -139,7 +139,3 @@ class PagePool:
         for page in run.pages:
             if not (0 < page < self.num_pages and self._counts[page]):
                 raise ValueError(f"page {page} is not held")
-
-
-def _page_counts(runs: Iterable[Run]) -> Counter[int]:
-    return Counter(page for run in runs for page in run.pages)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from ragjax.core import ConfigError
 
@@ -63,8 +62,7 @@ class Profile:
         return max(self._bilinear(cached, new), self._bilinear(*edge) * min(1.0, new / self.new[0]))
 
     def _bilinear(self, cached: int, new: int) -> float:
-        row, column = _slot(self.cached, cached), _slot(self.new, new)
-        across, along = _share(self.cached, row, cached), _share(self.new, column, new)
+        (row, across), (column, along) = _slot(self.cached, cached), _slot(self.new, new)
         near, far = self.seconds[row], self.seconds[row + 1]
         low = near[column] + across * (far[column] - near[column])
         high = near[column + 1] + across * (far[column + 1] - near[column + 1])
@@ -81,16 +79,13 @@ class Profile:
             ConfigError: if there is no such file, or it holds no profile.
         """
         try:
-            return cls._of(json.loads(path.read_text(encoding="utf-8")))
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["version"] != VERSION:
+                raise ValueError(f"version: {data['version']!r}, not {VERSION}")
+            rows = tuple(tuple(float(cost) for cost in row) for row in data["seconds"])
+            return cls(tuple(map(int, data["cached"])), tuple(map(int, data["new"])), rows, str(data["measured_on"]))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{path}: no cost profile: {error!r}") from error
-
-    @classmethod
-    def _of(cls, data: Any) -> Profile:
-        if data["version"] != VERSION:
-            raise ValueError(f"version: {data['version']!r}, not {VERSION}")
-        rows = tuple(tuple(float(cost) for cost in row) for row in data["seconds"])
-        return cls(tuple(map(int, data["cached"])), tuple(map(int, data["new"])), rows, str(data["measured_on"]))
 
 
 def _require_ascending(name: str, counts: Sequence[int], least: int) -> None:
@@ -100,10 +95,7 @@ def _require_ascending(name: str, counts: Sequence[int], least: int) -> None:
         raise ValueError(f"{name}: token counts must ascend from at least {least}")
 
 
-def _slot(counts: Sequence[int], at: int) -> int:
-    """Where the slot begins that holds `at`, or is nearest to it."""
-    return min(max(bisect_right(counts, at) - 1, 0), len(counts) - 2)
-
-
-def _share(counts: Sequence[int], slot: int, at: int) -> float:
-    return (at - counts[slot]) / (counts[slot + 1] - counts[slot])
+def _slot(counts: Sequence[int], at: int) -> tuple[int, float]:
+    """Where the slot begins that holds `at`, or is nearest to it; and how far along it `at` lies."""
+    slot = min(max(bisect_right(counts, at) - 1, 0), len(counts) - 2)
+    return slot, (at - counts[slot]) / (counts[slot + 1] - counts[slot])

@@ -90,25 +90,8 @@ class KnowledgeTree:
         if steps is None:
             while len(self._walks) >= WALKS:
                 del self._walks[next(iter(self._walks))]
-            steps = self._walks[asked] = self._walked(*asked)
+            steps = self._walks[asked] = _walked(*asked)
         return list(steps)
-
-    def _walked(self, raw: bytes, tenant: str, top: Node, method: str | None) -> Steps:
-        public = _follow(top, raw, 0, radix_tag(PUBLIC, method)) if top.tenant == PUBLIC else []
-        if tenant == PUBLIC:
-            return public
-        # The tenant's own nodes hang below public ones in any number of places: the longest path wins, and of equals
-        # that which turns off first, so that what was found once is found as long as it is kept.
-        tag = radix_tag(tenant, method)
-        best = _follow(top, raw, 0, tag)
-        longest, at = sum(used for _, used in best), 0
-        for i, (node, used) in enumerate(public):
-            at += used
-            own = _follow(node, raw, 4 * at, tag) if used == len(node) else []
-            length = at + sum(used for _, used in own)
-            if length > longest:
-                best, longest = [*public[: i + 1], *own], length
-        return best
 
     def find(self, key: bytes) -> Node | None:
         return self._by_key.get(key)
@@ -181,9 +164,8 @@ class KnowledgeTree:
         """
         if node.provenance not in RADIX or not 0 < at < len(node):
             raise ValueError(f"cannot split a {node.provenance} node of {len(node)} tokens at {at}")
-        parent = node.parent
+        parent, page_size = node.parent, self._pool.page_size
         assert parent is not None and parent.edges is not None
-        context = context_of(parent)
         self._walks.clear()
         self._unindex(node)
         upper = Node(node.tenant, node.raw[: 4 * at], parent, node.local_start, node.provenance, node.method,
@@ -195,30 +177,23 @@ class KnowledgeTree:
         node.start += at
         node.local_start += at
         upper.edges = {edge_of(node): node}
-        self._split_run(upper, node, at)
+        if (run := node.run) is not None:
+            upper.run, node.run = run.slice(0, at, page_size), run.slice(at, run.length, page_size)
+            upper.on_device = 1
+            for part in (upper.run, node.run):
+                self._retain(node, part)
+                if node.pins:
+                    self._pool.pin(part)
+            if node.pins:
+                self._pool.unpin(run)
+            self._release(node, run)
         if node.host is not None:
             upper.host, node.host = node.host.slice(0, at), node.host.slice(at, node.host.length)
             upper.on_host = 1
-        upper.key = self.key(upper.tenant, upper.provenance, upper.method, context, upper.raw, upper.behind)
-        node.key = self.key_of(node)
+        upper.key, node.key = self.key_of(upper), self.key_of(node)
         self._index(upper)
         self._index(node)
         return upper
-
-    def _split_run(self, upper: Node, lower: Node, at: int) -> None:
-        run = lower.run
-        if run is None:
-            return
-        upper.run = run.slice(0, at, self._pool.page_size)
-        lower.run = run.slice(at, run.length, self._pool.page_size)
-        upper.on_device = 1
-        for part in (upper.run, lower.run):
-            self._retain(lower, part)
-            if lower.pins:
-                self._pool.pin(part)
-        if lower.pins:
-            self._pool.unpin(run)
-        self._release(lower, run)
 
     def _retain(self, node: Node, run: Run) -> None:
         self._pool.retain(run)
@@ -240,9 +215,15 @@ class KnowledgeTree:
         upper = lower.parent
         if upper is None or upper.parent is None or len(upper.edges or ()) != 1 or not _alike(upper, lower):
             return False
-        run, host = _joined(upper, lower, self._pool.page_size)
-        if (run is None) != (lower.run is None) or (host is None) != (lower.host is None):
-            return False
+        run, host = None, None
+        if upper.run is not None and lower.run is not None:
+            run = join_runs(upper.run, lower.run, self._pool.page_size)
+            if run is None:
+                return False
+        if (a := upper.host) is not None and (b := lower.host) is not None:
+            if a.entry != b.entry or a.begin + a.length != b.begin:
+                return False
+            host = Copy(a.entry, a.begin, a.length + b.length)
         self._walks.clear()
         self._unindex(upper)
         self._unindex(lower)
@@ -283,20 +264,16 @@ class KnowledgeTree:
 
     def pin(self, node: Node) -> None:
         """Keep a node and all its ancestors from leaving the device."""
-        step: Node | None = node
-        while step is not None:
+        for step in node.path():
             step.pins += 1
             if step.pins == 1 and step.run is not None:
                 self._pool.pin(step.run)
-            step = step.parent
 
     def unpin(self, node: Node) -> None:
-        step: Node | None = node
-        while step is not None:
+        for step in node.path():
             step.pins -= 1
             if step.pins == 0 and step.run is not None:
                 self._pool.unpin(step.run)
-            step = step.parent
 
     def _index(self, node: Node) -> None:
         self._by_key[node.key] = node
@@ -374,6 +351,24 @@ def common_prefix(a: bytes, b: bytes) -> int:
     return first if n and differs[first] else n
 
 
+def _walked(raw: bytes, tenant: str, top: Node, method: str | None) -> Steps:
+    public = _follow(top, raw, 0, radix_tag(PUBLIC, method)) if top.tenant == PUBLIC else []
+    if tenant == PUBLIC:
+        return public
+    # The tenant's own nodes hang below public ones in any number of places: the longest path wins, and of equals
+    # that which turns off first, so that what was found once is found as long as it is kept.
+    tag = radix_tag(tenant, method)
+    best = _follow(top, raw, 0, tag)
+    longest, at = sum(used for _, used in best), 0
+    for i, (node, used) in enumerate(public):
+        at += used
+        own = _follow(node, raw, 4 * at, tag) if used == len(node) else []
+        length = at + sum(used for _, used in own)
+        if length > longest:
+            best, longest = [*public[: i + 1], *own], length
+    return best
+
+
 def _follow(node: Node, raw: bytes, at: int, tag: bytes) -> Steps:
     """The path along edges with one tag that spells the tokens from byte `at` on."""
     steps: Steps = []
@@ -397,15 +392,6 @@ def _alike(upper: Node, lower: Node) -> bool:
         and (upper.host is None) == (lower.host is None)
         and lower.local_start == upper.local_start + len(upper)
     )
-
-
-def _joined(upper: Node, lower: Node, page_size: int) -> tuple[Run | None, Copy | None]:
-    """Both halves' places as one; None where they do not follow each other, or there are none."""
-    run = join_runs(upper.run, lower.run, page_size) if upper.run is not None and lower.run is not None else None
-    a, b = upper.host, lower.host
-    if a is None or b is None or a.entry != b.entry or a.begin + a.length != b.begin:
-        return run, None
-    return run, Copy(a.entry, a.begin, a.length + b.length)
 
 
 def _audit_node(node: Node) -> None:

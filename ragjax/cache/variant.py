@@ -49,15 +49,17 @@ class Variants:
 
     def victim(self) -> Node | None:
         """The variant to leave next for a new one, the least reused that nobody uses now; None if there is room."""
-        if self.full:
-            self._forget_dead()
+        if self.full:  # variants that left the tree by themselves no longer count; O(limit)
+            self._reuse = {node: reuse for node, reuse in self._reuse.items() if not node.dead}
+            self._heap = [entry for entry in self._heap if entry[2] in self._reuse]
+            heapq.heapify(self._heap)
         kept: list[Node] = []
         found = None
         while found is None and self.full and self._heap:
             reuse, _, node = heapq.heappop(self._heap)
             if self._reuse[node] > reuse:
                 self._push(node)
-            elif node.pins or node.loading or not node.is_leaf:
+            elif node.pins or node.loading or node.edges:
                 kept.append(node)
             else:
                 found = node
@@ -66,12 +68,6 @@ class Variants:
         for node in kept:
             self._push(node)
         return found
-
-    def _forget_dead(self) -> None:
-        """Variants that left the tree by themselves no longer count; O(limit)."""
-        self._reuse = {node: reuse for node, reuse in self._reuse.items() if not node.dead}
-        self._heap = [entry for entry in self._heap if entry[2] in self._reuse]
-        heapq.heapify(self._heap)
 
     def _push(self, node: Node) -> None:
         self._serial += 1

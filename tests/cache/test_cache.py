@@ -6,12 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from ragjax.cache import tree
 from ragjax.cache.lookahead import Causal, Outlook
 from ragjax.cache.node import Node, Provenance, context_digest, raw_of
 from ragjax.cache.policy.base import LRU, Access, Victims
 from ragjax.cache.policy.lfu import LFU
 from ragjax.cache.pool import AuditError
-from ragjax.cache.tree import KnowledgeTree
 from ragjax.core import OutOfPages
 from tests.support.transfers import PAGE, Bench, causal_content, keyed_content, match_segment, tokens
 
@@ -175,9 +175,9 @@ def test_exact_and_approximate_hits_are_counted_apart():
 
 
 def test_keys_look_and_match_of_a_prompt_share_one_walk(monkeypatch):
-    bench, walked, real = Bench(), [], KnowledgeTree._walked
+    bench, walked, real = Bench(), [], tree._walked
     bench.put(range(12))
-    monkeypatch.setattr(KnowledgeTree, "_walked", lambda self, *asked: walked.append(asked) or real(self, *asked))
+    monkeypatch.setattr(tree, "_walked", lambda *asked: walked.append(asked) or real(*asked))
     ids = tokens(*range(12), 50, 51)
     outlook = Outlook([Causal(raw_of(ids), (12,), "", 0)])
 

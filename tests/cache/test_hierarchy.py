@@ -1640,7 +1640,7 @@ class Tiers(RuleBasedStateMachine):
         assert self.bench.pool.free_pages == self.bench.pool.capacity
         assert self.cache.metrics.host_bytes == 0 and not self.transfer.entries and not len(self.cache.tree)
         if self.policy == "s3fifo":  # it counts what stands in its queues: it must hear of all that leaves
-            assert self.cache._policy._tokens == ([0, 0], [0, 0])
+            assert self.cache._hierarchy.policy._tokens == ([0, 0], [0, 0])
 
     # ---- helpers
 

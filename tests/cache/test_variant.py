@@ -193,7 +193,7 @@ def test_the_first_variant_that_is_kept_is_matched():
         missed = bench.cache.metrics.missed_tokens
         match = bench.cache.matcher.match_first(context, tokens(*CHUNK), tried)
         assert match.node.behind == neighbours_digest([tokens(11)])
-        assert bench.cache.matcher._variants.reuse(match.node) == 4
+        assert bench.cache.matcher.variants.reuse(match.node) == 4
         match.release()
         assert bench.cache.metrics.missed_tokens == missed
         assert bench.cache.matcher.match_first(context, tokens(*CHUNK), tried[:1]) is None

@@ -26,12 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from ragjax.core import ConfigError, RequestError
-from ragjax.models.huggingface import read_json
-from ragjax.models.tokenizer_files import vocab_size
 
 GRID: Mapping[int, tuple[int, ...]] = {32: (1, 32), 64: (1, 16), 128: (1, 8), 192: (1, 6), 256: (1, 4)}
 """Compiled lengths, and the batch sizes of each: one text, or about a thousand tokens."""
@@ -47,14 +45,6 @@ _WORD = re.compile(r"[^ \t\r\n]+")  # between blanks that BERT's tokenizer takes
 _TOKENIZED_AT_ONCE = 16  # texts: an encoding of CHARS_PER_TOKEN * MAX_TOKENS characters takes some megabytes
 
 _UNUSED_TENSORS = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
-_REQUIRED = {
-    "model_type": "bert",
-    "hidden_act": "gelu",
-    "position_embedding_type": "absolute",
-    "is_decoder": False,
-    "add_cross_attention": False,
-}
-_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 @dataclass(frozen=True)
@@ -69,16 +59,6 @@ class EncoderConfig:
     max_position_embeddings: int
     type_vocab_size: int
     layer_norm_eps: float
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) <= 0:
-                raise ConfigError(f"encoder config: {field.name} must be positive, not {getattr(self, field.name)}")
-        if self.hidden_size % self.num_attention_heads:
-            raise ConfigError(
-                f"encoder config: hidden_size {self.hidden_size} is no multiple of "
-                f"num_attention_heads {self.num_attention_heads}"
-            )
 
 
 class _Embeddings(nnx.Module):
@@ -162,8 +142,6 @@ class Encoder:
     """Sentence encoder with its tokenizer. Safe to call from several threads.
 
     identity: hash of weights, tokenizer and configuration; embeddings of equal identity are comparable.
-    dim: length of an embedding.
-    max_tokens: texts are cut to this many tokens, special tokens included.
     """
 
     def __init__(self, model: _Bert, tokenizer: Tokenizer, *, dim: int, max_tokens: int, identity: str):
@@ -176,26 +154,25 @@ class Encoder:
         self._embed = jax.jit(partial(_embed, graph))
 
     @classmethod
-    def load(cls, directory: str | Path) -> Encoder:
-        """Read model.safetensors, tokenizer.json and, where present, config.json and the pooling description.
+    def load(cls, directory: Path) -> Encoder:
+        """Read the packaged encoder, whose content is pinned (`hub.PACKAGED`).
 
         Raises:
-            ConfigError: a file is missing or broken, or describes an encoder other than BERT with mean pooling.
+            ConfigError: a file is missing or damaged.
         """
-        directory = Path(directory)
-        weights, vocabulary = _file(directory, "model.safetensors"), _file(directory, "tokenizer.json")
-        _check_pooling(directory)
-        tensors = _read_tensors(weights)
-        config = _read_config(directory, tensors)
-        max_tokens = min(_max_seq_length(directory), config.max_position_embeddings)
-        tokenizer = _read_tokenizer(vocabulary, config, max_tokens)
-        return cls(
-            _build(config, tensors, weights),
-            tokenizer,
-            dim=config.hidden_size,
-            max_tokens=max_tokens,
-            identity=_identity((weights, vocabulary), f"{config} {max_tokens}"),
-        )
+        weights, vocabulary = directory / "model.safetensors", directory / "tokenizer.json"
+        try:
+            given = json.loads((directory / "config.json").read_text("utf-8"))
+            config = EncoderConfig(**{field.name: given[field.name] for field in fields(EncoderConfig)})
+            max_tokens = min(MAX_TOKENS, config.max_position_embeddings)
+            tokenizer = Tokenizer.from_file(str(vocabulary))
+            tokenizer.no_padding()
+            tokenizer.enable_truncation(max_tokens)
+            model = _build(config, load_file(weights))
+            identity = _identity((weights, vocabulary), f"{config} {max_tokens}")
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ConfigError(f"{directory}: not a whole encoder: {error!r}; delete it to download it again") from error
+        return cls(model, tokenizer, dim=config.hidden_size, max_tokens=max_tokens, identity=identity)
 
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile every shape of the grid; `progress(done, total)` is called after each."""
@@ -293,102 +270,6 @@ def _embed(graph: Any, state: Any, ids_BT: jax.Array, lengths_B: jax.Array) -> j
     return embeddings_BE
 
 
-# --------------------------------------------------------------------------------------- configuration
-
-
-def _file(directory: Path, name: str) -> Path:
-    path = directory / name
-    if not path.is_file():
-        raise ConfigError(f"{path}: not found; an encoder directory holds model.safetensors and tokenizer.json")
-    return path
-
-
-def _read_config(directory: Path, tensors: Mapping[str, NDArray[Any]]) -> EncoderConfig:
-    path = directory / "config.json"
-    if not path.is_file():
-        return _derive_config(tensors)
-    given = read_json(path)
-    for name, wanted in _REQUIRED.items():
-        if given.get(name, wanted) != wanted:
-            raise ConfigError(f"{path}: {name} {given[name]!r} is not supported (only {wanted!r})")
-    missing = [field.name for field in fields(EncoderConfig) if field.name not in given]
-    if missing:
-        raise ConfigError(f"{path}: {missing[0]} is missing")
-    for field in fields(EncoderConfig):
-        if isinstance(given[field.name], bool) or not isinstance(given[field.name], int | float):
-            raise ConfigError(f"{path}: {field.name} must be a number, not {given[field.name]!r}")
-    return EncoderConfig(**{field.name: given[field.name] for field in fields(EncoderConfig)})
-
-
-def _derive_config(tensors: Mapping[str, NDArray[Any]]) -> EncoderConfig:
-    """Shapes tell all but the head count and the norm's epsilon, which small and base BERT share."""
-
-    def rows(name: str) -> int:
-        if name not in tensors:
-            raise ConfigError(f"tensor {name} is missing and there is no config.json: not a BERT encoder")
-        return int(tensors[name].shape[0])
-
-    layers = {name.split(".")[2] for name in tensors if name.startswith("encoder.layer.")}
-    return EncoderConfig(
-        vocab_size=rows("embeddings.word_embeddings.weight"),
-        hidden_size=rows("embeddings.LayerNorm.weight"),
-        intermediate_size=rows("encoder.layer.0.intermediate.dense.weight"),
-        num_hidden_layers=len(layers),
-        num_attention_heads=12,
-        max_position_embeddings=rows("embeddings.position_embeddings.weight"),
-        type_vocab_size=rows("embeddings.token_type_embeddings.weight"),
-        layer_norm_eps=1e-12,
-    )
-
-
-def _check_pooling(directory: Path) -> None:
-    """Refuse a sentence-transformers description of anything but transformer, mean pooling, normalisation."""
-    modules = directory / "modules.json"
-    if modules.is_file():
-        for name in _module_names(modules):
-            if name.rsplit(".", 1)[-1] not in _MODULES:
-                raise ConfigError(f"{modules}: module {name} is not supported (only {', '.join(_MODULES)})")
-    pooling = directory / "1_Pooling" / "config.json"
-    if pooling.is_file():
-        chosen = [name for name, on in read_json(pooling).items() if name.startswith("pooling_mode_") and on]
-        if chosen != ["pooling_mode_mean_tokens"]:
-            raise ConfigError(f"{pooling}: {', '.join(chosen)} is not supported (only pooling_mode_mean_tokens)")
-
-
-def _module_names(path: Path) -> list[str]:
-    try:
-        return [str(module["type"]) for module in json.loads(path.read_text("utf-8"))]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: not a list of modules, each with its type: {error!r}") from error
-
-
-def _max_seq_length(directory: Path) -> int:
-    path = directory / "sentence_bert_config.json"
-    if not path.is_file():
-        return MAX_TOKENS
-    length = read_json(path).get("max_seq_length")
-    if length is None:
-        return MAX_TOKENS
-    if not isinstance(length, int) or length < 4:
-        raise ConfigError(f"{path}: max_seq_length must be a whole number of at least 4, not {length!r}")
-    return min(length, MAX_TOKENS)
-
-
-def _read_tokenizer(path: Path, config: EncoderConfig, max_tokens: int) -> Tokenizer:
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ConfigError(f"{path}: {error}") from error
-    if vocab_size(tokenizer) > config.vocab_size:
-        raise ConfigError(
-            f"{path}: the highest token is {vocab_size(tokenizer) - 1}, but the weights hold {config.vocab_size} "
-            "tokens: the two are of different models"
-        )
-    tokenizer.no_padding()
-    tokenizer.enable_truncation(max_tokens)
-    return tokenizer
-
-
 def _identity(paths: Sequence[Path], settings: str) -> str:
     digest = hashlib.blake2b(settings.encode(), digest_size=16)
     for path in paths:
@@ -396,8 +277,6 @@ def _identity(paths: Sequence[Path], settings: str) -> str:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
-
-# --------------------------------------------------------------------------------------------- weights
 
 _MODULE_NAMES = {
     "query": "attention.self.query",
@@ -411,29 +290,17 @@ _MODULE_NAMES = {
 }
 
 
-def _read_tensors(path: Path) -> dict[str, NDArray[Any]]:
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return {name: file.get_tensor(name) for name in file.keys() if name not in _UNUSED_TENSORS}  # noqa: SIM118
-    except (SafetensorError, OSError, TypeError) as error:
-        raise ConfigError(f"{path}: not a complete safetensors file: {error}") from error
-
-
-def _build(config: EncoderConfig, tensors: dict[str, NDArray[Any]], path: Path) -> _Bert:
+def _build(config: EncoderConfig, tensors: dict[str, NDArray[Any]]) -> _Bert:
     graph, state = nnx.split(nnx.eval_shape(lambda: _Bert(config, nnx.Rngs(0))))
     flat = dict(nnx.to_flat_state(state))
-    left = dict(tensors)
     for place, variable in flat.items():
-        name = _tensor_name(place)
-        if name not in left:
-            raise ConfigError(f"{path}: tensor {name} is missing")
-        value = left.pop(name)
+        value = tensors.pop(_tensor_name(place)).astype(np.float32)
         value = value.T if place[-1] == "kernel" else value
         if value.shape != variable.shape:
-            raise ConfigError(f"{path}: tensor {name} has shape {value.shape}, but the config says {variable.shape}")
-        flat[place] = variable.replace(jnp.asarray(value.astype(np.float32)))
-    if left:
-        raise ConfigError(f"{path}: tensor {min(left)} has no place in a BERT encoder")
+            raise ValueError(f"{_tensor_name(place)} has shape {value.shape}, not {variable.shape}")
+        flat[place] = variable.replace(jnp.asarray(value))
+    if left := tensors.keys() - set(_UNUSED_TENSORS):
+        raise ValueError(f"{min(left)} has no place in the encoder")
     model: _Bert = nnx.merge(graph, nnx.from_flat_state(flat))
     return model
 

@@ -39,9 +39,21 @@ def load_trained(file: str | Path) -> Adapter | PacketFile:
     """Load an adapter or packet.
 
     Raises:
-        ConfigError: if it is neither an adapter nor a packet.
+        ConfigError: if it is neither.
     """
-    return PacketFile.load(file) if has_format(file, PACKET_FORMAT) else Adapter.load(file)
+    return PacketFile.load(file) if _read(file)[0]["format"] == PACKET_FORMAT else Adapter.load(file)
+
+
+def _read(file: str | Path) -> tuple[dict[str, str], Arrays]:
+    """The metadata of a file that `train/` wrote, and its arrays."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np") as handle:
+            about = {"format": "", **(handle.metadata() or {})}
+            return about, {name: handle.get_tensor(name).astype(np.float32) for name in handle.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, TypeError) as error:
+        raise ConfigError(f"{file}: cannot be read as an adapter or packet: {error}") from error
 
 
 def check_weights(about: Mapping[str, str], digest: bytes, model: str) -> None:
@@ -52,27 +64,16 @@ def check_weights(about: Mapping[str, str], digest: bytes, model: str) -> None:
 
 def wrapper_of(model: LocalModel) -> Wrapper | None:
     """The tokens of a model's packets; None if it has none."""
-    if model.adapter is None or not has_format(model.adapter, PACKET_FORMAT):
+    trained = None if model.adapter is None else load_trained(model.adapter)
+    if not isinstance(trained, PacketFile):
         return None
-    return PacketFile.load(model.adapter).wrapper(open_checkpoint(model.path).config.vocab_size)
+    return trained.wrapper(open_checkpoint(model.path).config.vocab_size)
 
 
 def reads_blocks(model: LocalModel) -> bool:
     """True if a model was trained on chunks that see only the system prompt and themselves."""
-    if model.adapter is None or not has_format(model.adapter, LORA_FORMAT):
-        return False
-    return Adapter.load(model.adapter).about.get("attention") == BLOCK
-
-
-def has_format(file: str | Path, name: str) -> bool:
-    """True if a safetensors file declares this format; False if it cannot be read."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        handle: Any = safe_open(file, framework="np")
-        return bool((handle.metadata() or {}).get("format") == name)
-    except (OSError, SafetensorError):
-        return False
+    trained = None if model.adapter is None else load_trained(model.adapter)
+    return isinstance(trained, Adapter) and trained.about.get("attention") == BLOCK
 
 
 def model_digest(model: LocalModel, cache_dir: str | Path) -> bytes:
@@ -91,6 +92,7 @@ LORA_FORMAT = "ragjax-lora-1"
 BLOCK = "block"
 """The attention that an adapter says it was trained for, if that is block attention (arXiv 2409.15355)."""
 
+Arrays = dict[str, NDArray[np.float32]]
 Pair = dict[str, Any]
 """a: [L, rank, *inputs]; b: [L, *outputs, rank]. Of one layer, without L."""
 
@@ -117,23 +119,20 @@ class Adapter:
         Raises:
             ConfigError: if it is no such file.
         """
-        from safetensors import SafetensorError, safe_open
-
+        about, tensors = _read(file)
+        if about.pop("format") != LORA_FORMAT:
+            raise ConfigError(f"{file}: not a LoRA adapter of ragjax")
         try:
-            handle: Any = safe_open(file, framework="np")
-            about = dict(handle.metadata() or {})
-            if about.pop("format", None) != LORA_FORMAT:
-                raise ConfigError(f"{file}: not a LoRA adapter of ragjax")
             pairs: dict[str, dict[str, NDArray[np.float32]]] = {}
-            for name in handle.keys():  # noqa: SIM118 (not a mapping)
+            for name, value in tensors.items():
                 matrix, part = name.split(".")
-                pairs.setdefault(matrix, {})[part] = handle.get_tensor(name).astype(np.float32)
+                pairs.setdefault(matrix, {})[part] = value
             values = json.loads(about.pop("lora"))
             rank = int(values["rank"])
             if rank < 1 or not set(pairs) <= set(INPUTS):
                 raise ValueError(f"rank {rank}, on {', '.join(pairs)}")
             return Adapter(pairs, rank, float(values["alpha"]), about)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{file}: cannot be read as a LoRA adapter: {error}") from error
 
     def merged(self, name: str, weight_LOI: jax.Array) -> jax.Array:
@@ -195,24 +194,18 @@ class PacketFile:
 
     @staticmethod
     def load(file: str | Path) -> PacketFile:
-        """Read a file of `save`.
+        """Read a file of `train.soft.Soft.save`.
 
         Raises:
             ConfigError: if it is no such file.
         """
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            handle: Any = safe_open(file, framework="np")
-            about = dict(handle.metadata() or {})
-            if about.pop("format", None) != PACKET_FORMAT:
-                raise ConfigError(f"{file}: not a packet of ragjax")
-            header, trailer = (handle.get_tensor(name).astype(np.float32) for name in ("header", "trailer"))
-            if header.ndim != 2 or trailer.shape[1:] != header.shape[1:]:
-                raise ValueError(f"shapes {header.shape} and {trailer.shape}")
-            return PacketFile(header, trailer, about)
-        except (OSError, SafetensorError, ValueError) as error:
-            raise ConfigError(f"{file}: cannot be read as a packet: {error}") from error
+        about, tensors = _read(file)
+        if about.pop("format") != PACKET_FORMAT:
+            raise ConfigError(f"{file}: not a packet of ragjax")
+        shapes = {name: tensors[name].shape for name in ("header", "trailer") if name in tensors}
+        if [len(shape) for shape in shapes.values()] != [2, 2] or len({shape[1] for shape in shapes.values()}) != 1:
+            raise ConfigError(f"{file}: cannot be read as a packet: shapes {shapes}")
+        return PacketFile(tensors["header"], tensors["trailer"], about)
 
     def wrapper(self, vocabulary: int) -> Wrapper:
         """The tokens that have these embeddings behind a vocabulary of this size."""

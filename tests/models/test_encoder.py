@@ -11,7 +11,7 @@ from tokenizers import Encoding, Tokenizer
 
 from ragjax.core import ConfigError, RequestError
 from ragjax.models import encoder as module
-from ragjax.models.encoder import GRID, Encoder, EncoderConfig
+from ragjax.models.encoder import GRID, Encoder
 from ragjax.models.hub import resolve
 
 GOLDENS = Path(__file__).parents[1] / "data" / "encoder_goldens.npz"
@@ -202,14 +202,6 @@ def test_a_lone_surrogate_is_refused(tiny: Path) -> None:
 # ---------------------------------------------------------------------------------------------- loading
 
 
-def test_config_is_derived_from_shapes(encoder: Encoder, directory: Path, tmp_path: Path) -> None:
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / name).symlink_to(directory / name)
-    bare = Encoder.load(tmp_path)
-    np.testing.assert_array_equal(bare.encode(["a question"]), encoder.encode(["a question"]))
-    assert bare.identity == encoder.identity
-
-
 def test_identity_tells_weights_apart(tiny: Path) -> None:
     before = Encoder.load(tiny).identity
     assert Encoder.load(tiny).identity == before
@@ -226,96 +218,27 @@ def test_every_config_field_matters(tiny: Path) -> None:
         assert not np.allclose(Encoder.load(tiny).encode(["a question"]), before, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_missing_and_truncated_files_are_refused(tiny: Path, name: str) -> None:
+    data = (tiny / name).read_bytes()
+    for damage in (lambda file: file.write_bytes(data[: len(data) // 2]), Path.unlink):
+        damage(tiny / name)
+        with pytest.raises(ConfigError, match=r"not a whole encoder: .*; delete it to download it again"):
+            Encoder.load(tiny)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "roberta"}, "model_type 'roberta' is not supported"),
-        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
-        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
-        ({"num_attention_heads": 5}, "no multiple of num_attention_heads"),
         ({"hidden_size": 48}, "has shape"),
-        ({"vocab_size": 30000}, "the two are of different models"),
-        ({"num_hidden_layers": 3}, r"encoder\.layer\.2\..* is missing"),
+        ({"num_hidden_layers": 3}, r"encoder\.layer\.2\."),
         ({"num_hidden_layers": 1}, r"encoder\.layer\.1\..* has no place"),
-        ({"layer_norm_eps": "tiny"}, "layer_norm_eps must be a number"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be positive"),
     ],
 )
-def test_unsupported_config_is_refused(tiny: Path, change: dict, message: str) -> None:
+def test_weights_of_another_shape_are_refused(tiny: Path, change: dict, message: str) -> None:
     (tiny / "config.json").write_text(json.dumps(CONFIG | change))
     with pytest.raises(ConfigError, match=message):
         Encoder.load(tiny)
-
-
-def test_a_tokenizer_with_ids_beyond_the_weights_is_refused(tiny: Path) -> None:
-    """As many tokens as rows, one of them with an id behind a gap."""
-    file = tiny / "tokenizer.json"
-    definition = json.loads(file.read_text("utf-8"))
-    definition["model"]["vocab"]["[unused5]"] = CONFIG["vocab_size"]
-    file.write_text(json.dumps(definition), "utf-8")
-    with pytest.raises(ConfigError, match="highest token is 30522, but the weights hold 30522 tokens"):
-        Encoder.load(tiny)
-
-
-@pytest.mark.parametrize("field", list(EncoderConfig.__dataclass_fields__))
-def test_missing_config_field_is_named(tiny: Path, field: str) -> None:
-    (tiny / "config.json").write_text(json.dumps({name: value for name, value in CONFIG.items() if name != field}))
-    with pytest.raises(ConfigError, match=f"{field} is missing"):
-        Encoder.load(tiny)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_missing_and_truncated_files_are_named(tiny: Path, name: str) -> None:
-    data = (tiny / name).read_bytes()
-    (tiny / name).write_bytes(data[: len(data) // 2])
-    with pytest.raises(ConfigError, match=name):
-        Encoder.load(tiny)
-    (tiny / name).unlink()
-    with pytest.raises(ConfigError, match=f"{name}: not found"):
-        Encoder.load(tiny)
-
-
-def test_missing_and_misshapen_tensors_are_named(tiny: Path) -> None:
-    name = "encoder.layer.1.output.dense.weight"
-    _change_tensor(tiny, name, lambda value: np.ascontiguousarray(value.T))
-    with pytest.raises(ConfigError, match=f"{name} has shape"):
-        Encoder.load(tiny)
-    _change_tensor(tiny, name, lambda value: None)
-    with pytest.raises(ConfigError, match=f"{name} is missing"):
-        Encoder.load(tiny)
-
-
-def test_other_pooling_and_modules_are_refused(tiny: Path) -> None:
-    (tiny / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense"}]))
-    with pytest.raises(ConfigError, match="Dense is not supported"):
-        Encoder.load(tiny)
-    (tiny / "modules.json").unlink()
-    (tiny / "1_Pooling").mkdir()
-    (tiny / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
-    with pytest.raises(ConfigError, match="pooling_mode_cls_token is not supported"):
-        Encoder.load(tiny)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("modules.json", '{"a": 1}'),
-        ("modules.json", '[{"x": 1}]'),
-        ("1_Pooling/config.json", "[]"),
-        ("sentence_bert_config.json", "[]"),
-        ("config.json", "[]"),
-    ],
-)
-def test_a_damaged_description_is_named(tiny: Path, name: str, content: str) -> None:
-    (tiny / name).parent.mkdir(exist_ok=True)
-    (tiny / name).write_text(content)
-    with pytest.raises(ConfigError, match=name):
-        Encoder.load(tiny)
-
-
-def test_max_seq_length_is_read(tiny: Path) -> None:
-    (tiny / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 16}))
-    assert Encoder.load(tiny).max_tokens == 16
 
 
 def _change_tensor(directory: Path, name: str, change) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -218,7 +219,7 @@ class RemoteTier(SharedTier):
             self._counts.add(missing=1)
             raise Missing(f"{key.hex()}: there is no such entry in the shared cache")
         try:
-            reader = entry.Reader(entry.InMemory(found[0] + found[1]), self._identity)
+            reader = entry.Reader(BytesIO(found[0] + found[1]), self._identity)
             if reader.record.key != key:
                 raise Damaged("it is another entry's content")
             if expected not in (None, reader.record):  # what it says of itself counts only if it is intact

@@ -20,10 +20,10 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
@@ -37,6 +37,8 @@ from ragjax.store.repair import SLICE, Flaw, Journal, Repair, Stats
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 RETRY = 60.0
 """Seconds after which a folder that could not be written is tried again."""
 
@@ -49,6 +51,15 @@ class Missing(DiskError):
 
 class WriteError(DiskError):
     """The store could not be changed: the disk is full or read-only, or the entry exceeds the limit."""
+
+
+@contextmanager
+def _failing(kind: type[DiskError], what: str) -> Iterator[None]:
+    """Turn errors of files and of the index into an error of this kind."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise kind(f"{what}: {reason(error)}") from error
 
 
 class DiskStore:
@@ -107,35 +118,16 @@ class DiskStore:
     # ------------------------------------------------------------------------------------ the index
 
     def find(self, key: bytes) -> Record | None:
-        """The entry with this key."""
-        index = self._index
-        try:
-            found = index.find(key)
-        except sqlite3.Error as error:
-            self._distrust(index, error)
-            return None
+        found = self._asked(lambda index: index.find(key), None)
         return None if found is None else found[0]
 
     def children(self, place: bytes, tokens: bytes) -> Sequence[Record]:
-        """See `DiskIndex`."""
-        index = self._index
-        try:
-            return index.children(place, tokens)
-        except sqlite3.Error as error:
-            self._distrust(index, error)
-            return ()
+        return self._asked(lambda index: index.children(place, tokens), ())
 
     def chunks(self, place: bytes) -> Sequence[Record]:
-        """Approximate entries whose place is `place`, oldest first."""
-        index = self._index
-        try:
-            return index.chunks(place)
-        except sqlite3.Error as error:
-            self._distrust(index, error)
-            return ()
+        return self._asked(lambda index: index.chunks(place), ())
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note an access, of ancestors last: what was touched longest ago leaves first."""
         self._journal.touch(keys)
 
     # ------------------------------------------------------------------------------------ the bytes
@@ -143,30 +135,24 @@ class DiskStore:
     def write(self, record: Record, arrays: Arrays) -> int:
         """Keep an entry, if it is not kept already; returns its file's bytes. Others leave where room is needed.
 
-        Args:
-            record: what the arrays are; its digests are 32 bytes.
-            arrays: KV of the record's tokens by name, each of a dtype in `entry.DTYPES`.
-
         Raises:
             WriteError: nothing was written.
             ValueError: the format cannot hold the record or an array.
         """
-        try:
+        with _failing(WriteError, f"{self.folder}: an entry cannot be written"):
             self._refresh()
             if size := self._kept(record):
                 return size
             pieces = entry.encode(record, arrays, self._manifest.identity)
             size = sum(piece.nbytes for piece in pieces)
             self._put(record, pieces, size)
-        except (OSError, sqlite3.Error) as error:
-            raise WriteError(f"{self.folder}: an entry cannot be written: {reason(error)}") from error
         self._journal.count(writes=1, written_bytes=size)
         return size
 
     def read(self, key: bytes, expected: Record | None = None) -> dict[str, NDArray[Any]]:
         """The arrays of an entry as they were written; every bit was checked.
 
-        expected: what it was when it was chosen (None: whatever it is).
+        expected: what it was when it was chosen (None: it may be anything).
 
         Raises:
             Missing: there is no such entry (any more), or it has become another than expected.
@@ -181,13 +167,11 @@ class DiskStore:
 
         Nothing is checked before the last share comes: an error after some says that they are not to be used.
         """
-        try:
+        with _failing(DiskError, f"{self._name(key)} cannot be read"):
             self._refresh()
             if self._journal.touched >= _BATCH:
                 self._flush()
             size = yield from self._fetch(key, count, expected)
-        except (OSError, sqlite3.Error) as error:
-            raise DiskError(f"{self._name(key)} cannot be read: {reason(error)}") from error
         self._journal.count(reads=1, read_bytes=size)
 
     def forget(self, key: bytes) -> None:
@@ -196,20 +180,13 @@ class DiskStore:
         Raises:
             WriteError: it could not be removed.
         """
-        try:
-            with self._index.change() as index:
-                self._remove(index, key)
-        except (OSError, sqlite3.Error) as error:
-            raise WriteError(f"{self._name(key)} cannot be removed: {reason(error)}") from error
+        with _failing(WriteError, f"{self._name(key)} cannot be removed"), self._index.change() as index:
+            self._remove(index, key)
 
     # ------------------------------------------------------------------------------------ upkeep
 
     def stats(self) -> Stats:
-        index, entries, size = self._index, 0, 0
-        try:
-            entries, size = index.total()
-        except sqlite3.Error as error:
-            self._distrust(index, error)
+        entries, size = self._asked(lambda index: index.total(), (0, 0))
         aside = self._files.aside()
         aside_bytes = sum(n for _, n in aside)
         return Stats(entries, size, self._max_bytes, len(aside), aside_bytes, self._foreign, **self._journal.counts())
@@ -225,7 +202,7 @@ class DiskStore:
         Raises:
             DiskError: it cannot be done now.
         """
-        try:
+        with _failing(DiskError, f"{self.folder} cannot be verified"):
             self._refresh()
             if not self._repair.refusal:
                 with self._files.lock():
@@ -233,8 +210,6 @@ class DiskStore:
             for key in self._index.all_keys():
                 with suppress(Missing, Damaged):
                     list(self._fetch(key, 1))
-        except (OSError, sqlite3.Error) as error:
-            raise DiskError(f"{self.folder} cannot be verified: {reason(error)}") from error
         return self._journal.flaws()
 
     def gc(self, max_bytes: int) -> int:
@@ -244,13 +219,11 @@ class DiskStore:
             WriteError: they could not be removed.
         """
         before = self.stats()
-        try:
-            with self._index.change() as index:
-                for path, _ in self._files.aside():
-                    path.unlink(missing_ok=True)
-                self._make_room(index, max_bytes)
-        except (OSError, sqlite3.Error) as error:
-            raise WriteError(f"{self.folder}: entries cannot be removed: {reason(error)}") from error
+        removing = _failing(WriteError, f"{self.folder}: entries cannot be removed")
+        with removing, self._index.change() as index:
+            for path, _ in self._files.aside():
+                path.unlink(missing_ok=True)
+            self._make_room(index, max_bytes)
         after = self.stats()
         return before.bytes + before.aside_bytes - after.bytes - after.aside_bytes
 
@@ -267,23 +240,25 @@ class DiskStore:
         self, key: bytes, count: int, expected: Record | None = None
     ) -> Generator[dict[str, NDArray[Any]], None, int]:
         """An entry's shares; returns the bytes of the file."""
-        found = self._find(key)
+        found = self._index.find(key)
+        if found is None:
+            raise self._gone(key)
         with self._condemning(key) as path, open(path, "rb", buffering=0) as file:
-            reader = entry.Reader(entry.OnDisk(file), self._manifest.identity)
+            reader = entry.Reader(file, self._manifest.identity)
             if reader.record.key != key:
                 raise Damaged("it is another entry's content")
             if found == (reader.record, reader.size) and expected in (None, reader.record):
                 yield from reader.shares(count)
             else:  # what it says of itself counts only if it is intact
                 list(reader.shares(1))
-        self._compare(found, reader.record, reader.size, expected)
+        if found != (reader.record, reader.size):  # an intact file is right, and the index is wrong
+            with suppress(sqlite3.Error), self._index.change() as index:
+                index.drop(key)
+                index.add(reader.record, reader.size, self._journal.tick())
+            raise self._journal.blame(self._files.entry(key), "the index says otherwise of it")
+        if expected not in (None, reader.record):
+            raise Missing(f"{self._name(key)}: another process has replaced it since it was looked up")
         return reader.size
-
-    def _find(self, key: bytes) -> tuple[Record, int]:
-        found = self._index.find(key)
-        if found is None:
-            raise self._gone(key)
-        return found
 
     @contextmanager
     def _condemning(self, key: bytes) -> Iterator[Path]:
@@ -303,13 +278,6 @@ class DiskStore:
                 raise
             raise self._condemn(key, seen, "the disk cannot read it") from error
 
-    def _compare(self, found: tuple[Record, int], record: Record, size: int, expected: Record | None) -> None:
-        """An intact file must be what the index says, and what is expected."""
-        if found != (record, size):
-            raise self._correct(record, size)
-        if expected is not None and record != expected:
-            raise Missing(f"{self._name(record.key)}: another process has replaced it since it was looked up")
-
     def _gone(self, key: bytes) -> Missing:
         self._journal.count(missing=1)
         return Missing(f"{self._name(key)}: there is no such entry")
@@ -322,13 +290,6 @@ class DiskStore:
                 index.drop(key)
                 self._journal.set_aside(path)
         return self._journal.blame(path, why)
-
-    def _correct(self, record: Record, size: int) -> Damaged:
-        """Put right what the index says of an intact file."""
-        with suppress(sqlite3.Error), self._index.change() as index:
-            index.drop(record.key)
-            index.add(record, size, self._journal.tick())
-        return self._journal.blame(self._files.entry(record.key), "the index says otherwise of it")
 
     # ------------------------------------------------------------------------------------ writing
 
@@ -399,12 +360,11 @@ class DiskStore:
     # ------------------------------------------------------------------------------------ accesses, and a broken index
 
     def _flush(self) -> None:
-        index = self._index
-        try:
+        def pass_on(index: Index) -> None:
             with index.change():
                 self._pass_on_touched(index)
-        except sqlite3.Error as error:
-            self._distrust(index, error)
+
+        self._asked(pass_on, None)
 
     def _pass_on_touched(self, index: Index) -> None:
         """Within a change. If the change fails, the order of some accesses is lost, and nothing more."""
@@ -413,11 +373,17 @@ class DiskStore:
     def _name(self, key: bytes) -> str:
         return self._files.name(self._files.entry(key))
 
-    def _distrust(self, index: Index, error: sqlite3.Error) -> None:
-        self._journal.count(failed=1)
-        _log.warning("%s: the index does not answer: %s", self.folder, error)
-        if not isinstance(error, sqlite3.OperationalError | sqlite3.ProgrammingError):
-            index.suspect = True
+    def _asked(self, ask: Callable[[Index], T], otherwise: T) -> T:
+        """What the index answers; an error of it is noted, and it is suspected."""
+        index = self._index
+        try:
+            return ask(index)
+        except sqlite3.Error as error:
+            self._journal.count(failed=1)
+            _log.warning("%s: the index does not answer: %s", self.folder, error)
+            if not isinstance(error, sqlite3.OperationalError | sqlite3.ProgrammingError):
+                index.suspect = True
+            return otherwise
 
     def _refresh(self) -> None:
         """Open the index again if it was removed or replaced, or proved damaged; now and then try the folder's own."""

@@ -10,14 +10,11 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
-from io import FileIO
-from itertools import pairwise
+from io import BytesIO, FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -33,8 +30,6 @@ Arrays = Mapping[str, NDArray[Any]]
 """KV arrays by name, each of a dtype in DTYPES."""
 
 Bytes = NDArray[np.uint8]
-
-_Hash = Any  # hashlib names no type for it
 
 _HUGE = 4 * 2**20
 
@@ -63,103 +58,56 @@ class Damaged(DiskError):
     """An entry is not, or not any more, what was written under its key."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Arrays in the order of their bytes: (name, dtype, shape)."""
-
-    arrays: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]
-
-    def extents(self) -> list[tuple[int, int]]:
-        """Half-open byte ranges, from the end of the header on."""
-        ends = [0]
-        for _, dtype, shape in self.arrays:
-            ends.append(ends[-1] + dtype.itemsize * math.prod(shape))
-        return list(pairwise(ends))
-
-
 def encode(record: Record, arrays: Arrays, identity: bytes) -> tuple[Bytes, ...]:
     """The pieces of a file, in order: header, then each array's bytes (no copy is made of contiguous arrays).
 
     Raises:
         ValueError: a record or array that the format cannot hold; the message names it.
     """
-    _check(record, arrays)
+    _check(record)
+    for name, array in arrays.items():
+        if array.dtype not in DTYPES:
+            raise ValueError(f"array {name!r} has dtype {array.dtype}; an entry holds {', '.join(map(str, DTYPES))}")
+        if name == _METADATA:
+            raise ValueError(f"no array can be named {name!r}")
     # Widest first, so that every array begins at a multiple of its item size.
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
-    layout = _Layout(tuple((name, arrays[name].dtype, arrays[name].shape) for name in names))
-    data = tuple(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8) for name in names)
-    checksum = _checksum(record, layout, identity, data)
-    return (np.frombuffer(_header(record, layout, identity, checksum), np.uint8), *data)
-
-
-def _room(size: int) -> Bytes:
-    """So many bytes; NumPy asks for huge pages from 4 MiB on, and to fill small ones takes longer than to read."""
-    return np.empty(max(size, _HUGE if 4 * size > _HUGE else 0), np.uint8)[:size]
-
-
-class Content(Protocol):
-    """The bytes of an entry, wherever they lie. size: how many."""
-
-    size: int
-
-    def fill(self, data: Bytes, offset: int) -> None:
-        """Put the bytes from `offset` on into `data`.
-
-        Raises:
-            Damaged: there are fewer.
-            OSError: they cannot be read.
-        """
-        ...
-
-
-class OnDisk:
-    """The content of an open file. It is not mapped: a file cut short under a mapping would kill the process."""
-
-    def __init__(self, file: FileIO):
-        self.size = os.fstat(file.fileno()).st_size
-        self._file = file
-
-    def fill(self, data: Bytes, offset: int) -> None:
-        """See `Content`."""
-        got = 0
-        while got < len(data):
-            more = os.preadv(self._file.fileno(), [data.data[got:]], offset + got)
-            if not more:
-                raise Damaged("it was cut short")
-            got += more
-
-
-class InMemory:
-    """Content that is there already."""
-
-    def __init__(self, data: bytes):
-        self.size = len(data)
-        self._data = np.frombuffer(data, np.uint8)
-
-    def fill(self, data: Bytes, offset: int) -> None:
-        """See `Content`."""
-        part = self._data[offset : offset + len(data)]
-        if len(part) < len(data):
-            raise Damaged("it was cut short")
-        data[:] = part
+    data = [np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8) for name in names]
+    fields: dict[str, Any] = {_METADATA: _metadata(record, identity)}
+    end = 0
+    for name, piece in zip(names, data, strict=True):
+        begin, end = end, end + len(piece)
+        fields[name] = {"dtype": DTYPES[arrays[name].dtype], "shape": arrays[name].shape, "data_offsets": (begin, end)}
+    digest = sha256(_header(fields))  # the fastest here that trusts nobody
+    for piece in data:
+        digest.update(piece.data)
+    fields[_METADATA]["checksum"] = digest.hexdigest()
+    return (np.frombuffer(_header(fields), np.uint8), *data)
 
 
 class Reader:
     """An entry that is read a share of each array at a time: of KV, some layers (every array's first axis).
 
-    record: what it says it is. size: its bytes. Nothing of it is checked before the last share is there.
+    record: what it says it is. size: its bytes. Nothing of it is checked before the last share is there. The file is
+    not mapped: one that is cut short under a mapping would kill the process.
 
     Raises:
         Damaged: the header is not what `encode` writes for this identity, or the content has another length.
     """
 
-    def __init__(self, content: Content, identity: bytes):
-        self.size = content.size
+    def __init__(self, content: FileIO | BytesIO, identity: bytes):
+        self.size = content.seek(0, 2)
         self._content = content
-        self._start = _header_end(self._bytes(min(_PREFIX, self.size)), self.size)
-        self.record, self._layout, self._checksum = _parse(self._bytes(self._start), identity)
-        self._extents = _fit(self._layout, self.size - self._start)
-        self._digest = _digest(self.record, self._layout, identity)
+        self._start = _header_end(self._fill(np.empty(min(_PREFIX, self.size), np.uint8), 0).tobytes(), self.size)
+        fields = _parse(self._fill(np.empty(self._start, np.uint8), 0).tobytes(), identity)
+        self.record, self._checksum = _record(fields[_METADATA]), fields[_METADATA].pop("checksum")
+        self._digest = sha256(_header(fields))
+        del fields[_METADATA]
+        self._arrays = {name: (_BY_NAME[one["dtype"]], tuple(one["shape"])) for name, one in fields.items()}
+        self._extents = [tuple(one["data_offsets"]) for one in fields.values()]
+        expected = self._extents[-1][1] if self._extents else 0
+        if self.size - self._start != expected:
+            raise Damaged(f"it holds {self.size - self._start} bytes of arrays instead of {expected}")
 
     def shares(self, count: int) -> Iterator[dict[str, NDArray[Any]]]:
         """So many equal shares in order, views of one array; the last comes once the checksum was found right.
@@ -168,48 +116,39 @@ class Reader:
             Damaged: the bytes are not those that were written, or an array cannot be shared.
             OSError: they cannot be read.
         """
-        shapes = [self._shape(name, shape, count) for name, _, shape in self._layout.arrays]
-        data = _room(self.size - self._start)
+        for name, (_, shape) in self._arrays.items():
+            if count > 1 and (not shape or shape[0] % count):
+                raise Damaged(f"array {name} of shape {list(shape)} does not fall into {count} shares")
+        size = self.size - self._start
+        # NumPy asks for huge pages from 4 MiB on, and to fill small ones takes longer than to read
+        data = np.empty(max(size, _HUGE if 4 * size > _HUGE else 0), np.uint8)[:size]
+        first = self._extents[0][1] if self._extents else 0
         hashed = 0
         for i in range(count):
-            arrays = {
-                name: self._share(data, extent, i, count).view(dtype).reshape(shape)
-                for (name, dtype, _), shape, extent in zip(self._layout.arrays, shapes, self._extents, strict=True)
-            }
-            last = i == count - 1
-            if last:
+            arrays = {}
+            for (name, (dtype, shape)), (begin, end) in zip(self._arrays.items(), self._extents, strict=True):
+                step = (end - begin) // count
+                part = self._fill(data[begin + i * step : begin + (i + 1) * step], self._start + begin + i * step)
+                arrays[name] = part.view(dtype).reshape((shape[0] // count, *shape[1:]) if count > 1 else shape)
+            if i == count - 1:
                 self._digest.update(data[hashed:].data)
                 if self._digest.hexdigest() != self._checksum:
                     raise Damaged("its checksum does not match")
             yield arrays
-            there = 0 if last else self._there(i + 1, count)
+            there = first // count * (i + 1)  # only the first array's shares lie at the beginning
             self._digest.update(data[hashed:there].data)  # after the yield: the share is wanted sooner than the sum
-            hashed = max(hashed, there)
+            hashed = there
 
-    def _shape(self, name: str, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-        if count == 1:
-            return shape
-        if not shape or shape[0] % count:
-            raise Damaged(f"array {name} of shape {list(shape)} does not fall into {count} shares")
-        return shape[0] // count, *shape[1:]
-
-    def _share(self, data: Bytes, extent: tuple[int, int], i: int, count: int) -> Bytes:
-        """Read the bytes of an array's i-th share."""
-        size = (extent[1] - extent[0]) // count
-        part = slice(extent[0] + i * size, extent[0] + (i + 1) * size)
-        self._content.fill(data[part], self._start + part.start)
-        return data[part]
-
-    def _bytes(self, count: int) -> bytes:
-        """The first bytes of the content."""
-        data = np.empty(count, np.uint8)
-        self._content.fill(data, 0)
-        return data.tobytes()
-
-    def _there(self, shares: int, count: int) -> int:
-        """Up to where all bytes were read, after so many shares: only the first array's lie at the beginning."""
-        begin, end = next(iter(self._extents), (0, 0))
-        return begin + (end - begin) // count * shares
+    def _fill(self, data: Bytes, offset: int) -> Bytes:
+        """Fill the array with the bytes from `offset` on."""
+        self._content.seek(offset)
+        got = 0
+        while got < len(data):
+            more = self._content.readinto(data[got:].data)
+            if not more:
+                raise Damaged("it was cut short")
+            got += more
+        return data
 
 
 def peek(path: Path, identity: bytes) -> Record:
@@ -219,7 +158,7 @@ def peek(path: Path, identity: bytes) -> Record:
         Damaged: the header is not what `encode` writes for this identity, or the file has another length.
     """
     with open(path, "rb", buffering=0) as file:
-        return Reader(OnDisk(file), identity).record
+        return Reader(file, identity).record
 
 
 def record_of(head: bytes, identity: bytes) -> Record:
@@ -230,10 +169,10 @@ def record_of(head: bytes, identity: bytes) -> Record:
     """
     if _header_end(head[:_PREFIX], len(head)) != len(head):
         raise Damaged("its header has another length")
-    return _parse(head, identity)[0]
+    return _record(_parse(head, identity)[_METADATA])
 
 
-def _check(record: Record, arrays: Arrays) -> None:
+def _check(record: Record) -> None:
     if len(record.key) != 32 or len(record.place) != 32:
         raise ValueError(f"key and place must be 32 bytes, not {len(record.key)} and {len(record.place)}")
     if not record.tokens or len(record.tokens) % 4:
@@ -242,11 +181,6 @@ def _check(record: Record, arrays: Arrays) -> None:
         raise ValueError(f"local_start must be an int32, not {record.local_start}")
     for text in (record.provenance, record.method):
         text.encode()  # UnicodeEncodeError, a ValueError, where it is no text
-    for name, array in arrays.items():
-        if array.dtype not in DTYPES:
-            raise ValueError(f"array {name!r} has dtype {array.dtype}; an entry holds {', '.join(map(str, DTYPES))}")
-        if name == _METADATA:
-            raise ValueError(f"no array can be named {name!r}")
 
 
 def _metadata(record: Record, identity: bytes) -> dict[str, str]:
@@ -277,27 +211,11 @@ def _record(metadata: Mapping[str, str]) -> Record:
     )
 
 
-def _header(record: Record, layout: _Layout, identity: bytes, checksum: str | None) -> bytes:
-    """The header with its length before it. Only what the checksum covers if there is no checksum yet."""
-    metadata = _metadata(record, identity) | ({} if checksum is None else {"checksum": checksum})
-    header: dict[str, Any] = {_METADATA: metadata}
-    for (name, dtype, shape), extent in zip(layout.arrays, layout.extents(), strict=True):
-        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": extent}
-    text = json.dumps(header, separators=(",", ":")).encode()
+def _header(fields: Mapping[str, Any]) -> bytes:
+    """The header with its length before it."""
+    text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(_PREFIX, "little") + text
-
-
-def _checksum(record: Record, layout: _Layout, identity: bytes, data: Sequence[Bytes]) -> str:
-    digest = _digest(record, layout, identity)
-    for piece in data:
-        digest.update(piece.data)
-    return str(digest.hexdigest())
-
-
-def _digest(record: Record, layout: _Layout, identity: bytes) -> _Hash:
-    """Start the checksum with the record, names, dtypes and shapes; the arrays' bytes follow."""
-    return sha256(_header(record, layout, identity, None))  # the fastest here that trusts nobody
 
 
 def _header_end(prefix: bytes, size: int) -> int:
@@ -307,34 +225,26 @@ def _header_end(prefix: bytes, size: int) -> int:
     return end
 
 
-def _parse(header: bytes, identity: bytes) -> tuple[Record, _Layout, str]:
+def _parse(header: bytes, identity: bytes) -> dict[str, Any]:
+    """The fields of a header, which is one of ours."""
     try:
-        fields = json.loads(header[_PREFIX:])
-        metadata = fields.pop(_METADATA)
+        fields: dict[str, Any] = json.loads(header[_PREFIX:])
+        metadata = fields[_METADATA]
         written = metadata["format"], metadata["identity"]
-        if not all(isinstance(value, str) for value in metadata.values()):
-            raise TypeError("metadata must be text")
-        record, checksum = _record(metadata), metadata["checksum"]
-        layout = _Layout(tuple((name, _BY_NAME[one["dtype"]], _shape(one["shape"])) for name, one in fields.items()))
-        _check(record, {})
+        record = _record(metadata)
+        _check(record)
+        canonical: dict[str, Any] = {_METADATA: _metadata(record, identity) | {"checksum": str(metadata["checksum"])}}
+        end = 0
+        for name, one in fields.items():
+            if name != _METADATA:
+                if not all(type(size) is int and size >= 0 for size in one["shape"]):
+                    raise ValueError("sizes must be whole numbers")
+                begin, end = end, end + _BY_NAME[one["dtype"]].itemsize * math.prod(one["shape"])
+                canonical[name] = {"dtype": one["dtype"], "shape": one["shape"], "data_offsets": [begin, end]}
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         raise Damaged("its header is not one of ours") from None
     if written != (str(FORMAT), identity.hex()):
         raise Damaged("it is of another format or model")
-    if header != _header(record, layout, identity, checksum):
+    if header != _header(canonical):
         raise Damaged("its header is not as it was written")
-    return record, layout, checksum
-
-
-def _shape(sizes: Any) -> tuple[int, ...]:
-    if not all(type(size) is int and size >= 0 for size in sizes):
-        raise ValueError("sizes must be whole numbers")
-    return tuple(sizes)
-
-
-def _fit(layout: _Layout, size: int) -> list[tuple[int, int]]:
-    extents = layout.extents()
-    expected = extents[-1][1] if extents else 0
-    if size != expected:
-        raise Damaged(f"it holds {size} bytes of arrays instead of {expected}")
-    return extents
+    return canonical

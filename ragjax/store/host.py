@@ -30,7 +30,6 @@ class HostEntry:
     ready: done once `arrays` or `error` is set. users: who keeps it: the cache until it forgets it, and jobs at work.
     """
 
-    tokens: int
     ready: Future[None] = field(default_factory=Future)
     arrays: Arrays | None = None
     error: str | None = None
@@ -70,43 +69,23 @@ class HostStore:
     def __contains__(self, number: int) -> bool:
         return number in self._entries
 
-    def begin(self, number: int, tokens: int) -> HostEntry:
-        """A new entry, whose arrays will come; as after `use`, to be released by who brings them.
-
-        Raises:
-            ValueError: if there is one with this number.
-        """
+    def begin(self, number: int) -> HostEntry:
+        """A new entry, whose arrays will come; as after `use`, to be released by who brings them."""
         with self._lock:
-            if number in self._entries:
-                raise ValueError(f"there is a host entry {number} already")
-            self._entries[number] = HostEntry(tokens, users=2)
+            self._entries[number] = HostEntry(users=2)
             return self._entries[number]
 
     def put(self, entry: HostEntry, arrays: Arrays) -> None:
-        """The arrays have come."""
         with self._lock:
             entry.arrays = arrays
             self.bytes += entry.bytes
 
     def use(self, number: int) -> HostEntry:
-        """The entry, kept until `release`.
-
-        Raises:
-            ValueError: if there is none.
-        """
+        """The entry, kept until `release`."""
         with self._lock:
-            entry = self._find(number)
+            entry = self._entries[number]
             entry.users += 1
             return entry
-
-    def tokens(self, number: int) -> int:
-        """Tokens of the entry, whether or not its KV has arrived.
-
-        Raises:
-            ValueError: if there is none.
-        """
-        with self._lock:
-            return self._find(number).tokens
 
     def release(self, entry: HostEntry) -> None:
         """One user less; the last one frees it."""
@@ -117,28 +96,18 @@ class HostStore:
                 entry.arrays = None
 
     def forget(self, number: int) -> None:
-        """The cache needs the entry no more.
-
-        Raises:
-            ValueError: if there is none.
-        """
+        """The cache needs the entry no more."""
         with self._lock:
-            entry = self._find(number)
-            del self._entries[number]
+            entry = self._entries.pop(number)
         self.release(entry)
-
-    def _find(self, number: int) -> HostEntry:
-        if number not in self._entries:
-            raise ValueError(f"there is no host entry {number}")
-        return self._entries[number]
 
 
 def download(excerpts: Sequence[Excerpt]) -> list[Excerpt]:
     """Begin to copy to pinned host memory, where the device has such; `to_numpy` waits for it."""
 
     def begin(x: jax.Array) -> jax.Array:
-        sharding = staging(x.sharding)
-        return x if sharding is None else jax.device_put(x, sharding)
+        stage = staging(x.sharding)
+        return x if stage is None else jax.device_put(x, stage)
 
     begun: list[Excerpt] = jax.tree.map(begin, list(excerpts))
     return begun

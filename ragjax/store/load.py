@@ -98,6 +98,9 @@ def nbytes(excerpts: Iterable[Excerpt]) -> int:
     return sum(stage.k_LPKCD.nbytes + stage.v_LPKCD.nbytes for excerpt in excerpts for stage in excerpt)
 
 
+RETRIES = 1
+"""Further reads of an entry after one failed."""
+
 Direction = Literal["device_to_host", "host_to_device", "host_to_disk", "disk_to_host"]
 
 
@@ -125,7 +128,6 @@ class TrafficMeter:
             return {direction: replace(traffic) for direction, traffic in self._total.items()}
 
     def add(self, direction: Direction, more: Traffic) -> None:
-        """Count more."""
         with self._lock:
             total = self._total[direction]
             for name, value in vars(more).items():
@@ -193,7 +195,6 @@ class KVSource:
     tokens: int
     codec: Codec
     count: int
-    retries: int
     _given: list[Arrays] = field(default_factory=list)
     _shares: Iterator[Arrays] | None = None
     _errors: list[Exception] = field(default_factory=list)
@@ -224,7 +225,7 @@ class KVSource:
 
     def traffic(self) -> Traffic:
         """Bytes and seconds of the reading; one job, if all was read."""
-        moved = Traffic(seconds=self._seconds, failures=int(self._failed), retries=min(len(self._errors), self.retries))
+        moved = Traffic(seconds=self._seconds, failures=int(self._failed), retries=min(len(self._errors), RETRIES))
         if len(self._given) == self.count:
             moved.jobs, moved.bytes = 1, sum(x.nbytes for arrays in self._given for x in arrays.values())
         return moved
@@ -235,12 +236,14 @@ class KVSource:
             if self._shares is None:
                 self._shares = self.disk.read_shares(self.key, self.count, self.expected)
                 for before in self._given:
-                    _require_same(before, next(self._shares))
+                    again = next(self._shares)
+                    if {n: x.tobytes() for n, x in before.items()} != {n: x.tobytes() for n, x in again.items()}:
+                        raise ValueError("an entry changed while it was read")
             return next(self._shares)
         except Exception as error:
             self._shares = None
             self._errors.append(error)
-            if len(self._errors) > self.retries:
+            if len(self._errors) > RETRIES:
                 raise self._errors[0] from None
             return None
 
@@ -250,7 +253,7 @@ class Arrivals:
     """Makes excerpts for the device out of what loads name.
 
     codec: of all layers. readers: threads that read the entries of one load side by side. fillers: threads that bring
-    the parts of a stage to the device, while readers may wait for the disk. retries: further reads after one failed.
+    the parts of a stage to the device, while readers may wait for the disk.
     """
 
     device: PoolDevice
@@ -259,11 +262,9 @@ class Arrivals:
     readers: Executor
     fillers: Executor
     meter: TrafficMeter
-    retries: int
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.device.stages) - 1
 
     def of(self, job: Load, kept: Mapping[Copy, HostEntry]) -> Iterator[list[Excerpt]]:
@@ -289,22 +290,17 @@ class Arrivals:
                 self.meter.add("disk_to_host", source.traffic())
 
     def _sources(self, job: Load, codec: Codec) -> dict[bytes, KVSource]:
-        """One for each entry on disk, however many of the job's pieces lie in it."""
+        """One for each entry on disk, in which several of the job's pieces may lie."""
         ends: dict[bytes, int] = {}
         expected: dict[bytes, Record | None] = {}
         for piece in job.pieces:
             if isinstance(piece.entry, bytes):
                 ends[piece.entry] = max(piece.begin + piece.length, ends.get(piece.entry, 0))
                 expected[piece.entry] = piece.record
-        return {
-            key: KVSource(self._disk, key, expected[key], end, codec, self.stages, self.retries)
-            for key, end in ends.items()
-        }
-
-    @property
-    def _disk(self) -> Disk:
+        if not ends:
+            return {}
         assert self.disk is not None
-        return self.disk
+        return {key: KVSource(self.disk, key, expected[key], end, codec, self.stages) for key, end in ends.items()}
 
     def _bring(
         self,
@@ -336,13 +332,3 @@ class Arrivals:
             raise
         finally:
             moved.seconds += time.monotonic() - start
-
-
-def _require_same(before: Arrays, again: Arrays) -> None:
-    """Check that a second reading equals the parts already handed out.
-
-    Raises:
-        ValueError: if it is not.
-    """
-    if before.keys() != again.keys() or any(before[name].tobytes() != again[name].tobytes() for name in before):
-        raise ValueError("an entry changed while it was read")

@@ -26,6 +26,9 @@ from ragjax.store.device import Excerpt
 from ragjax.store.host import HostEntry, HostStore
 from ragjax.store.load import Arrivals, Direction, Disk, PoolDevice, Snapshot, Traffic, TrafficMeter, nbytes
 
+WORKERS = 2
+"""Threads for loads, and as many for what they consist of; saves and writes have one each."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -65,16 +68,9 @@ class KVTransfer(TransferEngine):
     fails is tried again before it is reported. The stages of a load are inserted as they arrive; if it fails or is
     given up, and some of it came from disk, zeros take their place, since what was not checked need not be finite.
 
-    Args:
-        device: the runner.
-        kind: the encoding of new entries; entries of every kind can be loaded.
-        disk: without it, jobs that need one are refused.
-        workers: threads for loads, and as many for what they consist of; saves and writes have one each.
-        retries: further reads after one from disk failed.
-        notify: called, in any thread, when there is something to poll; must return at once.
-
     Attributes:
-        notify: may be replaced while nothing is under way.
+        notify: called, in any thread, when there is something to poll; must return at once. It may be replaced while
+            nothing is under way.
         lossy: whether what it saves loses precision.
         host: the host entries.
     """
@@ -85,8 +81,6 @@ class KVTransfer(TransferEngine):
         kind: AtRest = "raw",
         *,
         disk: Disk | None = None,
-        workers: int = 2,
-        retries: int = 1,
         notify: Callable[[], None] = lambda: None,
     ):
         config = device.config
@@ -99,9 +93,9 @@ class KVTransfer(TransferEngine):
         self.notify = notify
         self._savers = ThreadPoolExecutor(1, "ragjax-save")
         self._writers = ThreadPoolExecutor(1, "ragjax-write")
-        self._loaders = ThreadPoolExecutor(workers, "ragjax-load")
-        self._readers = ThreadPoolExecutor(workers, "ragjax-read")  # parts of one load are done side by side
-        self._fillers = ThreadPoolExecutor(workers, "ragjax-fill")
+        self._loaders = ThreadPoolExecutor(WORKERS, "ragjax-load")
+        self._readers = ThreadPoolExecutor(WORKERS, "ragjax-read")  # parts of one load are done side by side
+        self._fillers = ThreadPoolExecutor(WORKERS, "ragjax-fill")
         self._meter = TrafficMeter()
         self._change = Condition()  # guards the counters and all below
         self._outstanding = 0
@@ -109,7 +103,7 @@ class KVTransfer(TransferEngine):
         self._loading: dict[int, _Begun] = {}
         self._closed = False
         self._ready: list[tuple[_Begun, _Outcome | _LoadedStage | str]] = []
-        self._arrivals = Arrivals(device, self._codec, disk, self._readers, self._fillers, self._meter, retries)
+        self._arrivals = Arrivals(device, self._codec, disk, self._readers, self._fillers, self._meter)
 
     def size(self, tokens: int) -> int:
         """Bytes that an entry of so many tokens takes at rest."""
@@ -125,35 +119,22 @@ class KVTransfer(TransferEngine):
         return self._meter.read()
 
     def save(self, jobs: Sequence[Save]) -> None:
-        """Begin; the runs are read as they are now, before any later step of the pool.
-
-        Raises:
-            ValueError: before anything began, if an entry's number is taken.
-        """
+        """See `TransferEngine`."""
         self._check_open()
-        numbers = [job.entry for job in jobs]
-        taken = [number for i, number in enumerate(numbers) if number in self.host or number in numbers[:i]]
-        if taken:
-            raise ValueError(f"there is a host entry {taken[0]} already")
-        begun = [self._begin(job, [self.host.begin(job.entry, job.run.length)]) for job in jobs]
+        begun = [self._begin(job, [self.host.begin(job.entry)]) for job in jobs]
         try:
             snapshot = self._snapshot(jobs)
         except Exception as error:  # the pool is lost, or there is no memory for the copies
+            self._meter.add("device_to_host", Traffic(failures=len(jobs)))
             for one in begun:
-                self._finish(one, partial(self._fail, "device_to_host", error))
+                self._report(one, _message(error))
             return
         for job, one in zip(jobs, begun, strict=True):
             self._submit(self._savers, one, partial(self._save, job, one.keeps[0], snapshot))
 
     def write(self, jobs: Sequence[Write]) -> None:
-        """Begin.
-
-        Raises:
-            ValueError: before anything began, if there is no disk, no such entry, or the record has other tokens.
-        """
+        """See `TransferEngine`."""
         self._check_open()
-        for job in jobs:
-            self._check_write(job)
         for job in jobs:
             begun = self._begin(job, [self._entry(job.copy)])
             with self._change:
@@ -161,15 +142,8 @@ class KVTransfer(TransferEngine):
             self._when_ready(self._writers, begun, partial(self._write, job, begun.keeps[0]))
 
     def load(self, jobs: Sequence[Load]) -> None:
-        """Begin; a piece whose save is under way is waited for (not here).
-
-        Raises:
-            ValueError: before anything began, if the pieces do not fill the run, if it does not begin with a page, or
-                if a host entry is not there.
-        """
+        """See `TransferEngine`."""
         self._check_open()
-        for job in jobs:
-            self._check_load(job)
         for job in jobs:
             kept = {piece: self._entry(piece) for piece in set(job.pieces) if not isinstance(piece.entry, bytes)}
             begun = self._begin(job, list(kept.values()))
@@ -190,11 +164,7 @@ class KVTransfer(TransferEngine):
             _log.warning("pages could not be cleared", exc_info=True)
 
     def forget(self, entries: Iterable[int]) -> None:
-        """Free host entries, each once the jobs begun before have finished.
-
-        Raises:
-            ValueError: if one is not there.
-        """
+        """Free host entries, each once the jobs begun before have finished."""
         for entry in entries:
             self.host.forget(entry)
 
@@ -234,31 +204,6 @@ class KVTransfer(TransferEngine):
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the transfer engine is closed")
-
-    def _check_write(self, job: Write) -> None:
-        self._check_piece(job.copy)
-        if isinstance(job.copy.entry, bytes) or self._disk is None:
-            raise ValueError("a write takes a host entry, and a transfer engine with a disk")
-        if len(job.record) != job.copy.length:
-            raise ValueError(f"a record of {len(job.record)} tokens cannot describe a copy of {job.copy.length}")
-
-    def _check_load(self, job: Load) -> None:
-        total, slots = sum(piece.length for piece in job.pieces), len(job.run.pages) * self._device.page_size
-        if total != job.run.length or job.run.start or not total <= slots < total + self._device.page_size:
-            raise ValueError(
-                f"the pieces of load {job.number} do not fill {job.run} from its first slot to its last page"
-            )
-        for piece in job.pieces:
-            self._check_piece(piece)
-
-    def _check_piece(self, piece: Copy) -> None:
-        if isinstance(piece.entry, bytes):
-            if self._disk is None:
-                raise ValueError("an entry on disk is asked of a transfer engine without a disk")
-            return
-        tokens = self.host.tokens(piece.entry)
-        if not 0 <= piece.begin <= piece.begin + piece.length <= tokens:
-            raise ValueError(f"{piece} is outside of its entry of {tokens} tokens")
 
     def _entry(self, piece: Copy) -> HostEntry:
         assert isinstance(piece.entry, int)
@@ -331,11 +276,13 @@ class KVTransfer(TransferEngine):
 
     def _finish(self, begun: _Begun, work: Callable[[], _Outcome]) -> None:
         """Do a job's work and report it, whatever comes of it."""
-        outcome: _Outcome | str
         try:
-            outcome = work()
+            outcome: _Outcome | str = work()
         except Exception as error:
             outcome = _message(error)
+        self._report(begun, outcome)
+
+    def _report(self, begun: _Begun, outcome: _Outcome | str) -> None:
         if isinstance(begun.job, Save) and isinstance(outcome, str):
             begun.keeps[0].error = outcome
         with self._change:
@@ -375,10 +322,6 @@ class KVTransfer(TransferEngine):
                 self._ready.append((begun, _LoadedStage(stage, excerpts)))
             self.notify()
         return _Outcome(moved)
-
-    def _fail(self, direction: Direction, error: Exception) -> _Outcome:
-        with self._meter.measure(direction):
-            raise error
 
 
 def _message(error: Exception) -> str:

@@ -171,11 +171,6 @@ def test_other_precision_is_foreign() -> None:
         codec("raw", np.float32).check(arrays, 6)
 
 
-def test_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="kind 'int3' is none of raw, int8, int4"):
-        codec("int3")
-
-
 def test_only_bfloat16_changes_its_name_at_rest() -> None:
     assert rest_dtype(np.dtype(ml_dtypes.bfloat16)) == np.uint16
     assert [rest_dtype(np.dtype(x)) for x in ("float32", "float16", "uint16")] == ["float32", "float16", "uint16"]

@@ -233,19 +233,19 @@ def test_a_disk_that_fails_to_read_is_damage_and_any_other_failure_is_not(
         return read
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", failing(errno.EMFILE))
+        patch.setattr(entry.Reader, "_fill", failing(errno.EMFILE))
         with pytest.raises(disk.DiskError, match="Too many open files"):
             store.read(digest("x"))
     assert holds(store, "x")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", failing(errno.EIO))
+        patch.setattr(entry.Reader, "_fill", failing(errno.EIO))
         with pytest.raises(Damaged):
             store.read(digest("x"))
     assert not holds(store, "x") and store.stats().aside_files == 1
 
 
 def test_without_the_checksum_damage_would_be_served(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "_digest", lambda *_: Mock(hexdigest=lambda: "0" * 64))
+    monkeypatch.setattr(entry, "sha256", lambda *_: Mock(hexdigest=lambda: "0" * 64))
     put(store, "x")
     flip(path_of(store, "x"))
     assert not same(store.read(digest("x")), arrays_of(digest("x")))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ragjax.store.disk import DiskStore, Missing, WriteError
-from ragjax.store.entry import Damaged
+from ragjax.store.entry import Damaged, Reader
 from ragjax.store.folder import Folder
 from tests.support.disks import (
     adds_up,
@@ -167,17 +167,17 @@ def test_a_file_written_anew_in_the_meantime_is_not_set_aside(
     put(store, "x")
     good = path_of(store, "x").read_bytes()
     flip(path_of(store, "x"))
-    true_read, path = os.preadv, path_of(store, "x")
+    true_fill, path = Reader._fill, path_of(store, "x")
 
-    def read_and_lose_a_race(*arguments: Any) -> int:
-        got = true_read(*arguments)
+    def fill_and_lose_a_race(*arguments: Any) -> Any:
+        got = true_fill(*arguments)
         path.unlink()
         path.write_bytes(good)
         os.utime(path, ns=(0, 5))
         return got
 
     with monkeypatch.context() as patch, pytest.raises(Damaged):
-        patch.setattr(os, "preadv", read_and_lose_a_race)
+        patch.setattr(Reader, "_fill", fill_and_lose_a_race)
         store.read(digest("x"))
     assert holds(store, "x") and store.stats().aside_files == 0
 

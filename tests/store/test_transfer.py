@@ -662,43 +662,6 @@ def test_kv_outlives_the_pool(runner: Runner, transfer: KVTransfer) -> None:
     assert all(same(at(pool_of(runner), run), kept) for run in (FROM_DISK.run, fresh(30, 48)))
 
 
-@pytest.mark.parametrize(
-    ("order", "named"),
-    [
-        (lambda m: m.save([Save(2, MIDDLE), Save(1, MIDDLE)]), "there is a host entry 1 already"),
-        (lambda m: m.save([Save(2, MIDDLE), Save(2, MIDDLE)]), "there is a host entry 2 already"),
-        (lambda m: m.forget([9]), "there is no host entry 9"),
-        (lambda m: m.load([Load(1, fresh(20, 4), (Copy(9, 0, 4),))]), "there is no host entry 9"),
-        (lambda m: m.load([Load(1, fresh(20, 4), (Copy(1, 46, 4),))]), "outside of its entry of 48"),
-        (lambda m: m.load([Load(1, fresh(20, 5), (Copy(1, 0, 4),))]), "pieces of load 1 do not fill"),
-        (lambda m: m.load([Load(1, Run((20,), 3, 4), (Copy(1, 0, 4),))]), "pieces of load 1 do not fill"),
-        (lambda m: m.load([Load(1, Run((20, 21), 0, 4), (Copy(1, 0, 4),))]), "pieces of load 1 do not fill"),
-        (lambda m: m.write([Write(record(2, 3), Copy(1, 0, 4))]), "record of 3 tokens"),
-        (lambda m: m.write([Write(record(2, 4), Copy(b"key", 0, 4))]), "takes a host entry"),
-    ],
-)
-def test_orders_that_cannot_be_are_refused_before_anything_begins(
-    runner: Runner, transfer: KVTransfer, disk: FakeDisk, order: Callable[[KVTransfer], None], named: str
-) -> None:
-    on_disk(runner, transfer)
-    with pytest.raises(ValueError, match=named):
-        order(transfer)
-    assert not finish(transfer) and len(transfer.host) == 1 and len(disk.entries) == 1
-
-
-def test_without_a_disk_none_is_used(runner: Runner, start: Start) -> None:
-    transfer = start(disk=None)
-    fill(runner, range(1, TOTAL), 1)
-    transfer.save([Save(1, MIDDLE)])
-    for order in (
-        lambda: transfer.write([Write(record(1, 48), Copy(1, 0, 48))]),
-        lambda: transfer.load([FROM_DISK]),
-    ):
-        with pytest.raises(ValueError, match="disk"):
-            order()
-    assert len(succeed(transfer)) == 1
-
-
 # ------------------------------------------------------------------------------------------ end, counters
 
 
@@ -837,10 +800,12 @@ def random_run(random: np.random.Generator, pages: Sequence[int]) -> Run:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_orders_against_a_dictionary(runner: Runner, start: Start, disk: FakeDisk, seed: int) -> None:
+def test_random_orders_against_a_dictionary(
+    runner: Runner, transfer: KVTransfer, disk: FakeDisk, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Any order of jobs, failures among them, polled at any time: what a load brings is what was saved."""
     random = np.random.default_rng(seed)
-    transfer = start(retries=0)
+    monkeypatch.setattr("ragjax.store.load.RETRIES", 0)
     fill(runner, range(TOTAL), seed)
     pool = [x.copy() for x in pool_of(runner)]
     entries: dict[int, KV] = {}

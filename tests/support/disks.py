@@ -71,7 +71,7 @@ def decode(data: bytes | np.ndarray, count: int = 1) -> list[dict[str, np.ndarra
     with open(os.memfd_create("entry"), "r+b", buffering=0) as file:
         file.write(bytes(data))
         file.seek(0)
-        return list(entry.Reader(entry.OnDisk(file), IDENTITY).shares(count))
+        return list(entry.Reader(file, IDENTITY).shares(count))
 
 
 def open_store(directory: Path, limit: int = 2**40, identity: bytes = IDENTITY) -> DiskStore:

@@ -29,7 +29,7 @@ from benchmarks.load.client import Delivery
 from benchmarks.load.system import index_folder, served
 from benchmarks.load.workload import Ask, Workload
 from benchmarks.quality.similarity import packaged_encoder
-from ragjax.commands.flags import flags_of, spelled
+from ragjax.commands.flags import DEFAULTS, flags_of, spelled
 from ragjax.core import Chunk, EngineOptions, Hit, Message
 from ragjax.engine.knowledge import knowledge_opener
 from ragjax.models.tokenizer import Tokenizer
@@ -433,11 +433,11 @@ class OwnServer(Server):
 
     def command(self, port: int) -> tuple[Sequence[str | Path], Mapping[str, str]]:
         words: list[str | Path] = [sys.executable, "-m", "benchmarks.baseline", "--port", str(port)]
-        for owner in (self._options, self._options.storage):
+        for owner, default in ((self._options, DEFAULTS), (self._options.storage, DEFAULTS.storage)):
             for field, _, flag in flags_of(type(owner)):
                 value = getattr(owner, field)
                 if isinstance(value, bool):
-                    words += [spelled(field, flag)] if value else []
+                    words += [spelled(field, flag)] if value != getattr(default, field) else []
                 elif value is not None and field not in ("knowledge", "graph"):
                     words += [spelled(field, flag), str(value)]
         return [*words, "--knowledge", self._knowledge()], {}

@@ -24,7 +24,7 @@ Settings = Mapping[str, Any]  # fields of `EngineOptions`, and of its `storage`,
 TIERS: Settings = {"policy": "lacr", "host_gb": 4.0}
 
 OWN: Mapping[str, Settings] = {
-    "full": {"strategy": "full"}, "prefix-lru": {"strategy": "prefix", "policy": "lru"},
+    "full": {"strategy": "full"}, "prefix-lru": {"strategy": "prefix", "policy": "lru", "host_gb": 0.0},
     "prefix-tiers": {"strategy": "prefix", **TIERS, "order": "ratio", "speculate": 4},
     "naive": {"strategy": "naive", **TIERS}, "fusion": {"strategy": "fusion", **TIERS},
     "ragjax": {"strategy": "ragjax", **TIERS}, "craft": {"strategy": "craft", **TIERS},

@@ -110,6 +110,30 @@ class KnowledgeCache:
         finally:
             self.matcher.quiet = False
 
+    def find_meta(self, key: bytes) -> bytes | None:
+        """The strategy's bytes with the KV of this key; None: no tier has it. Any thread may call it."""
+        node = self.tree.find(key)
+        if node is not None:
+            return node.meta
+        index = None if self._hierarchy.storage is None else self._hierarchy.storage.disk_index
+        record = None if index is None else index.find(key)
+        return None if record is None else record.meta
+
+    def write_soon(self, keys: Iterable[bytes]) -> None:
+        """Have the nodes with these keys put on disk while there is time, and not only when they leave memory."""
+        self._hierarchy.write_soon([node for key in keys if (node := self.tree.find(key)) is not None])
+
+    def room(self, tenant: str) -> int:
+        """Pages of KV of a tenant that may be computed ahead: most of the largest tier, the rest is for requests."""
+        capacity, storage = self.pool.capacity, self._hierarchy.storage
+        if storage is None:
+            return capacity // 2
+        quota = storage.quota(tenant)
+        pages = capacity if quota is None else min(capacity, quota // storage.page_bytes)
+        host = storage.host_bytes if quota is None else min(storage.host_bytes, quota)
+        below = max(host, storage.disk_bytes) // storage.transfer.size(self.pool.page_size)
+        return max(pages // 2, below * 3 // 4)
+
     @property
     def used(self) -> dict[str, float]:
         """Share of the room on the device, and in host memory if there is some, that is taken."""

@@ -50,6 +50,7 @@ class Storage:
     disk_index: DiskIndex | None = None
     quota: Callable[[str], int | None] = lambda tenant: None  # bytes on the device, in whole pages, and in host memory
     inquiry: Inquiry | None = None  # of the shared tier, whose entries the index names too; new KV is put there soon
+    disk_bytes: int = 0  # room on disk
 
 
 class LeftNode(NamedTuple):
@@ -389,12 +390,17 @@ class Hierarchy:
     def admitted(self, nodes: Sequence[Node]) -> None:
         """Nodes are new; a shared tier is to have them soon, since others may be asked for the same."""
         if self.storage is not None and self.storage.inquiry is not None:
+            self.write_soon(nodes)
+
+    def write_soon(self, nodes: Sequence[Node]) -> None:
+        """Have nodes put on disk while there is time, and not only when they leave memory."""
+        if self.storage is not None and self.storage.disk_index is not None:
             self._new.update(dict.fromkeys(nodes))
 
     def replicate(self, limit: int = 64) -> bool:
         """Copy hot nodes to host memory and disk while there is time (RAGCache, section 6); True if there were any.
 
-        With a shared tier, new nodes go to disk too. While too much waits to be written, all of them wait.
+        Nodes of `write_soon` go to disk too. While too much waits to be written, all of them wait.
         """
         if self.storage is None or self.storage.transfer.backlog > BACKLOG:
             return False

@@ -28,7 +28,7 @@ from ragjax.core.options import Flag
 DEMO = Path(__file__).parents[1] / "demo"
 """Packaged documents and facts, and questions on them."""
 
-DEFAULTS = EngineOptions("smollm2-135m-instruct", knowledge="demo")
+DEFAULTS = EngineOptions("smollm2-135m-instruct", knowledge="demo", preprocess=True)
 """What a command line without flags says."""
 
 
@@ -92,7 +92,7 @@ def _settings(hint: Any, flag: Flag, default: Any) -> dict[str, Any]:
     """Arguments of argparse's `add_argument`."""
     kind = _bare(hint)
     if kind is bool:
-        return {"action": "store_true", "default": default, "help": flag.help}
+        return {"action": "store_false" if default else "store_true", "default": default, "help": flag.help}
     settings: dict[str, Any] = {"default": default, "metavar": flag.metavar, "type": _reader(hint)}
     settings["help"] = flag.help if default is None or default == () or "default" in flag.help else _shown(flag.help)
     if get_origin(kind) is tuple:
@@ -256,7 +256,7 @@ def markdown(parser: Parser) -> str:
             if action.choices:
                 text += ": " + ", ".join(f"`{one}`" for one in action.choices)
             default = action.default
-            shown = "off" if default is False else f"{default:g}" if isinstance(default, float) else default
+            shown = "off" if isinstance(default, bool) else f"{default:g}" if isinstance(default, float) else default
             if default is None or default == []:
                 shown = ""
             found.append(f"| `{action.option_strings[0]}` | {shown} | {text} |")

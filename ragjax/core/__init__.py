@@ -20,7 +20,7 @@ from ragjax.core.errors import (
     VisibilityError,
 )
 from ragjax.core.filter import Attributes, Filter, Scalar
-from ragjax.core.inventory import Departure, Holding, Inventory, Replicas, Served, SharedTierState
+from ragjax.core.inventory import Departure, Holding, Inventory, Preprocessed, Replicas, Served, SharedTierState
 from ragjax.core.library import (
     CHUNK_TOKENS,
     PURPOSES,

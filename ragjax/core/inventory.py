@@ -27,6 +27,19 @@ class Holding:
 
 
 @dataclass(frozen=True)
+class Preprocessed:
+    """Passages of knowledge bases, and those whose KV was computed behind similar ones ahead.
+
+    beyond: of those that are not, what the cache has no room for. running: more are computed while no request runs.
+    """
+
+    passages: int
+    prepared: int
+    beyond: int
+    running: bool
+
+
+@dataclass(frozen=True)
 class Departure:
     """KV that the replacement policy had leave a tier."""
 

@@ -64,7 +64,10 @@ class StorageOptions:
     """
 
     policy: Annotated[str, Flag(CACHE, "which KV is evicted first (docs/cache.md)")] = "lru"
-    host_gb: Annotated[FromZero, Flag(CACHE, "host memory for KV, units of 2^30 B", name="host-cache-gb")] = 0.0
+    host_gb: Annotated[
+        FromZero | None,
+        Flag(CACHE, "host memory for KV, units of 2^30 B (default: a quarter of what is free)", name="host-cache-gb"),
+    ] = None
     disk: Annotated[
         Place | None,
         Flag(FIRST, "folder where KV outlives the process; servers may share it (docs/cache.md)", "DIR", "disk-cache"),
@@ -143,6 +146,11 @@ class EngineOptions:
             "compress",
         ),
     ] = None
+    # the server's default is True; KV that comes by itself would make tests and notebooks differ from run to run
+    preprocess: Annotated[
+        bool,
+        Flag(REUSE, "leave an idle server idle: prepare no passages (docs/reuse.md)", name="no-preprocess"),
+    ] = False
     speculate: Annotated[
         Count, Flag(RETRIEVAL, "stages of a search after which an answer may begin; 0: none (docs/serving.md)")
     ] = 0

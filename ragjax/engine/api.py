@@ -38,6 +38,7 @@ from ragjax.core import (
     Inventory,
     Message,
     Plan,
+    Preprocessed,
     Prompt,
     Rag,
     Request,
@@ -54,9 +55,10 @@ from ragjax.engine.inventory import inventory_of
 from ragjax.engine.knowledge import ENCODER, Knowledge
 from ragjax.engine.loop import Loop
 from ragjax.engine.prepare import Preparation
+from ragjax.engine.preprocessing import Preparing
 from ragjax.engine.replay import Replays
 from ragjax.engine.speculation import Pipeline
-from ragjax.engine.stats import Stats, stats_of
+from ragjax.engine.stats import Stats, passages_of, stats_of
 from ragjax.quality.report import Setting
 from ragjax.retrieval.graph import Imported, KnowledgeGraph
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
@@ -116,6 +118,7 @@ class Engine:
         if parts.shared is not None:
             parts.shared.listen(self._loop.wake)
         self._odds = Odds()
+        self._preparing: Preparing | None = None
         self._preparers = ThreadPoolExecutor(thread_name_prefix="ragjax-prepare")  # nothing else takes these threads
         eos_ids = frozenset(parts.runner.config.eos_ids) | frozenset(parts.tokenizer.eos_ids)
         self._opened.callback(parts.knowledge.close)
@@ -164,6 +167,8 @@ class Engine:
         try:
             engine.knowledge.fill(asked)
             engine.contract.begin(engine.knowledge.preprocessed)
+            if asked.preprocess:
+                engine.begin_preprocessing()
         except BaseException:
             engine.close()
             raise
@@ -227,7 +232,9 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters since the start, and the present queue and pool."""
-        return stats_of(self._loop, self._cache, self._runner, self.contract, self._parts.disk, self._parts.shared)
+        figures = stats_of(self._loop, self._cache, self._runner, self.contract, self._parts.disk, self._parts.shared)
+        progress = self.preprocessed()
+        return figures if progress is None else figures | passages_of(progress)
 
     def inventory(self, tenant: str = "", most: int = 200) -> Inventory:
         """List a tenant's KV in the cache, its `most` largest nodes, and what of it left and which requests ran lately.
@@ -535,25 +542,31 @@ class Engine:
         """Drop all KV that no running request uses."""
         self._loop.call(self._cache.clear)
 
-    def holds(
-        self, prompts: Sequence[Prompt], strategy: Strategy, noted: Callable[[bytes], bool] = lambda meta: True
-    ) -> tuple[bool, ...]:
-        """True if the KV that a strategy keeps of each prompt, the last of its `keys`, is in the cache or on disk.
+    def key_of(self, prompt: Prompt, strategy: Strategy, tenant: str = "") -> bytes:
+        """The key of the KV that a strategy keeps of a prompt, the last of its `keys`."""
+        return strategy.keys(prompt, self._cache, tenant)[-1]
 
-        noted: whether what a strategy noted with it will do.
-        """
-        kept: list[bool] = []
+    def holds(self, keys: Iterable[bytes], noted: Callable[[bytes], bool] = lambda meta: True) -> tuple[bool, ...]:
+        """True for each key whose KV is in the cache or on disk, if what a strategy noted with it will do."""
+        metas = map(self._cache.find_meta, keys)
+        return tuple(meta is not None and noted(meta) for meta in metas)
 
-        def look() -> None:
-            for prompt in prompts:
-                key = strategy.keys(prompt, self._cache, "")[-1]
-                found = self._cache.tree.find(key) or (
-                    self._parts.disk.find(key) if self._parts.disk is not None else None
-                )
-                kept.append(found is not None and noted(found.meta))
+    def write_soon(self, prompts: Sequence[Prompt], strategy: Strategy, tenant: str = "") -> None:
+        """Have the KV that a strategy uses and keeps of prompts put on disk, if there is one, while there is time."""
+        keys = {key for prompt in prompts for key in strategy.keys(prompt, self._cache, tenant)}
+        self._loop.call(lambda: self._cache.write_soon(keys))
 
-        self._loop.call(look)
-        return tuple(kept)
+    def preprocessing_room(self, tenant: str = "") -> int:
+        """Pages of KV of a tenant that may be computed ahead without driving out what was computed before."""
+        return self._cache.room(tenant)
+
+    def begin_preprocessing(self) -> None:
+        """Prepare the chunks of all knowledge bases from now on, while no request runs (`EngineOptions.preprocess`)."""
+        self._preparing = self._preparing or Preparing(self)
+
+    def preprocessed(self, tenants: bool = True) -> Preprocessed | None:
+        """How far the preprocessing is; None if there is none. tenants: count their own passages, too."""
+        return None if self._preparing is None else self._preparing.progress(tenants)
 
     def vacate_device(self) -> None:
         """Move all KV that no running request uses to the tiers below; what they cannot take is dropped."""
@@ -570,6 +583,8 @@ class Engine:
             RequestError: in the engine's own thread.
         """
         self._loop.close()
+        if self._preparing is not None:
+            self._preparing.close()
         self._preparers.shutdown(wait=False, cancel_futures=True)
         self._opened.close()
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -141,7 +143,8 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         step_budget = _budget(options, runner, config)
     transfer = KVTransfer(runner, storage.at_rest, disk=shared or disk)
     quotas = {tenant: int(gigabytes * 2**30) for tenant, gigabytes in storage.quotas.items()}
-    tiers = Storage(transfer, page, int(storage.host_gb * 2**30), shared or disk, quotas.get, shared)
+    disk_bytes = 0 if disk is None else int(storage.disk_gb * 2**30)
+    tiers = Storage(transfer, page, _host_bytes(storage), shared or disk, quotas.get, shared, disk_bytes)
     return Parts(
         knowledge=knowledge,
         model_name=local.name,
@@ -253,6 +256,29 @@ def _disk(storage: StorageOptions, identity: bytes, model: str, config: ModelCon
         return None
     about = {"model": model, "dtype": dtype, "layers": str(config.num_layers), "kv_heads": str(config.num_kv_heads)}
     return DiskStore.open(storage.disk, identity, about=about, max_bytes=int(storage.disk_gb * 2**30))
+
+
+def _host_bytes(storage: StorageOptions) -> int:
+    """Bytes of host memory for KV: as asked, or a quarter of what is free now."""
+    if storage.host_gb is not None:
+        return int(storage.host_gb * 2**30)
+    free = free_memory() // 4
+    _log.info("up to %.1f GB of host memory keep KV (--host-cache-gb)", free / 2**30)
+    return free
+
+
+def free_memory(system: Path = Path("/")) -> int:
+    """Bytes of host memory that are free, in the process's control group too. system: where proc and sys lie."""
+    try:
+        told = (system / "proc/meminfo").read_text().split()
+        free = int(told[told.index("MemAvailable:") + 1]) * 1024
+    except (OSError, ValueError):  # no Linux
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    group = system / "sys/fs/cgroup"
+    with suppress(OSError, ValueError):  # no group, or one without a limit
+        counts = (group / "memory.stat").read_text().split()
+        free = min(free, int((group / "memory.max").read_text()) - int(counts[counts.index("anon") + 1]))
+    return max(free, 0)
 
 
 def page_bytes(config: ModelConfig, itemsize: int, copies: int = 1) -> int:

@@ -69,6 +69,12 @@ class KnowledgeRegistry(Generic[T]):
         held = tuple(self._held)  # at once: other threads add and drop some
         return tuple(name for name in held if name not in self._owners)
 
+    @property
+    def owners(self) -> dict[str, str | None]:
+        """Names of all that are open, and whose they are (None: everybody's); those of everybody first."""
+        held = tuple(self._held)
+        return dict(sorted(((name, self._owners.get(name)) for name in held), key=lambda one: one[1] is not None))
+
     def get(self, name: str | None = None) -> T:
         """The one of this name (None: the default one).
 

@@ -97,8 +97,8 @@ class Loop:
 
     @property
     def running(self) -> int:
-        """Requests that were started."""
-        return len(self.requests.running)
+        """Requests that were started; background ones are not counted."""
+        return len(self.requests.in_front)
 
     @property
     def closed(self) -> bool:

@@ -1,9 +1,11 @@
 """Preprocessing: every chunk of a knowledge base is computed behind its nearest neighbours, before anybody asks.
 
 FusionRAG, section 3.1: passages that are retrieved together are alike, so what a chunk would see beside others can be
-put into its KV offline. `ragjax.reuse.fuse` says what is computed; here is what is computed when. Chunks go
-through the engine a few at a time, behind all other requests. What is kept already is not computed again, so a run that
-was stopped goes on where it was, and when documents come or go only chunks whose neighbours changed are computed.
+put into its KV offline. `ragjax.reuse.fuse` says what is computed; here is what is computed when. Chunks go through the
+engine a few at a time. What is kept already is not computed again, so a run that was stopped goes on where it was, and
+when documents come or go only chunks whose neighbours changed are computed.
+
+`preprocess` does it at once; `Preparing` does it in a server while no request runs.
 
     with Engine.load("smollm2-135m-instruct", knowledge="docs/") as engine:
         print(preprocess(engine))
@@ -12,23 +14,38 @@ was stopped goes on where it was, and when documents come or go only chunks whos
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 from tqdm import tqdm
 
 from ragjax.cache.cache import neighbours_digest
-from ragjax.core import Answer, Chunk, Hit, Message, Prompt, Segment
-from ragjax.engine import Engine
+from ragjax.core import Answer, Chunk, ClosedError, Hit, Message, Preprocessed, Prompt, RequestError, Segment
 from ragjax.prompting.chat import chat_prompt, chunk_segment
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.fuse import Fuse
 from ragjax.reuse.fusion import NEIGHBOURS
 
+if TYPE_CHECKING:
+    from ragjax.engine.api import Engine
+
 _GROUP = 8  # jobs in flight together, as many as the engine runs in background; a kill can cost their marks
+
+PERIOD = 0.5
+"""Seconds between two looks at what has come to be prepared."""
+
+TOLD = 60.0
+"""Seconds between two lines of the log that say how far a knowledge base is."""
+
+RECOUNT = 20.0
+"""Seconds between two looks at what of the prepared KV is still there."""
 
 _log = logging.getLogger(__name__)
 
@@ -105,46 +122,66 @@ def fuse_all(engine: Engine, jobs: Sequence[Job], *, record: bool = False, progr
         RequestError: if a chunk alone does not fit the context.
     """
     digests: list[bytes] = []
+    work = _Work(engine, Fuse(record=record))
     with tqdm(total=len(jobs), desc="fusing", unit="chunk", disable=not progress) as bar:
         for begin in range(0, len(jobs), _GROUP):
             group = [job.fitted(engine.context_length) for job in jobs[begin : begin + _GROUP]]
-            _fuse_group(engine, group, Fuse(record=record), bar.update)
+            work.do(group, bar.update)
             digests += [job.behind for job in group]
     return digests
 
 
-def _fuse_group(engine: Engine, jobs: Sequence[Job], strategy: Fuse, step: Callable[[], object]) -> int:
-    """Compute what is missing of the jobs' KV; returns how many were computed."""
-    held = _held(engine, jobs, strategy)
-    todo = [job for job, is_held in zip(jobs, held, strict=True) if not is_held]
-    for _ in range(len(jobs) - len(todo)):
-        step()
-    # chunks near each other share neighbours: each of these is computed once by itself, not by every job that needs it
-    alone = {job.system.tokens.tobytes() + segment.tokens.tobytes(): Job(job.system, segment, ())
-             for job in todo if job.neighbours for segment in (*job.neighbours, job.chunk)}  # fmt: skip
-    prompts = [job.prompt for job in alone.values()]
-    kept = engine.holds(prompts, strategy)
-    absent = [prompt for prompt, is_kept in zip(prompts, kept, strict=True) if not is_kept]
-    for _ in answers_of(engine, absent, strategy):
-        pass
-    for _ in answers_of(engine, [job.prompt for job in todo], strategy):
-        step()
-    return len(todo)
+@dataclass(frozen=True)
+class _Work:
+    """Computes jobs of one tenant. background: behind all other requests, in short steps."""
+
+    engine: Engine
+    strategy: Fuse
+    tenant: str = ""
+    background: bool = False
+
+    def do(self, jobs: Sequence[Job], step: Callable[[], object] = lambda: None) -> int:
+        """Compute what is missing of the jobs' KV; returns how many were computed. step: called after each."""
+        todo = [job for job, is_held in zip(jobs, self.held(jobs), strict=True) if not is_held]
+        for _ in range(len(jobs) - len(todo)):
+            step()
+        # chunks near each other share neighbours: each is computed once by itself, not by every job that needs it
+        alone = {job.system.tokens.tobytes() + segment.tokens.tobytes(): Job(job.system, segment, ())
+                 for job in todo if job.neighbours for segment in (*job.neighbours, job.chunk)}  # fmt: skip
+        singles = list(alone.values())
+        absent = [job for job, is_held in zip(singles, self.held(singles), strict=True) if not is_held]
+        for _ in self._answers(absent):
+            pass
+        for _ in self._answers(todo):
+            step()
+        if todo:  # a process that is killed loses no more than what is not written yet
+            self.engine.write_soon([job.prompt for job in todo], self.strategy, self.tenant)
+        return len(todo)
+
+    def held(self, jobs: Collection[Job]) -> list[bool]:
+        """True if the KV of each job is kept, with what is to be noted of those that have neighbours."""
+        keys = [self.key(job) for job in jobs]
+        there, noted = self.engine.holds(keys), self.engine.holds(keys, self.strategy.noted)
+        return [a if not job.neighbours else b for job, a, b in zip(jobs, there, noted, strict=True)]
+
+    def key(self, job: Job) -> bytes:
+        """The key of what a job computes."""
+        return self.engine.key_of(job.prompt, self.strategy, self.tenant)
+
+    def _answers(self, jobs: Iterable[Job]) -> Iterator[Answer]:
+        prompts = [job.prompt for job in jobs]
+        return answers_of(self.engine, prompts, self.strategy, background=self.background, tenant=self.tenant)
 
 
-def _held(engine: Engine, jobs: Collection[Job], strategy: Fuse) -> list[bool]:
-    """True if the KV of each job is kept, with what is to be noted of those that have neighbours."""
-    prompts = [job.prompt for job in jobs]
-    there, noted = engine.holds(prompts, strategy), engine.holds(prompts, strategy, strategy.noted)
-    return [a if not job.neighbours else b for job, a, b in zip(jobs, there, noted, strict=True)]
-
-
-def answers_of(engine: Engine, prompts: Sequence[Prompt], strategy: Strategy) -> Iterator[Answer]:
+def answers_of(
+    engine: Engine, prompts: Sequence[Prompt], strategy: Strategy, *, background: bool = True, tenant: str = ""
+) -> Iterator[Answer]:
     """Answer a few prompts side by side; yields as they end. An error cancels what is left."""
     futures: set[Future[Answer]] = set()
     try:
         for prompt in prompts:
-            futures.add(engine.begin_prompt(prompt, strategy=strategy, background=True, max_tokens=1))
+            begun = engine.begin_prompt(prompt, strategy=strategy, background=background, tenant=tenant, max_tokens=1)
+            futures.add(begun)
             if len(futures) >= _GROUP:
                 yield from _ended(futures)
         while futures:
@@ -175,7 +212,7 @@ def preprocess(
 ) -> PreprocessReport:
     """Compute every chunk of a knowledge base behind its n most similar chunks; requests find them from then on.
 
-    May run while the engine serves others, which go first. May be stopped at any time and run again.
+    May run while the engine serves others, which it takes turns with. May be stopped at any time and run again.
 
     Args:
         engine: where the KV is kept. Without a disk cache it is lost when the engine closes.
@@ -189,23 +226,23 @@ def preprocess(
         RequestError: if there is no such knowledge base.
     """
     began = time.perf_counter()
-    run = _Run(engine, engine.knowledge_base(knowledge), head_of(engine, system), Fuse(record=record))
-    nearest = run.base.neighbours(n)
+    base = engine.knowledge_base(knowledge)
+    work = _Work(engine, Fuse(record=record))
+    run = _Run(work, base, head_of(engine, system), engine.share_knowledge, n)
+    seen: dict[int, tuple[int, ...]] = {}
     fused, cut = 0, 0
-    with tqdm(total=len(nearest), desc="fusing", unit="chunk", disable=not progress) as bar:
-        for lists in _groups(nearest):
-            jobs = run.jobs(lists)
-            fused += _fuse_group(engine, list(jobs.values()), run.strategy, bar.update)
-            bar.update(len(lists) - len(jobs))
-            run.mark(jobs, lists)
-            cut += sum(len(job.neighbours) < len(lists[number]) for number, job in jobs.items())
+    with tqdm(total=len(base.numbers), desc="fusing", unit="chunk", disable=not progress) as bar:
+        for group in run.groups(base.numbers):
+            fused += run.prepare(group, bar.update)
+            seen |= group.lists
+            cut += sum(len(job.neighbours) < len(group.lists[number]) for number, job in group.jobs.items())
     if cut:
         _log.warning("%d chunks have less than %d neighbours: the context of %d tokens holds no more of them",
                      cut, n, engine.context_length)  # fmt: skip
-    lost = sum(run.lost(lists) for lists in _groups(nearest))
+    lost = sum(run.lost(dict(some)) for some in _parts(seen.items()))
     if lost:
         _log.warning("the KV of %d chunks was driven out again: give the engine a disk cache, or a larger one", lost)
-    return PreprocessReport(len(nearest), fused, len(nearest) - fused, lost, time.perf_counter() - began)
+    return PreprocessReport(len(seen), fused, len(seen) - fused, lost, time.perf_counter() - began)
 
 
 Lists = Mapping[int, tuple[int, ...]]
@@ -213,15 +250,54 @@ Lists = Mapping[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class _Run:
-    """State that the groups of a run share. head: system segment of the requests that shall find the KV."""
+class _Group:
+    """Jobs by chunk, and the neighbours that each chunk has; there may be no room for all of them in its job."""
 
-    engine: Engine
+    jobs: Mapping[int, Job]
+    lists: Lists
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The chunks of a knowledge base on their way.
+
+    head: system segment of the requests that shall find the KV. public: whether all tenants share it. n: neighbours.
+    """
+
+    work: _Work
     base: KnowledgeBase
     head: Segment
-    strategy: Fuse
+    public: bool
+    n: int = NEIGHBOURS
 
-    def jobs(self, lists: Lists) -> dict[int, Job]:
+    def groups(self, numbers: Iterable[int]) -> Iterator[_Group]:
+        """Jobs of these chunks, a few at a time; what requests found lately comes first, and once more."""
+        left = dict.fromkeys(numbers)
+        while left := dict.fromkeys((*self.base.take_asked(), *left)):
+            some = list(islice(left, _GROUP))
+            for number in some:
+                del left[number]
+            lists = self.base.neighbours(self.n, some)
+            yield _Group(self._jobs(lists), lists)
+
+    def prepare(self, group: _Group, step: Callable[[], object] = lambda: None) -> int:
+        """Compute what is missing of a group, and mark what is there; returns how many chunks were computed."""
+        computed = self.work.do(list(group.jobs.values()), step)
+        for _ in range(len(group.lists) - len(group.jobs)):
+            step()
+        known = self.base.chunks(group.jobs)
+        held = self.work.held(group.jobs.values())
+        for (own, job), is_held in zip(group.jobs.items(), held, strict=True):
+            if is_held and job.neighbours and own in known and known[own].behind != job.behind:
+                self.base.mark_fused(own, group.lists[own][: len(job.neighbours)], job.behind)
+        return computed
+
+    def lost(self, lists: Lists) -> int:
+        """Number of chunks whose KV is not there."""
+        jobs = self._jobs(lists).values()
+        return len(jobs) - sum(self.work.held(jobs))
+
+    def _jobs(self, lists: Lists) -> dict[int, Job]:
         """A job for each chunk that is still there with all its neighbours."""
         chunks = self.base.chunks({number for own, others in lists.items() for number in (own, *others)})
         return {
@@ -230,31 +306,18 @@ class _Run:
             if chunks.keys() >= {own, *others}
         }
 
-    def mark(self, jobs: Mapping[int, Job], lists: Lists) -> None:
-        """Note in the knowledge base which chunks' KV is there now."""
-        known = self.base.chunks(jobs)
-        held = _held(self.engine, jobs.values(), self.strategy)
-        for (own, job), is_held in zip(jobs.items(), held, strict=True):
-            if is_held and job.neighbours and own in known and known[own].behind != job.behind:
-                self.base.mark_fused(own, lists[own][: len(job.neighbours)], job.behind)
-
-    def lost(self, lists: Lists) -> int:
-        """Number of chunks whose KV is not there."""
-        jobs = self.jobs(lists).values()
-        return len(jobs) - sum(_held(self.engine, jobs, self.strategy))
-
     def _job(self, chunk: Chunk, others: Sequence[Chunk]) -> Job:
         job = Job(self.head, self._segment(chunk), tuple(self._segment(other) for other in others))
-        return job.fitted(self.engine.context_length)
+        return job.fitted(self.work.engine.context_length)
 
     def _segment(self, chunk: Chunk) -> Segment:
-        return chunk_segment(Hit(chunk, 1.0, self.engine.share_knowledge))
+        return chunk_segment(Hit(chunk, 1.0, self.public))
 
 
-def _groups(nearest: Lists) -> Iterator[Lists]:
-    numbers = list(nearest)
-    for begin in range(0, len(numbers), _GROUP):
-        yield {number: nearest[number] for number in numbers[begin : begin + _GROUP]}
+def _parts(items: Iterable[tuple[int, tuple[int, ...]]]) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
+    rest = iter(items)
+    while some := list(islice(rest, _GROUP)):
+        yield some
 
 
 def head_of(engine: Engine, system: str | None) -> Segment:
@@ -262,3 +325,161 @@ def head_of(engine: Engine, system: str | None) -> Segment:
     own = () if system is None else (Message("system", system),)
     messages = (*own, Message("user", "?"))
     return chat_prompt(engine.tokenizer, messages, (), public=engine.share_knowledge).segments[0]
+
+
+# ------------------------------------------------------------------------------------------- a server
+
+
+class _Planned(NamedTuple):
+    """The KV of a chunk: its key, the pages it takes, and the chunks whose isolated KV these include."""
+
+    key: bytes
+    pages: int
+    alone: frozenset[int]
+
+
+@dataclass
+class _Progress:
+    """How far a knowledge base is.
+
+    planned: chunks whose KV is to be there, those that were asked for last at the end. alone: chunks whose isolated KV
+    is counted in `pages`, which is all that they take. state: `KnowledgeBase.changes` when all was done that could be
+    (None: it is not done).
+    """
+
+    owned: bool
+    total: int = 0
+    prepared: int = 0
+    pages: int = 0
+    planned: dict[int, _Planned] = field(default_factory=dict)
+    alone: set[int] = field(default_factory=set)
+    state: int | None = None
+
+    @property
+    def beyond(self) -> int:
+        """Chunks that the tiers have no room for."""
+        return 0 if self.state is None else self.total - len(self.planned)
+
+    def plan(self, number: int, key: bytes, own: int, others: Mapping[int, int], room: int, asked: bool) -> bool:
+        """Plan a chunk if there is room for its KV.
+
+        Args:
+            number: of the chunk.
+            key: of its KV.
+            own: its pages.
+            others: those of its neighbours, by number.
+            room: pages that may be planned.
+            asked: it takes the place of others that were asked for longer ago.
+        """
+        before = self.planned.pop(number, None)
+        if before is not None:
+            self._give_back(before)
+        alone = {number: own, **others}
+        new = frozenset(alone.keys() - self.alone)
+        more = sum(alone[one] for one in new) + (own if others else 0)
+        while asked and self.planned and self.pages + more > room:
+            self._give_back(self.planned.pop(next(iter(self.planned))))
+        if self.pages + more > room:
+            return False
+        self.planned[number] = _Planned(key, more, new)
+        self.pages += more
+        self.alone |= new
+        return True
+
+    def _give_back(self, gone: _Planned) -> None:
+        self.pages -= gone.pages
+        self.alone -= gone.alone
+
+
+class Preparing:
+    """Prepares the chunks of all knowledge bases while no request runs, in a thread of its own.
+
+    What is computed has room in the tiers, so no chunk drives out another. A knowledge base is looked at again when
+    documents come or go, and a chunk when a search found it: its KV may have left meanwhile.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._head = head_of(engine, None)
+        self._over = threading.Event()
+        bases = engine.knowledge.bases
+        self._bases = {name: _Progress(owner is not None, len(bases.get(name))) for name, owner in bases.owners.items()}
+        self._recounted = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="ragjax-preprocess", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; the engine serves nothing any more."""
+        self._over.set()
+        self._thread.join()
+
+    def progress(self, tenants: bool) -> Preprocessed:
+        """How far all are. tenants: count what belongs to tenants, too."""
+        found = [one for one in list(self._bases.values()) if tenants or not one.owned]
+        running = not self._over.is_set() and any(one.state is None for one in found)
+        total, prepared, beyond = (sum(getattr(one, name) for one in found) for name in ("total", "prepared", "beyond"))
+        return Preprocessed(total, prepared, beyond, running)
+
+    def _run(self) -> None:
+        while not self._over.wait(PERIOD):
+            try:
+                self._look()
+            except ClosedError:
+                return
+            except Exception:
+                _log.exception("nothing more is preprocessed")
+                return
+
+    def _look(self) -> None:
+        """Prepare what has come since the last look."""
+        engine, bases = self._engine, self._engine.knowledge.bases
+        owners = bases.owners
+        for name in self._bases.keys() - owners.keys():
+            del self._bases[name]
+        for name, owner in owners.items():
+            if self._over.is_set() or engine.library.reading:  # neighbours of what is read are still to come
+                return
+            with suppress(RequestError):  # the base was deleted just now
+                base = bases.get(name)
+                progress = self._bases.setdefault(name, _Progress(owner is not None, len(base.numbers)))
+                self._prepare(name, base, owner, progress)
+        if time.monotonic() - self._recounted > RECOUNT:
+            self._recounted = time.monotonic()
+            for one in self._bases.values():
+                one.prepared = sum(engine.holds([chunk.key for chunk in one.planned.values()]))
+
+    def _prepare(self, name: str, base: KnowledgeBase, owner: str | None, progress: _Progress) -> None:
+        engine, state = self._engine, base.changes
+        numbers: Sequence[int] = ()
+        if progress.state != state:
+            numbers = base.numbers
+            self._bases[name] = progress = _Progress(owner is not None, len(numbers), progress.prepared)
+        others = sum(one.pages for one in self._bases.values() if one is not progress)
+        room = engine.preprocessing_room(owner or "") - others
+        work = _Work(engine, Fuse(), owner or "", background=True)
+        run = _Run(work, base, self._head, engine.share_knowledge and owner is None)
+        began = told = time.monotonic()
+        computed = 0
+        for group in run.groups(numbers):
+            fitting: dict[int, Job] = {}
+            for number, job in group.jobs.items():
+                own, *more = (-(-len(segment) // engine.limits.page_size) for segment in (job.chunk, *job.neighbours))
+                around = dict(zip(group.lists[number], more, strict=False))
+                if progress.plan(number, work.key(job), own, around, room, asked=not numbers):
+                    fitting[number] = job
+            if not computed and not all(work.held(fitting.values())):
+                _log.info("preparing passages of %s behind similar ones, while no request runs", name)
+            computed += run.prepare(_Group(fitting, group.lists))
+            progress.prepared = len(progress.planned)
+            if numbers and len(fitting) < len(group.jobs):
+                break
+            if self._over.is_set() or base.changes != state or engine.library.reading:
+                return
+            if computed and time.monotonic() - told > TOLD:
+                told = time.monotonic()
+                _log.info("prepared %d of %d passages of %s", progress.prepared, progress.total, name)
+        progress.state = state
+        if computed:
+            beyond = f"; {progress.beyond} have no room in the cache" if progress.beyond else ""
+            _log.info("prepared %d of %d passages of %s, %d of them in the last %.0f s%s",
+                      progress.prepared, progress.total, name, computed, time.monotonic() - began, beyond)  # fmt: skip

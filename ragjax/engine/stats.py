@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.core import Preprocessed
 from ragjax.engine.loop import Loop
 from ragjax.quality.contract import Contract
 from ragjax.runner.runner import Runner
@@ -30,6 +31,12 @@ def stats_of(
         **({} if disk is None else _disk(disk)),
         **({} if shared is None else _shared(shared, loop)),
     }
+
+
+def passages_of(progress: Preprocessed) -> Stats:
+    """Passages by what became of their preprocessing."""
+    waiting = progress.passages - progress.prepared - progress.beyond
+    return {"passages": {"prepared": progress.prepared, "waiting": waiting, "beyond": progress.beyond}}
 
 
 def _requests(loop: Loop) -> Stats:

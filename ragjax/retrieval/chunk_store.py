@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ragjax.core import Chunk, ConfigError
 from ragjax.retrieval.database import checksum, compare_schema, exclusive
-from ragjax.retrieval.index import Ids, IndexKind, VectorIndex, Vectors
+from ragjax.retrieval.index import IndexKind, VectorIndex, Vectors
 
 FORMAT = "1"
 """Version of the tables."""
@@ -60,7 +60,6 @@ from chunks left join fused using (number)
 """
 """Rows that `chunk_of` takes."""
 
-_QUERIES = 64  # chunks whose neighbours are searched together: a request's own search waits no longer than for these
 _ROUNDING = 1e-5  # the index may misorder scores that are nearer to each other
 
 _log = logging.getLogger(__name__)
@@ -214,26 +213,19 @@ def chunk_of(row: tuple[int, str, str, str, str, bytes, bytes]) -> tuple[int, Ch
 # --------------------------------------------------------------------------------------- neighbours
 
 
-def nearest_chunks(index: VectorIndex, rows: Sequence[tuple[int, bytes, bytes]], n: int) -> dict[int, tuple[int, ...]]:
-    """Do the work of `KnowledgeBase.neighbours`.
+def nearest_chunks(
+    database: sqlite3.Connection, index: VectorIndex, numbers: Sequence[int], n: int
+) -> dict[int, tuple[int, ...]]:
+    """Do the work of `KnowledgeBase.neighbours` for chunks of these numbers; those that are gone are left out.
 
-    rows: number, tokens and embedding of every chunk, by ascending number.
+    Asks the index for twice as many candidates until those after the last one cannot matter.
     """
-    if not rows:
-        return {}
-    store = _EmbeddedChunks.from_rows(rows)
+    own = _EmbeddedChunks.read(database, numbers)
     found: dict[int, tuple[int, ...]] = {}
-    for begin in range(0, len(rows), _QUERIES):
-        found |= _search_exactly(index, store, store.numbers_N[begin : begin + _QUERIES], n)
-    return found
-
-
-def _search_exactly(index: VectorIndex, store: _EmbeddedChunks, numbers_Q: Ids, n: int) -> dict[int, tuple[int, ...]]:
-    """Asks the index for twice as many candidates until those after the last one cannot matter."""
-    found: dict[int, tuple[int, ...]] = {}
-    left, k = [int(number) for number in numbers_Q], n + 1
+    left, k = list(own.row), n + 1
     while left:
-        ids_QK, scores_QK = index.search(store.embedding_NE[[store.row[number] for number in left]], k)
+        ids_QK, scores_QK = index.search(own.embedding_NE[[own.row[number] for number in left]], k)
+        store = _EmbeddedChunks.read(database, {*left, *ids_QK.ravel().tolist()})
         enough = k >= len(index)
         rest = []
         for number, ids_K, scores_K in zip(left, ids_QK, scores_QK, strict=True):
@@ -248,19 +240,19 @@ def _search_exactly(index: VectorIndex, store: _EmbeddedChunks, numbers_Q: Ids, 
 
 @dataclass(frozen=True)
 class _EmbeddedChunks:
-    """Chunks as neighbours of each other: N numbers, embeddings [N, E], tokens, and the row of each number."""
+    """Chunks as neighbours of each other: embeddings [N, E], tokens, and the row of each number."""
 
-    numbers_N: Ids
     embedding_NE: Vectors
     tokens: tuple[bytes, ...]
     row: dict[int, int]
 
     @staticmethod
-    def from_rows(rows: Sequence[tuple[int, bytes, bytes]]) -> _EmbeddedChunks:
-        numbers = np.array([number for number, _, _ in rows], np.int64)
-        embedding = np.frombuffer(b"".join(blob for _, _, blob in rows), np.float32).reshape(len(rows), -1)
+    def read(database: sqlite3.Connection, numbers: Iterable[int]) -> _EmbeddedChunks:
+        sql = "select number, tokens, embedding from chunks where number = ?"
+        rows = [row for number in sorted(numbers) for row in database.execute(sql, (number,))]
+        embedding = np.frombuffer(b"".join(blob for _, _, blob in rows), np.float32).reshape(max(len(rows), 1), -1)
         tokens = tuple(raw for _, raw, _ in rows)
-        return _EmbeddedChunks(numbers, embedding, tokens, {number: i for i, (number, _, _) in enumerate(rows)})
+        return _EmbeddedChunks(embedding, tokens, {number: i for i, (number, _, _) in enumerate(rows)})
 
     def ranked(self, number: int, candidates: Iterable[int]) -> list[tuple[float, int]]:
         """(score, number) of the candidates, best first, without those whose tokens were there before.

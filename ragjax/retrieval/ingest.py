@@ -46,7 +46,11 @@ class _AttachedAgainError(Exception):
 
 
 class Ingest:
-    """Reads files: of each tenant one after another, and the tenants take turns. Any thread may call it."""
+    """Reads files: of each tenant one after another, and the tenants take turns. Any thread may call it.
+
+    Attributes:
+        running: whether there are files that are not read yet.
+    """
 
     def __init__(self, catalog: Catalog, bases: Bases):
         self._catalog = catalog
@@ -55,16 +59,16 @@ class Ingest:
         self._lock = threading.Lock()
         self._waiting: dict[str, dict[tuple[str, str], None]] = {}  # of each tenant, the next first: store, file
         self._reading: dict[str, Iterator[None]] = {}  # what is left of the file that is read for a tenant
-        self._running = False
+        self.running = False
         self._closed = False
 
     def start(self, tenant: str, store: str, file: str) -> None:
         """Queue a file to be read into its store, if it is in progress there; the catalog is told the outcome."""
         with self._lock:
             self._waiting.setdefault(tenant, {})[store, file] = None
-            if not self._running:
+            if not self.running:
                 self._worker.submit(self._run)
-                self._running = True
+                self.running = True
 
     def close(self) -> None:
         """End with the step at hand. What was not finished stays in progress."""
@@ -107,7 +111,7 @@ class Ingest:
             for tenant in idle:
                 del self._waiting[tenant]
             if self._closed or not self._waiting:
-                self._running = False
+                self.running = False
                 return None
             tenant = next(iter(self._waiting))
             waiting = self._waiting[tenant] = self._waiting.pop(tenant)

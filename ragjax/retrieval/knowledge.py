@@ -21,6 +21,7 @@ import logging
 import math
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,6 +45,8 @@ _STEP_CHUNKS = 32  # embedded in a step: a few seconds at most, and batches of t
 _WIDTHS = (1, 4, 16)  # times as many chunks as are wanted are looked at, before all that a filter leaves are
 _CACHED = 20_000  # chunks in memory, a few kilobytes each; those that were read first leave
 _UNSAVED = 0.1  # share of the index that may have changed since it was saved
+_ASKED = 64  # chunks that were found lately and are remembered
+_QUERIES = 64  # chunks whose neighbours are searched together: a request's own search waits no longer than for these
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +119,8 @@ class KnowledgeBase:
         self._unindexed: set[int] = set()  # chunks that are stored, and not in the index yet
         self._unsaved = 0  # chunks that were added to the index, or taken out, since it was saved
         self._closed = False
+        self._asked: deque[int] = deque(maxlen=_ASKED)  # the latest first
+        self.changes = 0  # counts the times that chunks came or went
 
     @classmethod
     def open(
@@ -279,6 +284,7 @@ class KnowledgeBase:
                 pairs = zip(chunks, embeddings, strict=True)
                 numbers = [chunk_store.insert(database, chunk, row) for chunk, row in pairs]
                 chunk_store.measure(database, [document_id for document_id, _ in rows])
+            self.changes += 1
             self._update_index(gone)
             self._unindexed.update(numbers)
         self._index_stored(numbers, embeddings)
@@ -310,6 +316,7 @@ class KnowledgeBase:
         gone = [number for document_id in document_ids for number in chunk_store.numbers(database, document_id)]
         unmarked = [number for neighbour in gone for number in chunk_store.unmark(database, neighbour)]
         chunk_store.remove(database, document_ids)
+        self.changes += bool(gone)
         self._extent = None
         for number in (*gone, *unmarked):
             self._cache.pop(number, None)
@@ -409,6 +416,7 @@ class KnowledgeBase:
         """Results as chunks; those that were deleted meanwhile are left out."""
         found = [(int(number), float(score)) for number, score in zip(numbers, scores, strict=True) if number != NONE]
         chunks = self._chunks([number for number, _ in found])
+        self._asked.extendleft(number for number, _ in reversed(found))
         return tuple(Hit(chunks[number], score) for number, score in found if number in chunks)
 
     @property
@@ -438,8 +446,15 @@ class KnowledgeBase:
         with self._opened():
             return self._read(numbers)
 
-    def neighbours(self, n: int) -> dict[int, tuple[int, ...]]:
-        """For every chunk, by number, the numbers of its n most similar other ones, best first; ties by number.
+    def take_asked(self) -> list[int]:
+        """Numbers of chunks that searches found since the last call, the latest first."""
+        asked = list[int]()
+        while self._asked:
+            asked.append(self._asked.popleft())
+        return list(dict.fromkeys(asked))
+
+    def neighbours(self, n: int, numbers: Iterable[int] | None = None) -> dict[int, tuple[int, ...]]:
+        """For chunks by number (None: all), the numbers of their n most similar other ones, best first; ties by number.
 
         Similarity is that of the embeddings, as far as the index finds it (`VectorIndex.exact`). What has a chunk's
         very tokens tells nothing new and is no neighbour of it; and of several equal ones only the first is taken.
@@ -449,9 +464,12 @@ class KnowledgeBase:
         """
         if n < 1:
             raise ValueError(f"a chunk has at least 1 neighbour, not {n}")
-        with self._opened():
-            rows = self._database.execute("select number, tokens, embedding from chunks order by number").fetchall()
-        return nearest_chunks(self._index, rows, n)
+        found: dict[int, tuple[int, ...]] = {}
+        own = self.numbers if numbers is None else tuple(numbers)
+        for begin in range(0, len(own), _QUERIES):
+            with self._opened():
+                found |= nearest_chunks(self._database, self._index, own[begin : begin + _QUERIES], n)
+        return found
 
     @property
     def numbers(self) -> tuple[int, ...]:

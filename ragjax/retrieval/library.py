@@ -97,6 +97,11 @@ class Library:
                     self._catalog.reopen(store, one.file)
                     self._ingest.start(tenant, store, one.file)
 
+    @property
+    def reading(self) -> bool:
+        """True while files are read into stores."""
+        return self._ingest.running
+
     def close(self) -> None:
         """Stop reading files. What was not finished goes on when the library is opened again."""
         self._ingest.close()

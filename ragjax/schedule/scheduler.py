@@ -204,8 +204,8 @@ class Scheduler:
         if not prefilling:
             return self._decode_batch(decoding) if decoding else None
         prefilling = _sharing(prefilling)
-        if not decoding:
-            return self._prefill_batch(prefilling)
+        if not decoding:  # a request that comes waits for no more than a short step of those in the background
+            return self._prefill_batch(prefilling, bounded=prefilling[0].background)
         first = rows_of(prefilling[0])
         batch = self._mixed_batch(decoding, prefilling) if first.layers == prefilling[0].all_layers else None
         if batch is not None:
@@ -298,7 +298,7 @@ class Scheduler:
 
     def _bounded(self, decoding: Sequence[RequestState], states: Sequence[RequestState]) -> list[int]:
         """Rows of each prefill that the budget allows beside these decoding tokens."""
-        prompts = sum(not state.decoding for state in self._active())
+        prompts = sum(not (state.decoding or state.background) for state in self._active())
         room = self.budget.room(len(decoding), self._keys(decoding), max(prompts, 1))
         return self.budget.takes(room, [rows_of(state).left for state in states], [self._keys([s]) for s in states])
 

@@ -175,6 +175,7 @@ def _check_replicas(options: argparse.Namespace) -> None:
     if options.router not in ROUTERS:
         raise core.ConfigError(f"--replicas: unknown router {router!r}; choose one of {', '.join(ROUTERS)}")
     options.replicas = int(count)
+    options.engine = replace(options.engine, preprocess=False)  # the documents are with the front, the KV is not
     if options.engine.speculate:
         raise core.ConfigError("--speculate: a replica is chosen after the search; leave it out, or --replicas")
     if options.engine.record_trace is not None:

@@ -284,7 +284,7 @@ def test_neighbours_do_not_depend_on_what_else_is_searched(monkeypatch: pytest.M
     with open_base() as base:
         base.add(_some_documents(1, 100))
         found = base.neighbours(5)
-        monkeypatch.setattr(chunk_store, "_QUERIES", 7)
+        monkeypatch.setattr(module, "_QUERIES", 7)
         assert base.neighbours(5) == found
         base.add([Document("far", "zebra")])
         assert {k: v for k, v in base.neighbours(5).items() if k in found} == found

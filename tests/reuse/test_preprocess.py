@@ -410,7 +410,7 @@ def test_marks_without_kv_are_not_believed(engine: Engine) -> None:
 
 
 def test_only_kv_that_is_there_is_marked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "holds", lambda prompts, strategy, noted=None: (False,) * len(prompts))
+    monkeypatch.setattr(engine, "holds", lambda keys, noted=None: (False,) * len(keys))
     assert preprocess(engine, n=3, progress=False).lost == 12
     assert {chunk.behind for chunk in engine.knowledge_base().chunks(range(1, 20)).values()} == {b""}
 

@@ -6,6 +6,7 @@ the order of steps at once.
 """
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -578,6 +579,14 @@ def test_the_budget_bounds_prefill_beside_decoding_tokens(budget, lefts, count):
     assert len(decoded) == min(count, 8)
     assert taken and batch.parts[len(decoded)].state is prefilling[0], "the oldest prefill goes on"
     assert taken[0] == 1 or len(decoded) + sum(taken) <= budget.tokens
+
+
+def test_steps_of_the_background_are_no_longer_than_those_beside_decoding_tokens():
+    for background, rows in ((True, 16), (False, 64)):
+        scheduler = Scheduler(table(), SMALL, PAGE, StepBudget(9, keys=10**6))
+        for task in fixed_tasks(scheduler, [40, 40]):
+            task.request = replace(task.request, background=background)
+        assert len(scheduler.next_batch().step.index_T) == rows
 
 
 def test_a_step_grows_with_the_prompts_that_are_computed():

@@ -55,20 +55,24 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     facts = tmp_path / "facts.tsv"
     facts.write_text("a\tb\tc\n")
     assert main([*flags, "--graph", str(facts), "--knowledge", "none", "--port", "0"]) == 2
-    assert loaded == [core.EngineOptions(**expected, graph={"facts": facts})]  # type: ignore[arg-type]
+    assert loaded == [core.EngineOptions(**expected, graph={"facts": facts}, preprocess=True)]  # type: ignore[arg-type]
+    assert not parse_options(["--no-preprocess"]).engine.preprocess
+    assert not parse_options(["--replicas", "2"]).engine.preprocess, "replicas know no documents"
     assert main(["--quality-budget", "KL=0.05", "--knowledge", "none", "--port", "0"]) == 2
-    assert loaded[1] == core.EngineOptions("smollm2-135m-instruct", quality_budget="KL=0.05")
+    assert loaded[1] == core.EngineOptions("smollm2-135m-instruct", quality_budget="KL=0.05", preprocess=True)
 
 
 def test_flags_have_the_defaults_of_the_options() -> None:
-    assert parse_options(["--knowledge", "none"]).engine == core.EngineOptions("smollm2-135m-instruct")
+    """But for preprocessing, which a server does by default."""
+    given = parse_options(["--knowledge", "none"]).engine
+    assert given == core.EngineOptions("smollm2-135m-instruct", preprocess=True)
     assert parse_options(["--knowledge", "none"]).engine.storage == core.StorageOptions()
 
 
 def test_there_are_few_flags_and_the_first_ten_come_first() -> None:
     kinds = (core.EngineOptions, core.StorageOptions, ServerOptions)
     sections = [flag.section for kind in kinds for _, _, flag in flags_of(kind)]
-    assert len(sections) <= 45 and sections.count(FIRST) == 10
+    assert len(sections) <= 46 and sections.count(FIRST) == 10
     shown = serve_parser().format_help()
     titles = [shown.index(f"\n{section}:\n") for section in dict.fromkeys(sections)]
     assert min(titles) == titles[0] and len(titles) == 6

@@ -180,7 +180,8 @@ def engine(
     transfer = KVTransfer(made, at_rest, disk=shared or disk)
     profile = Profile((0, 1000), (1, 1000), ((0.01, 1.0), (0.02, 2.0)))
     page_bytes = CONFIG.kv_bytes_per_token(DTYPE_BYTES[made.dtype]) * PAGE
-    storage = Storage(transfer, page_bytes, host_bytes, shared or disk, quota, shared)
+    disk_bytes = 0 if disk is None else disk.stats().max_bytes
+    storage = Storage(transfer, page_bytes, host_bytes, shared or disk, quota, shared, disk_bytes)
     tiers = StorageOptions(load_timeout=load_timeout, share_knowledge=share_knowledge)
     parts = Parts(
         model_name="tiny",

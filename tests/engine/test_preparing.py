@@ -1,0 +1,233 @@
+"""Preprocessing while no request runs: what is computed when, and what requests notice of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragjax.core import Answer, Attachment, Document, Prompt, RequestError
+from ragjax.engine import Engine, preprocessing
+from ragjax.engine.build import free_memory
+from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.reuse.fusion import METHOD
+from ragjax.store.disk import DiskStore
+from tests.support import tiny
+from tests.support.pace import Hold, resting, until
+
+WORDS = ("island", "honey", "copper", "silk", "amber", "wool", "wax", "tin", "oil", "rope")
+ROOMY = 600
+"""Pages of a device that holds all that is prepared here."""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocessing, "PERIOD", 0.01)
+
+
+def documents(count: int = 6, name: str = "d") -> list[Document]:
+    return [Document(f"{name}{n}", f"{name} {n}: {WORDS[n % 10]} {WORDS[3 * n % 10]}.") for n in range(count)]
+
+
+class Computed:
+    """Last segments of the prompts that an engine computed with neighbours, in order."""
+
+    def __init__(self, engine: Engine):
+        self.fused: list[str] = []
+        begin = engine.begin_prompt
+
+        def watch(prompt: Prompt, **options: Any) -> Future[Answer]:
+            if options.get("background") and len(prompt.segments) > 2:
+                self.fused.append(prompt.segments[-1].id)
+            return begin(prompt, **options)
+
+        engine.begin_prompt = watch  # type: ignore[method-assign]
+
+
+def done(engine: Engine) -> bool:
+    progress = engine.preprocessed()
+    return progress is not None and not progress.running
+
+
+def prepared(engine: Engine) -> tuple[int, int]:
+    progress = engine.preprocessed()
+    assert progress is not None
+    return progress.prepared, progress.passages
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with tiny.engine(pages=ROOMY) as made:
+        made.add_documents(documents())
+        yield made
+        made.audit()
+
+
+def test_all_passages_are_prepared_and_found(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ragjax")
+    engine.begin_preprocessing()
+    until(lambda: done(engine))
+    assert prepared(engine) == (6, 6) and engine.knowledge_base().preprocessed
+    assert engine.stats()["passages"] == {"prepared": 6, "waiting": 0, "beyond": 0}
+    assert "preparing passages of default" in caplog.text and "prepared 6 of 6 passages of default" in caplog.text
+    answer = engine.answer("island", strategy="fusion", top_k=3, max_tokens=1)
+    assert [one.reused > 0 for one in answer.segments if one.score is not None] == [True] * 3
+
+
+def test_an_engine_prepares_nothing_unless_it_is_asked_to(engine: Engine) -> None:
+    assert engine.preprocessed() is None and "passages" not in engine.stats()
+
+
+def test_answers_during_it_are_those_without_it(engine: Engine) -> None:
+    alone = engine.answer("island", max_tokens=8, strategy="full").tokens
+    computed = Computed(engine)
+    engine.begin_preprocessing()
+    until(lambda: computed.fused)
+    for _ in range(3):
+        assert engine.answer("island", max_tokens=8).tokens == alone
+    until(lambda: done(engine))
+    assert engine.answer("island", max_tokens=8).tokens == alone
+
+
+def test_it_rests_while_a_request_runs(engine: Engine) -> None:
+    loop, iterations = engine._loop, Counter[str]()
+    hold = Hold(engine, when=lambda: loop.requests.in_background)
+    with resting(engine):
+        engine.begin_preprocessing()
+        with hold:
+            request = engine.begin_prompt(tiny.prompt(), max_tokens=4)
+        until(lambda: loop.requests.in_front and loop.requests.in_front[0].decoding)
+        before, watch = engine.stats()["steps_total"], loop._watch.look
+        loop._watch.look = lambda: (iterations.update(["seen"]), watch())[1]  # type: ignore[method-assign]
+        until(lambda: iterations["seen"] > 3)
+        assert engine.stats()["steps_total"] == before and loop.requests.in_background
+    assert len(request.result(60).tokens) == 4
+    until(lambda: done(engine))
+    assert prepared(engine) == (6, 6)
+
+
+def test_an_upload_is_prepared(engine: Engine) -> None:
+    engine.begin_preprocessing()
+    until(lambda: done(engine))
+    engine.add_documents(documents(3, "new"))
+    until(lambda: done(engine) and prepared(engine) == (9, 9))
+    assert engine.knowledge_base().preprocessed
+
+
+def test_tenants_see_nothing_of_each_other(engine: Engine) -> None:
+    """Stores of the same texts: each tenant's KV is computed for itself, and counted for itself alone."""
+    stores = {}
+    for tenant in ("acme", "globex"):
+        library = engine.library
+        stores[tenant] = library.create(tenant, "store").id
+        for name in ("a", "b", "c"):
+            file = library.upload(tenant, f"{name}.txt", "assistants", f"The island {name} exports wax.".encode()).id
+            library.attach(tenant, [Attachment(stores[tenant], file, 0)])
+    until(lambda: not engine.library.reading)
+    engine.begin_preprocessing()
+    until(lambda: done(engine) and prepared(engine) == (12, 12))
+    own = engine.preprocessed(tenants=False)
+    assert own is not None and (own.prepared, own.passages) == (6, 6)
+    held = [node.tenant for node in engine._cache.tree.nodes() if node.method == METHOD]
+    assert Counter(held) == {"": 6, "acme": 3, "globex": 3}
+    for tenant in stores:
+        answer = engine.answer(
+            "island", knowledge=stores[tenant], tenant=tenant, strategy="fusion", top_k=2, max_tokens=1
+        )
+        assert [one.reused > 0 for one in answer.segments if one.score is not None] == [True] * 2
+    with pytest.raises(RequestError, match="unknown knowledge base"):
+        engine.answer("island", knowledge=stores["acme"], tenant="globex", max_tokens=1)
+
+
+def test_no_more_is_computed_than_has_room(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ragjax")
+    with tiny.engine(pages=140) as engine:
+        engine.add_documents(documents(30))
+        computed = Computed(engine)
+        engine.begin_preprocessing()
+        until(lambda: done(engine))
+        progress = engine.preprocessed()
+        assert progress is not None and 0 < progress.prepared == len(computed.fused) < 30
+        assert progress.beyond == 30 - progress.prepared and "have no room in the cache" in caplog.text
+        base = engine.knowledge_base()
+        marked = [chunk for chunk in base.chunks(base.numbers).values() if chunk.behind]
+        nodes = [node for node in engine._cache.tree.nodes() if node.method == METHOD]
+        assert len(marked) == len(nodes) == progress.prepared, "none drove out another"
+
+
+def test_what_was_asked_for_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocessing, "_GROUP", 3)
+    with tiny.engine(pages=ROOMY) as engine:
+        engine.add_documents(documents(20))
+        asked = {hit.chunk.id for hit in engine.search("honey", top_k=3)}
+        computed = Computed(engine)
+        engine.begin_preprocessing()
+        until(lambda: done(engine))
+        assert set(computed.fused[:3]) == asked and len(computed.fused) == 20
+
+
+def test_what_was_driven_out_is_prepared_again_when_it_is_asked_for(engine: Engine) -> None:
+    engine.begin_preprocessing()
+    until(lambda: done(engine))
+    engine.clear_cache()
+    computed = Computed(engine)
+    asked = {hit.chunk.id for hit in engine.search("honey", top_k=2)}
+    until(lambda: len(computed.fused) == 2 and done(engine))
+    assert set(computed.fused) == asked
+
+
+def test_one_that_was_killed_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocessing, "_GROUP", 4)
+
+    def start() -> tuple[Engine, Computed]:
+        disk = DiskStore.open(tmp_path / "kv", b"tiny", about={}, max_bytes=2**30)
+        made = tiny.engine(disk=disk, pages=ROOMY)
+        settings = {"encode_tokens": made.knowledge.chunker.encode, "encoder": tiny.HashedEncoder()}
+        opener = lambda name: KnowledgeBase.open(tmp_path / name, **settings, model_key="tiny", max_tokens=64)  # type: ignore[arg-type]  # noqa: E731
+        monkeypatch.setattr(made.knowledge.bases, "_open", opener)
+        made.add_documents(documents(20))
+        return made, Computed(made)
+
+    engine, first = start()
+    with engine:
+        hold = Hold(engine, when=lambda: len(first.fused) >= 10 and engine.stats()["disk_entries"] >= 8)
+        engine.begin_preprocessing()
+        with hold:
+            assert engine._preparing is not None
+            engine._preparing._over.set()
+            engine._loop._put_away = lambda: None  # type: ignore[method-assign]  # what memory holds is lost
+    assert 10 <= len(first.fused) < 20
+    engine, second = start()
+    with engine:
+        engine.begin_preprocessing()
+        until(lambda: done(engine))
+        assert prepared(engine) == (20, 20)
+        assert len(second.fused) <= 12, "what was on disk is not computed again"
+        assert set(first.fused) | set(second.fused) == {f"d{n}#0" for n in range(20)}
+
+
+def test_a_knowledge_base_that_is_deleted_meanwhile_is_forgotten(engine: Engine) -> None:
+    store = engine.library.create("", "store").id
+    engine.knowledge.bases.get(store).add(documents(5, "x"))
+    engine.begin_preprocessing()
+    until(lambda: done(engine) and prepared(engine) == (11, 11))
+    engine.library.delete("", store)
+    until(lambda: prepared(engine) == (6, 6))
+
+
+def test_memory_that_is_free_is_read_from_the_system(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable:    800 kB\n")
+    assert free_memory(tmp_path) == 800 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.stat").write_text("anon 100000\nfile 7\n")
+    (group / "memory.max").write_text("max\n")
+    assert free_memory(tmp_path) == 800 * 1024
+    (group / "memory.max").write_text("300000\n")
+    assert free_memory(tmp_path) == 200_000

@@ -84,8 +84,9 @@ def model(folder: Path) -> Path:
 
 
 def load(folder: Path, **options: Any) -> Engine:
+    given = {"storage": StorageOptions(host_gb=0.0)} | options  # how much memory is free is no part of it
     return Engine.load(
-        folder, dtype="float32", device_cache_gb=0.02, compile=False, progress=False, max_context=2048, **options
+        folder, dtype="float32", device_cache_gb=0.02, compile=False, progress=False, max_context=2048, **given
     )
 
 
@@ -301,7 +302,7 @@ class Folders:
 
     def options(self) -> dict[str, Any]:
         return {
-            "storage": StorageOptions(disk=self.home / "cache", disk_gb=1.0),
+            "storage": StorageOptions(disk=self.home / "cache", disk_gb=1.0, host_gb=0.0),
             "index_dir": self.home / "index",
             "graph_dir": self.home / "graph",
         }
@@ -362,7 +363,7 @@ def ask_kept(folder: Path, home: Path) -> Kept:
 
 def kept_in(home: Path) -> dict[str, Any]:
     """Options of an engine that keeps entries, indexes and graphs there."""
-    storage = StorageOptions(disk=home / "cache", disk_gb=1.0)
+    storage = StorageOptions(disk=home / "cache", disk_gb=1.0, host_gb=0.0)
     return {"storage": storage, "index_dir": home / "index", "graph_dir": home / "graph"}
 
 

@@ -429,7 +429,7 @@ class OwnServer(Server):
     def __init__(self, name: str, options: EngineOptions, workload: Workload):
         super().__init__(name)
         self._options, self._workload = options, workload
-        self._found: dict[str, Any] = served(options, options.strategy or "contract")
+        self._found: dict[str, Any] = served(options, options.strategy)
 
     def command(self, port: int) -> tuple[Sequence[str | Path], Mapping[str, str]]:
         words: list[str | Path] = [sys.executable, "-m", "benchmarks.baseline", "--port", str(port)]

@@ -18,6 +18,7 @@ from benchmarks.load.workload import Ask, Workload
 from ragjax.core import Answer, ConfigError, EngineOptions, Graph, Message, Rag, Request, Sampling, StorageOptions
 from ragjax.engine import Engine
 from ragjax.engine.preprocessing import preprocess
+from ragjax.quality.contract import AUTO
 from ragjax.reuse import strategies
 
 Settings = Mapping[str, Any]  # fields of `EngineOptions`, and of its `storage`, by name
@@ -126,7 +127,7 @@ class Own:
         self.engine = Engine.load(self.options, progress=False)
         if self.workload.documents:
             self.engine.add_documents(self.workload.documents, self.workload.knowledge)
-            if strategies()[self.engine.default_strategy].preprocessed:
+            if self.options.strategy == AUTO or strategies()[self.options.strategy].preprocessed:
                 preprocess(self.engine, self.workload.knowledge, progress=False)
         if self.fixed:
             self.engine._preparation = replace(self.engine._preparation, eos_ids=frozenset())

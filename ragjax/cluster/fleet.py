@@ -42,13 +42,14 @@ from ragjax.core import (
 from ragjax.core.cancellation import Cancellation
 from ragjax.core.overload import Overload
 from ragjax.engine import Engine
-from ragjax.engine.build import budget_of, contract_of, strategies_of
+from ragjax.engine.build import contract_of, strategies_of
 from ragjax.engine.compose import Composer
 from ragjax.engine.knowledge import ENCODER, Knowledge
 from ragjax.engine.measurement import alpha_of
 from ragjax.engine.stats import Stats
 from ragjax.models.hub import resolve
 from ragjax.models.tokenizer import Tokenizer
+from ragjax.quality.contract import AUTO, FULL
 from ragjax.quality.report import Setting
 
 _log = logging.getLogger(__name__)
@@ -61,10 +62,6 @@ ROUTING = ("routed_total", "routing_seconds_total")
 
 RESENDS = 8
 """Times that a request is sent to another replica because one was lost."""
-
-FULL = Setting("full")
-"""What requests get that name no strategy, once kept KV was found wrong."""
-
 
 LATEST = 50
 """Departures and requests that are shown of all replicas together."""
@@ -204,7 +201,7 @@ class Fleet:
     @property
     def strategies(self) -> tuple[str, ...]:
         """Names of the reuse strategies a request may ask for."""
-        return tuple(self._composer.strategies)
+        return (AUTO, *self._composer.strategies)
 
     @property
     def selective(self) -> tuple[str, ...]:
@@ -213,25 +210,18 @@ class Fleet:
 
     @property
     def default_setting(self) -> Setting:
-        """Setting of requests that name no strategy; if shadow replay changed replicas, the first one's."""
-        return self._setting_of(self._composer.contract.begun_with)
+        """Setting of requests that name no strategy; `auto` is one of others."""
+        return FULL if self._fault is not None else self._composer.contract.setting
 
-    def _setting_of(self, preprocessed: bool) -> Setting:
-        """The same of requests by whether all their chunks are preprocessed."""
-        if self._fault is not None:
-            return FULL
-        own = self._composer.contract.setting_of(preprocessed)
-        return next((one.changed[preprocessed] for one in self._statuses if preprocessed in one.changed), own)
+    @property
+    def strategy_summary(self) -> str:
+        """The default setting in words."""
+        return str(FULL) if self._fault is not None else self._composer.contract.summary
 
     @property
     def default_strategy(self) -> str:
         """Its strategy."""
         return self.default_setting.strategy
-
-    def strategy_of(self, rag: Rag | None) -> str:
-        """Name of the strategy that serves a request, as it says or leaves open."""
-        asked = self._after_fault(rag)
-        return self.default_strategy if _by_default(asked) else self._composer.strategy_of(asked)
 
     def pieces(self, tokens: Tokens) -> list[str]:
         """See `Engine.pieces`."""
@@ -350,7 +340,7 @@ class Fleet:
 
         It names the strategy to its replica, whose own shadow replay may have found nothing.
         """
-        if self._fault is None or (rag is not None and rag.strategy is not None):
+        if self._fault is None or (rag is not None and rag.strategy not in (None, AUTO)):
             return rag
         return replace(rag or Rag(top_k=0), strategy=FULL.strategy)
 
@@ -360,10 +350,10 @@ class Fleet:
         Raises:
             RequestError: if no strategy can serve it as asked.
         """
-        served, _, _ = self._composer.choose(rag or Rag(), made)
-        if _by_default(rag):
-            served = self._composer.strategies[self._setting_of(made.prompt.preprocessed).strategy]
-        return served.exact
+        chosen = self._composer.choose(rag or Rag(), made)
+        if chosen.picked and self._statuses:
+            return self._composer.strategies[self._statuses[0].pick.strategy].exact
+        return chosen.strategy.exact
 
     async def _send(
         self, asked: Request, made: Grounded, need: Need, attempts: _Attempts
@@ -443,11 +433,6 @@ class Fleet:
         self.knowledge.close()
 
 
-def _by_default(rag: Rag | None) -> bool:
-    """True if a request gets the default setting; requests for a graph have their own default."""
-    return rag is None or (rag.strategy is None and rag.graph is None)
-
-
 def merged(seen: Mapping[int, Inventory]) -> Inventory:
     """One inventory of several, by rank. Of the room of a tier the share is that of all replicas together, which are
     alike; nodes are named after their replica, since two may hold the same.
@@ -491,12 +476,11 @@ def fleet_of(options: EngineOptions, transport: Transport, router: str) -> Fleet
     local = resolve(options.model)
     tokenizer = Tokenizer.load(local.path)
     strategies = strategies_of(local, alpha_of(card.identity))
-    contract = contract_of(options, strategies, card.identity, card.dtype, budget_of(options))
+    contract = contract_of(options, strategies, card.identity, card.dtype)
     knowledge = Knowledge.open(options, tokenizer)
     composer = Composer.of(options, knowledge, tokenizer, strategies, contract, card.limits, card.context_length)
     try:
         knowledge.fill(options)
-        contract.begin(knowledge.preprocessed)
         return Fleet(card, knowledge, composer, transport, ROUTERS[router](), options.max_queue)
     except BaseException:
         knowledge.close()

@@ -14,7 +14,6 @@ import ragjax.cluster.remote  # noqa: F401 # registers the shared tier
 from ragjax.cluster.transport import Begun, Call, Card, Item, Status
 from ragjax.core import ClosedError, ConfigError, Divergence, EngineOptions, Inventory, RagjaxError
 from ragjax.engine import Engine
-from ragjax.quality.report import Setting
 from ragjax.store.folder import link
 
 _log = logging.getLogger(__name__)
@@ -31,7 +30,6 @@ class Replica:
         self.rank = rank
         self._engine = engine
         self._contract = engine.contract
-        self._begun = {preprocessed: self._contract.setting_of(preprocessed) for preprocessed in (True, False)}
         self._shadows: deque[tuple[str, Divergence]] = deque(maxlen=SHADOWS)
         engine.observe_shadows(lambda strategy, seen: self._shadows.append((strategy, seen)))
 
@@ -59,11 +57,7 @@ class Replica:
     def status(self) -> Status:
         """The status now; each replay is reported once."""
         shadows = tuple(self._shadows.popleft() for _ in range(len(self._shadows)))
-        return Status(self.name, self.rank, self._engine.stats(), self._changed(), self._fault(), shadows)
-
-    def _changed(self) -> dict[bool, Setting]:
-        now = {preprocessed: self._contract.setting_of(preprocessed) for preprocessed in self._begun}
-        return {preprocessed: setting for preprocessed, setting in now.items() if setting != self._begun[preprocessed]}
+        return Status(self.name, self.rank, self._engine.stats(), self._contract.pick, self._fault(), shadows)
 
     def _fault(self) -> str | None:
         return next(iter(self._contract.notices), None) if self._contract.faulted else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ragjax.core import Divergence, Event, Inventory, RagjaxError, Request, StepLimits
@@ -53,15 +53,14 @@ class Status:
     """Periodic report of a replica.
 
     name: of this process; one that takes its place has another. rank: from 0 on, which its successor has too.
-    changed: what requests get now that name no strategy, by whether all their chunks are preprocessed, where shadow
-    replay has changed it. fault: what its answers say of one that was labelled exact and is not; None: it found none.
-    shadows: strategies and divergences of replays since the last.
+    pick: the setting that `auto` picks. fault: what its answers say of one that was labelled exact and is not; None: it
+    found none. shadows: strategies and divergences of replays since the last.
     """
 
     name: str
     rank: int
     stats: Stats
-    changed: Mapping[bool, Setting] = field(default_factory=dict)
+    pick: Setting
     fault: str | None = None
     shadows: tuple[tuple[str, Divergence], ...] = ()
 

@@ -103,16 +103,14 @@ class EngineOptions:
     knowledge: Annotated[Sources, Flag(FIRST, "folder or .jsonl of documents, 'demo' or 'none'", "PATH")] = None
     graph: Annotated[Sources, Flag(RETRIEVAL, "facts: .tsv, .jsonl or .nt, or 'demo' (docs/graph.md)", "FILE")] = None
     strategy: Annotated[
-        str | None, Flag(FIRST, "how KV is reused unless a request says otherwise: prefix (docs/reuse.md)")
-    ] = None  # None: "prefix", if there is no budget
+        str, Flag(FIRST, "how KV is reused unless a request says otherwise; prefix is exact (docs/reuse.md)")
+    ] = "auto"
     recompute_ratio: Annotated[
         Share | None, Flag(REUSE, "share of chunk tokens that it recomputes (default: its own choice)")
     ] = None
     quality_budget: Annotated[
-        str | None,
-        Flag(REUSE, 'setting picked by the report of `ragjax gate`: "KL=0.05", "TOP1=0.95" (docs/reuse.md)', "BOUND"),
-    ] = None
-    quality_fallback: Literal["refuse", "full"] = "refuse"  # if no setting is inside the budget
+        str, Flag(REUSE, 'what auto may be off: "KL=0.05", "TOP1=0.95" or both (docs/reuse.md)', "BOUND")
+    ] = "KL=0.05"
     shadow_rate: Annotated[Share, Flag(REUSE, "share of requests replayed in full attention (docs/reuse.md)")] = 0.0
     dtype: Annotated[Dtype, Flag(REUSE, "weights and KV; auto suits the device (docs/kernels.md)")] = "auto"
     top_k: Annotated[Count, Flag(FIRST, "chunks retrieved, if a request says nothing of it")] = 3
@@ -178,14 +176,3 @@ class EngineOptions:
         check_fields(self, ConfigError)
         if self.compression is not None:
             Compression.parse(self.compression)
-        if self.quality_budget is None:
-            return
-        if self.recognise:
-            raise ConfigError(
-                "a quality budget holds for retrieved chunks, not for passages recognised in messages: "
-                "give --recognise or --quality-budget, not both"
-            )
-        if self.strategy is not None or self.recompute_ratio is not None:
-            raise ConfigError(
-                "a quality budget picks strategy and recompute ratio: give no --strategy, no --recompute-ratio"
-            )

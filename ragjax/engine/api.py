@@ -59,6 +59,7 @@ from ragjax.engine.preprocessing import Preparing
 from ragjax.engine.replay import Replays
 from ragjax.engine.speculation import Pipeline
 from ragjax.engine.stats import Stats, passages_of, stats_of
+from ragjax.quality.contract import AUTO
 from ragjax.quality.report import Setting
 from ragjax.retrieval.graph import Imported, KnowledgeGraph
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
@@ -82,8 +83,8 @@ class Engine:
     """
 
     def __init__(self, parts: Parts, options: EngineOptions):
-        if parts.contract.setting.strategy not in parts.strategies:
-            known = ", ".join(parts.strategies)
+        if parts.contract.setting.strategy not in (AUTO, *parts.strategies):
+            known = ", ".join((AUTO, *parts.strategies))
             raise ConfigError(f"unknown strategy {parts.contract.setting.strategy!r}; choose one of {known}")
         self.options = options
         self.model_name = parts.model_name
@@ -166,7 +167,6 @@ class Engine:
         engine = cls(build(asked, strategies), asked)
         try:
             engine.knowledge.fill(asked)
-            engine.contract.begin(engine.knowledge.preprocessed)
             if asked.preprocess:
                 engine.begin_preprocessing()
         except BaseException:
@@ -182,16 +182,18 @@ class Engine:
 
     @property
     def default_setting(self) -> Setting:
-        """Strategy and recompute ratio of requests that name no strategy; shadow replay may change it."""
+        """Strategy and recompute ratio of requests that name no strategy; `auto` is one of others."""
         return self.contract.setting
 
     @property
     def default_strategy(self) -> str:
+        """Its strategy."""
         return self.contract.setting.strategy
 
-    def strategy_of(self, rag: Rag | None) -> str:
-        """Name of the strategy that serves a request, as it says or leaves open."""
-        return self._preparation.composer.strategy_of(rag)
+    @property
+    def strategy_summary(self) -> str:
+        """The default setting in words, with what `auto` picks."""
+        return self.contract.summary
 
     def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:
         """Call `observer` with strategy and divergence of each request replayed, in the engine's thread."""
@@ -200,7 +202,7 @@ class Engine:
     @property
     def strategies(self) -> tuple[str, ...]:
         """Names of the reuse strategies a request may ask for."""
-        return tuple(self._strategies)
+        return (AUTO, *self._strategies)
 
     def pieces(self, tokens: Tokens) -> list[str]:
         """The text that each token of a prompt (int32 [n]) completes, control tokens by name; joined they are the

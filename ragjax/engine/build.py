@@ -28,7 +28,7 @@ from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.trained import load_model, model_digest, reads_blocks, wrapper_of
 from ragjax.models.weights import open_checkpoint
-from ragjax.quality.contract import Contract
+from ragjax.quality.contract import AUTO, Contract
 from ragjax.quality.report import Budget, Setting
 from ragjax.reuse import compaction
 from ragjax.reuse import strategies as all_strategies
@@ -99,7 +99,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     local = resolve(options.model)
     chosen = dict(strategies_of(local) if strategies is None else strategies)
     _setting(options, chosen)  # a wrong name should not cost loading the weights
-    budget = budget_of(options)
+    Budget.parse(options.quality_budget)
     POLICIES.lookup(storage.policy)  # a wrong name should not cost loading the weights
     ORDERS.lookup(options.order)
     recorder = None if options.record_trace is None else Recorder(options.record_trace)
@@ -115,7 +115,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     if strategies is None:
         chosen = strategies_of(local, alpha_of(identity))
     policy = _policy(storage.policy, identity)
-    contract = contract_of(options, chosen, identity, dtype, budget)
+    contract = contract_of(options, chosen, identity, dtype)
     compression = compression_of(options, [chosen[name] for name in contract.strategies])
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
     knowledge = Knowledge.open(options, tokenizer)
@@ -170,26 +170,17 @@ def strategies_of(local: LocalModel, alpha: float = 1.0) -> dict[str, Strategy]:
     return all_strategies(alpha=alpha, wrapper=wrapper_of(local), blocks=reads_blocks(local))
 
 
-def budget_of(options: EngineOptions) -> Budget | None:
-    """The quality budget that is asked for; an error if it cannot be read."""
-    return None if options.quality_budget is None else Budget.parse(options.quality_budget)
-
-
-def contract_of(
-    options: EngineOptions, chosen: Mapping[str, Strategy], identity: bytes, dtype: str, budget: Budget | None
-) -> Contract:
+def contract_of(options: EngineOptions, chosen: Mapping[str, Strategy], identity: bytes, dtype: str) -> Contract:
     """The quality contract of a model of this identity. chosen: its strategies.
 
     Raises:
         ConfigError: if no setting is as asked.
     """
-    setting = _setting(options, chosen)
     return Contract(
-        setting,
+        _setting(options, chosen),
         dtype,
-        report=report_of(identity, budget, chosen, options.top_k),
-        budget=budget,
-        fallback=options.quality_fallback,
+        budget=Budget.parse(options.quality_budget),
+        report=report_of(identity, chosen),
         shadow_rate=options.shadow_rate,
         preprocessed=frozenset(name for name, strategy in chosen.items() if strategy.preprocessed),
     )
@@ -216,22 +207,24 @@ def _check_fallbacks(options: EngineOptions, known: Mapping[str, Strategy]) -> N
     """Raise ConfigError if requests may turn to a strategy that is not known."""
     if options.shadow_rate > 0 and "full" not in known:
         raise ConfigError("a shadow rate needs the strategy full, to which requests turn after a fault")
-    if options.quality_budget is not None and not {"full", "prefix"} <= known.keys():
-        raise ConfigError("a quality budget needs the strategies full and prefix")
+    if options.strategy == AUTO and not {"full", "prefix"} <= known.keys():
+        raise ConfigError("the strategy auto needs the strategies full and prefix: name another one")
 
 
 def _setting(options: EngineOptions, known: Mapping[str, Strategy]) -> Setting:
-    """The default setting of requests that name no strategy; a budget picks another.
+    """The setting of requests that name no strategy.
 
     Raises:
         ConfigError: for names that are not known, and a ratio that has no effect.
     """
-    name, ratio = options.strategy or "prefix", options.recompute_ratio
+    name, ratio = options.strategy, options.recompute_ratio
+    if name == AUTO and ratio is None:
+        return Setting(AUTO)
     if name == PACKET and name not in known:
         raise ConfigError("the model has no packets: give an adapter of python -m train.packet as --model")
-    if name not in known:
-        raise ConfigError(f"unknown strategy {name!r}; choose one of {', '.join(known)}")
-    if ratio is not None and not known[name].selective:
+    if name not in (AUTO, *known):
+        raise ConfigError(f"unknown strategy {name!r}; choose one of {', '.join((AUTO, *known))}")
+    if ratio is not None and (name == AUTO or not known[name].selective):
         raise ConfigError(f"the strategy {name} takes no recompute ratio")
     return Setting(name, ratio)
 

@@ -17,16 +17,29 @@ from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting import chat, facts
 from ragjax.prompting.passage import Cutter
 from ragjax.prompting.recognition import Recognition
-from ragjax.quality.contract import Contract
+from ragjax.quality.contract import AUTO, Contract
+from ragjax.quality.report import PREFIX
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import SearchStage
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Strategy
-from ragjax.reuse.exact import Prefix
 from ragjax.reuse.naive import PACKET
 
 PATH_CHARS = 64
 """Characters of given relation paths for each token of the context, at most: all are encoded to see how many fit."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The strategy of a request, and its recompute ratio (None: the strategy's own).
+
+    picked: the quality contract has evidence of such requests, and picked it. notice: for the answer.
+    """
+
+    strategy: Strategy
+    ratio: float | None = None
+    picked: bool = False
+    notice: str | None = None
 
 
 @dataclass(frozen=True)
@@ -114,23 +127,16 @@ class Composer:
         return self._recognised(request, build)
 
     def _recognised(self, request: Request, build: Callable[..., Prompt]) -> Prompt:
-        """The prompt that `build` makes, with passages recognised if that is asked for.
-
-        Raises:
-            RequestError: if a request asks for it that names no strategy, and a budget picks one.
-        """
+        """The prompt that `build` makes, with passages recognised if that is asked for."""
         rag = request.rag or Rag()
         if not (self.recognise if rag.recognise is None else rag.recognise):
             return build()
-        if rag.strategy is None and self.contract.budgeted:
-            reason = "the server's quality budget holds for retrieved chunks alone: name a strategy to recognise others"
-            raise RequestError(reason, param="rag.recognise", code="invalid_value")
         entries = self.limits.room_beside(self.context_length, 0)
         most = max(0, entries // 4 - 2)  # a passage has two pieces, of two entries beside theirs each
         recognition = Recognition(self.grounding.cutter, most)
         prompt = build(recognition=recognition)
-        strategy, _ = self._resolve(rag, prompt.preprocessed)
-        return build(recognition=replace(recognition, exact=True)) if strategy.exact else prompt
+        chosen = self.choose(rag, Grounded(prompt)).strategy
+        return build(recognition=replace(recognition, exact=True)) if chosen.exact else prompt
 
     def _ground_graph(self, request: Request, rag: Rag, asked: Graph) -> Grounded:
         began = time.perf_counter()
@@ -138,7 +144,7 @@ class Composer:
             raise RequestError("a graph needs messages", param="rag.graph")
         self._check_paths(asked.relation_paths or ())
         graph = None if asked.relation_paths is not None else self.graphs.get(asked.name)
-        strategy, _ = self._resolve(replace(rag, strategy=self.strategy_of(rag)))
+        strategy = self._resolve(replace(rag, strategy=self.strategy_of(rag))).strategy
         build = partial(
             chat.graph_prompt, self.tokenizer, request.messages, trees=strategy.name in DEPENDENCY,
             public=self.grounding.share, share=self.grounding.share and asked.relation_paths is None,
@@ -154,49 +160,54 @@ class Composer:
     # --------------------------------------------------------------------------------------- strategy
 
     def strategy_of(self, rag: Rag | None) -> str:
-        """Name of the strategy that serves a request, as it says or leaves open."""
-        if rag is not None and rag.strategy is not None:
-            return rag.strategy
-        if rag is None or rag.graph is None or self.contract.faulted:
-            return self.contract.setting.strategy
-        return DEPENDENCY[0]
+        """Name of the strategy that serves a request, as it says or leaves open; of `auto`, what it picks."""
+        asked = None if rag is None else rag.strategy
+        if rag is not None and rag.graph is not None and asked in (None, AUTO) and not self.contract.faulted:
+            return DEPENDENCY[0]
+        name = self.contract.setting.strategy if asked is None else asked
+        return self.contract.pick.strategy if name == AUTO else name
 
-    def choose(self, rag: Rag, made: Grounded) -> tuple[Strategy, float | None, str | None]:
-        """The strategy of a request, its recompute ratio, and a notice for the answer if a budget decided.
+    def choose(self, rag: Rag, made: Grounded) -> Chosen:
+        """The strategy of a request.
 
         Raises:
             RequestError: if no strategy can serve it as asked.
         """
-        prompt = made.prompt
         if made.strategy is not None:
-            return self._resolve(replace(rag, strategy=made.strategy))[0], rag.recompute_ratio, None
-        strategy, ratio = self._resolve(rag, prompt.preprocessed)
-        exceeded = None if rag.strategy is not None or strategy.exact else self.contract.exceeded(prompt.chunks)
-        if exceeded is None:
-            return strategy, ratio, None
-        return Prefix(), None, f"{exceeded}: the request ran prefix, which is exact"
+            return self._resolve(replace(rag, strategy=made.strategy))
+        contract = self.contract
+        if (contract.setting.strategy if rag.strategy is None else rag.strategy) != AUTO:
+            return self._resolve(rag)
+        if rag.recompute_ratio is not None:
+            raise self._no_ratio(AUTO)
+        reason = None if contract.faulted else contract.uncovered(made.prompt)
+        setting = contract.pick if reason is None else PREFIX
+        chosen = self._resolve(replace(rag, strategy=setting.strategy))
+        return replace(chosen, ratio=setting.ratio, picked=reason is None, notice=reason or None)
 
-    def _resolve(self, rag: Rag, preprocessed: bool = True) -> tuple[Strategy, float | None]:
-        """Strategy and recompute ratio of a request. preprocessed: whether all its chunks are."""
-        default = self.contract.setting_of(preprocessed)
+    def _resolve(self, rag: Rag) -> Chosen:
+        """The strategy that a request names, or the default one."""
+        default = self.contract.setting
         strategy = self.strategies.get(default.strategy if rag.strategy is None else rag.strategy)
         if strategy is None:
             if rag.strategy == PACKET:
                 reason = "the model has no packets: start the server with an adapter of python -m train.packet"
                 raise RequestError(reason, param="rag.strategy", code="invalid_value")
-            known = ", ".join(self.strategies)
+            known = ", ".join((AUTO, *self.strategies))
             raise RequestError(f"unknown strategy {rag.strategy!r}; choose one of {known}", param="rag.strategy")
         self.check_ratio(rag, strategy)
         if rag.recompute_ratio is None and strategy.name == default.strategy:
-            return strategy, default.ratio
-        return strategy, rag.recompute_ratio
+            return Chosen(strategy, default.ratio)
+        return Chosen(strategy, rag.recompute_ratio)
 
     def check_ratio(self, rag: Rag, strategy: Strategy) -> None:
-        if rag.recompute_ratio is None or strategy.selective:
-            return
+        if rag.recompute_ratio is not None and not strategy.selective:
+            raise self._no_ratio(strategy.name)
+
+    def _no_ratio(self, name: str) -> RequestError:
         selective = ", ".join(name for name, other in self.strategies.items() if other.selective) or "none"
-        raise RequestError(
-            f"the strategy {strategy.name} takes no recompute_ratio; these do: {selective}",
+        return RequestError(
+            f"the strategy {name} takes no recompute_ratio; these do: {selective}",
             param="rag.recompute_ratio",
             code="invalid_value",
         )

@@ -353,7 +353,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
             *state.notices,
             *_unmeasured(state, plan, contract),
             *(() if state.sampler is None else state.sampler.notices),
-            *(contract.notices_of(state.prompt.preprocessed) if _by_setting(state, contract) else ()),
+            *(contract.notices if state.picked or (state.by_default and contract.faulted) else ()),
             *(f"attention not by {refused}" for refused in fallbacks),
         ),
         recompute_ratio=state.ratio,
@@ -369,7 +369,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
 
 def _unmeasured(state: RequestState, plan: Plan, contract: Contract) -> tuple[str, ...]:
     """Notices for a setting that was measured with other KV than was found."""
-    if not _by_setting(state, contract) or not contract.budgeted or state.exact_to == "full":
+    if not state.picked or state.exact_to == "full":
         return ()
     if state.lossy:
         rounded = "some that was found lost precision at rest (--at-rest raw keeps it)"
@@ -404,11 +404,6 @@ def _timings(state: RequestState) -> Timings:
         ttft=times.ttft_ms,
         total=(time.perf_counter() - times.arrival) * 1e3,
     )
-
-
-def _by_setting(state: RequestState, contract: Contract) -> bool:
-    """True if the contract's setting served a request: one for a graph has a default of its own."""
-    return state.by_default and (contract.faulted or not state.has_graph)
 
 
 def _figures(state: RequestState) -> dict[str, float]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from ragjax import quality
 from ragjax.core import ConfigError
 from ragjax.models.hub import cache_dir
-from ragjax.quality.report import Alpha, Budget, Report, Setting
+from ragjax.quality.report import Alpha, Report, Setting
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.craft import Craft
 
@@ -22,6 +24,14 @@ _log = logging.getLogger(__name__)
 def report_path(identity: bytes) -> Path:
     """Where the quality report of a model is kept, by what its KV depends on."""
     return cache_dir() / "quality" / f"{identity.hex()}.json"
+
+
+def shipped_report(identity: bytes) -> Report | None:
+    """The report of a packaged model, which comes with ragjax; None for other models."""
+    for path in sorted(Path(quality.__file__).parent.glob("*.json")):
+        with suppress(ConfigError):
+            return Report.load(path, identity.hex())
+    return None
 
 
 def alpha_path(identity: bytes) -> Path:
@@ -44,31 +54,20 @@ def alpha_of(identity: bytes) -> float:
     return Alpha.load(path, identity.hex()).value if path.exists() else 1.0
 
 
-def report_of(identity: bytes, budget: Budget | None, known: Mapping[str, Strategy], top_k: int) -> Report | None:
-    """The model's quality report, as far as it is of known strategies.
+def report_of(identity: bytes, known: Mapping[str, Strategy]) -> Report | None:
+    """The model's quality report, as far as it is of known strategies; the shipped one if the user has none.
 
-    None if no budget needs one and there is none, or, with a warning, none that can be used.
-
-    What Cache-Craft's strategies did by another alpha than they have now is left out.
-
-    Raises:
-        ConfigError: if a budget needs one that cannot be used, or that tells nothing of so many chunks.
+    None if there is none, or, with a warning, none that can be used. What Cache-Craft's strategies did by another alpha
+    than they have now is left out.
     """
     path = report_path(identity)
-    if budget is None and not path.exists():
-        return None
     try:
-        report = Report.load(path, identity.hex())
+        report = Report.load(path, identity.hex()) if path.exists() else shipped_report(identity)
     except ConfigError as error:
-        if budget is not None:
-            raise
         _log.warning("answers predict no divergence: %s", error)
         return None
-    if budget is not None and top_k > report.top_k:
-        raise ConfigError(
-            f"the quality report was made with {report.top_k} chunks a question, and {top_k} are to be retrieved: "
-            f"run ragjax gate --top-k {top_k}, or lower --top-k"
-        )
+    if report is None:
+        return None
     changed = {Setting(name) for name, one in known.items() if isinstance(one, Craft) and one.alpha != report.alpha}
     stale = sorted(m.setting.strategy for m in report.measurements if m.setting in changed)
     if stale:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ragjax.cache.pool import PagePool
 from ragjax.core import Compression, Kind, Prompt, Rag, Request, RequestError, Tokens
-from ragjax.engine.compose import Composer
+from ragjax.engine.compose import Chosen, Composer
 from ragjax.engine.grounding import too_long
 from ragjax.prompting import tools
 from ragjax.reuse import compaction
@@ -93,11 +93,12 @@ class Preparation:
         made = request.grounded or self.composer.ground(request)
         plain, rag = made.prompt, request.rag or Rag()
         self._check_tokens(plain, request)
-        ratio, notice = rag.recompute_ratio, None
         if strategy is None:
-            strategy, ratio, notice = self.composer.choose(rag, made)
+            chosen = self.composer.choose(rag, made)
         else:
             self.composer.check_ratio(rag, strategy)
+            chosen = Chosen(strategy, rag.recompute_ratio)
+        strategy = chosen.strategy
         prompt = strategy.dress(plain)
         room, raw = self.composer.context_length - len(prompt), request.prompt is not None
         tokenizer = self.composer.tokenizer
@@ -109,18 +110,20 @@ class Preparation:
         compression = self._compression(request, strategy)
         name = f"request-{next(self._numbers)}"
         times = Times(arrival - made.spent_ms / 1e3, retrieve_ms=made.retrieve_ms)
+        ratio = chosen.ratio
         state = RequestState(name, request, prompt, plain, strategy, ratio, compression, generation, sink, times)
+        state.picked = chosen.picked
         grammar = tools.grammar(request, tokenizer.knows_tools)
         constraint = None if grammar is None else self.grammars.constraint(*grammar)
         state.sampler = Sampler(request.sampling, plain.tokens, constraint)
         state.facts = made.facts
-        state.notices += [*([] if notice is None else [notice]), *made.notices]
+        state.notices += [*([] if chosen.notice is None else [chosen.notice]), *made.notices]
         if self.lookup:
             state.lookup = Lookup(self.lookup)
         self._check_length(state)
         if compression is not None and state.compresses and compression != self.compression:
             self.compressions.take(compression, request.tenant)  # last: a request that is refused compiles none
-        if not request.background and self.composer.contract.draws():
+        if not request.background and self.composer.contract.draws(chosen.picked):
             state.shadowed = []
         return state
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -204,11 +204,6 @@ class Report:
             below = [one for one in same if one.setting.ratio is not None and one.setting.ratio <= setting.ratio]
             near = sorted(below, key=lambda one: one.setting.ratio or 0.0)
         return Divergence(near[-1].kl, near[-1].top1) if near else None
-
-    def without(self, strategies: Collection[str]) -> Report:
-        """The report without measurements of these strategies."""
-        kept = (one for one in self.measurements if one.setting.strategy not in strategies)
-        return replace(self, measurements=tuple(kept))
 
     def cheapest(self, budget: Budget) -> Setting | None:
         """The setting of the least time to first token whose bounds lie inside the budget; None if none do."""

@@ -32,7 +32,7 @@ from ragjax.core import (
     SegmentReport,
     Tokens,
 )
-from ragjax.quality.contract import STEPS
+from ragjax.quality.contract import AUTO, STEPS
 from ragjax.quality.report import Setting
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.compaction import compressed
@@ -150,6 +150,7 @@ class RequestState(Waiting):
     times: Times = field(default_factory=Times)
     sampler: Sampler | None = None  # chooses its tokens
     lookup: Lookup | None = None  # proposes tokens beside each that it decodes; None: nothing
+    picked: bool = False  # the quality contract has evidence of such requests, and picked the setting
 
     # where it stands
     phase: Phase = Phase.WAITING
@@ -215,7 +216,7 @@ class RequestState(Waiting):
     @property
     def by_default(self) -> bool:
         """True if it left the strategy to the engine."""
-        return self.request.rag is None or self.request.rag.strategy is None
+        return self.request.rag is None or self.request.rag.strategy in (None, AUTO)
 
     @property
     def has_graph(self) -> bool:

@@ -210,7 +210,7 @@ class _Endpoints:
     async def health(self) -> Json | Response:
         shares = self._engine.shares
         replicas = self._engine.replicas() if hasattr(self._engine, "replicas") else None
-        facts: Json = {"model": self._engine.model_name}
+        facts: Json = {"model": self._engine.model_name, "strategy": self._engine.strategy_summary}
         if shares is not None:
             facts["shared_cache"] = "on" if shares else "off"
         if replicas is None:
@@ -332,5 +332,6 @@ class _Endpoints:
                 "selective": list(engine.selective),
                 "default_strategy": engine.default_strategy,
                 "default_recompute_ratio": engine.default_setting.ratio,
+                "summary": engine.strategy_summary,
             },
         }

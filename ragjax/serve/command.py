@@ -370,6 +370,7 @@ def _say_ready(engine: Service, listener: socket.socket, options: argparse.Names
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
     knowledge = ", ".join(engine.knowledge_names) or "none"
-    _log.info("%s ready at %s (knowledge: %s; strategy: %s)", engine.model_name, url, knowledge, engine.default_setting)
+    serves = f"knowledge: {knowledge}; strategy: {engine.strategy_summary}"
+    _log.info("%s ready at %s (%s)", engine.model_name, url, serves)
     if not _keys(options) and host not in ("127.0.0.1", "::1"):
         _log.warning("no API key is set, and %s can be reached from other machines", host)

@@ -71,7 +71,6 @@ _HELP = {
     "remote_evicted_total": "Entries that left the shared cache for those written.",
     "remote_dropped_total": "Entries that were not written to the shared cache, by reason.",
     "remote_errors_total": "Calls that the shared cache did not answer, or refused.",
-    "quality_fallback": "1 if no setting lies inside the quality budget, and requests run full attention.",
     "shadow_replays_total": "Requests replayed in full attention, dropped as too many waited, or failed.",
     "shadow_escalations_total": "Times that shadow replay changed what requests run by default, by reason.",
     "shadow_faults_total": "Replayed answers that were labelled exact and are not.",

@@ -22,16 +22,18 @@ from ragjax.core import (
     Event,
     Graph,
     Grounded,
+    Kind,
     LostError,
     Message,
     OverloadError,
+    Prompt,
     Rag,
     Request,
     RequestError,
 )
 from ragjax.engine import Engine
 from ragjax.engine.compose import Composer
-from ragjax.quality.contract import LEAST, Contract
+from ragjax.quality.contract import AUTO, LEAST, Contract
 from ragjax.quality.report import PREFIX, Budget, Measurement, Report, Setting
 from ragjax.reuse import strategies
 from tests.support import tiny
@@ -98,19 +100,15 @@ def test_a_warm_request_for_a_graph_is_answered() -> None:
 
 
 NAIVE = Setting("naive")
-FUSION = Setting("fusion", 0.15)
 PATHS = (("Ann", "likes", "Bob", "likes", "Cid"), ("Ann", "likes", "Dan"))
 
 
-def budgeted(settings: tuple[Setting, ...] = (FUSION, NAIVE)) -> Contract:
-    """Picks the first of these settings, and climbs to the next one that is slower and nearer."""
-    made = [
-        Measurement(setting, 10, 0.02 / (i + 1), 0.03, 0.95, 0.9, 10.0 + i, setting.ratio or 0.0)
-        for i, setting in enumerate(settings)
-    ]
+def budgeted() -> Contract:
+    """`auto`, by a report of naive."""
+    made = Measurement(NAIVE, 10, 0.02, 0.03, 0.95, 0.9, 10.0, 0.0)
     exact = Measurement(PREFIX, 10, 0.0, 0.0, 1.0, 1.0, 100.0, 0.0)
-    report = Report("ab12", "tiny", "float32", "2026-01-01T00:00:00+00:00", "cd", 3, (*made, exact))
-    return Contract(PREFIX, "float32", report=report, budget=Budget(0.05), preprocessed=PREPROCESSED)
+    report = Report("ab12", "tiny", "float32", "2026-01-01T00:00:00+00:00", "cd", 3, (made, exact))
+    return Contract(Setting(AUTO), "float32", report=report, budget=Budget(0.05))
 
 
 def find_fault(engine: Engine) -> None:
@@ -136,9 +134,9 @@ def test_a_fault_that_one_replica_finds_has_all_run_full(rag: Rag | None) -> Non
         for one in found:
             assert (one.strategy, one.exact_to) == ("full", "full")
             assert len([n for n in one.notices if "labelled exact and is not" in n]) == 1 == len(one.notices)
-        assert fleet.default_setting == Setting("full") and fleet.strategy_of(rag) == "full"
+        assert fleet.default_setting == Setting("full") and fleet.strategy_summary == "full"
         named = answer(fleet, asked(strategy="prefix"))
-        assert (named.strategy, named.notices, fleet.strategy_of(Rag(strategy="prefix"))) == ("prefix", (), "prefix")
+        assert (named.strategy, named.notices) == ("prefix", ())
         transport.dead.add("replica 1")  # what takes its place knows of nothing
         fleet.look()
         assert answer(fleet, request).strategy == "full"
@@ -154,24 +152,18 @@ def test_facts_are_told_in_full_once_trees_are_not_served() -> None:
         assert made.prompt is not None and "".join(fleet.pieces(made.prompt)).count("Ann") == 3
 
 
-def test_the_default_setting_is_as_the_fronts_knowledge_is() -> None:
-    with fleet_of_two(contract=budgeted) as (fleet, _, _):
-        assert fleet.default_setting == NAIVE and fleet.strategy_of(None) == "naive"
-        assert answer(fleet, asked()).strategy == "naive"
-
-
-def test_a_setting_that_shadow_replay_changed_is_what_the_fleet_tells_and_routes_by() -> None:
-    with fleet_of_two(contract=lambda: budgeted((NAIVE,))) as (fleet, _, engines):
-        made = fleet._composer.ground(asked())
-        assert fleet.default_setting == NAIVE and not fleet._is_exact(asked().rag, made)
+def test_a_setting_that_shadow_replay_changed_is_what_the_fleet_routes_by() -> None:
+    with fleet_of_two(contract=budgeted) as (fleet, _, engines):
+        assert fleet.default_setting == Setting(AUTO) and answer(fleet, asked()).strategy == "prefix"
+        bare = fleet._composer.ground(asked())
+        marked = [replace(s, behind=b"x" * 32) if s.kind is Kind.CHUNK else s for s in bare.prompt.segments]
+        made = Grounded(Prompt(tuple(marked)))
+        assert fleet._is_exact(asked().rag, bare) and not fleet._is_exact(asked().rag, made)
         for engine in engines:
             for _ in range(LEAST):
                 engine.contract.observe(NAIVE, False, Divergence(0.08, 0.5))
         fleet.look()
-        assert fleet.default_setting == PREFIX and fleet.strategy_of(Rag()) == "prefix"
         assert fleet._is_exact(asked().rag, made)
-        assert fleet.strategy_of(Rag(graph=Graph(relation_paths=PATHS))) == "dependency"
-        assert answer(fleet, asked()).strategy == "prefix"
 
 
 # ------------------------------------------------------------------------------------- placing and losing

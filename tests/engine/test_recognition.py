@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragjax.core import ConfigError, Divergence, Document, EngineOptions, Message, RequestError
+from ragjax.core import ConfigError, Divergence, Document, EngineOptions, Message
 from ragjax.engine import Engine
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Budget, Measurement, Report, Setting
@@ -118,18 +118,15 @@ def test_shadow_replay_compares_with_full_attention_over_the_same_tokens() -> No
     assert contract.stats()["shadow_faults_total"] == 0
 
 
-def test_a_budget_recognises_nothing() -> None:
+def test_auto_is_exact_with_recognised_passages() -> None:
     rows = (Measurement(Setting("naive"), 10, 0.01, 0.02, 0.9, 0.8, 3.0, 0.0),)
     rows += (Measurement(Setting("prefix"), 10, 0.0, 0.0, 1.0, 1.0, 9.0, 0.0),)
     report = Report("ab12", "tiny", "float32", "2026-01-01T00:00:00+00:00", "cd", 3, rows)
-    contract = Contract(Setting("prefix"), "float32", report=report, budget=Budget(0.5))
+    contract = Contract(Setting("auto"), "float32", report=report, budget=Budget(0.5))
     with tiny.engine(contract=contract) as made:
-        with pytest.raises(RequestError, match="name a strategy") as refused:
-            made.answer(stuffed(ORDERS[0]), recognise=True, max_tokens=1)
-        assert refused.value.param == "rag.recognise"
+        found = made.answer(stuffed(ORDERS[0]), recognise=True, max_tokens=1)
+        assert (found.strategy, found.exact_to, found.notices) == ("prefix", "full", ())
         assert made.answer(stuffed(ORDERS[0]), recognise=True, strategy="naive", max_tokens=1).predicted is None
-    with pytest.raises(ConfigError, match="not both"):
-        EngineOptions("tiny", recognise=True, quality_budget="KL=0.1")
 
 
 # --------------------------------------------------------------------------------- retrieval besides

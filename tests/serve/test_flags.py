@@ -88,7 +88,6 @@ def test_the_page_of_flags_is_made_from_the_options() -> None:
     [
         (["--frobnicate", "1"], "--frobnicate"),
         (["--speculate", "-1"], "--speculate"),
-        (["--quality-budget", "KL=1", "--strategy", "full"], "--strategy"),
         (["--recompute-ratio", "1.2"], "--recompute-ratio"),
         (["--shadow-rate", "-1"], "--shadow-rate"),
         (["--mod", "x"], "--mod"),

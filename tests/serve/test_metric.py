@@ -52,13 +52,7 @@ def test_metrics() -> None:
 
 
 def test_first_texts_are_counted_for_the_strategy_that_ran() -> None:
-    class Choosy(FakeEngine):
-        """What it runs by default, other than the prompt lets it."""
-
-        def strategy_of(self, rag: core.Rag | None) -> str:
-            return "naive"
-
-    engine = Choosy()
+    engine = FakeEngine()
     with serving(engine) as served:
         served.post(json=CHAT)
         engine.breakdown = core.RequestError("a stage was lost")

@@ -58,7 +58,7 @@ class FakeEngine:
         assert options.knowledge is None or not isinstance(options.knowledge, str | Path)
         return cls(
             model_name=str(options.model),
-            default_strategy=options.strategy or "prefix",
+            default_strategy=options.strategy,
             knowledge_names=tuple(options.knowledge or ()),
             max_queue=options.max_queue,
             delay=0.05 if options.model == "slow" else 0.0,
@@ -76,9 +76,10 @@ class FakeEngine:
         """The default strategy, with its own choice of a ratio."""
         return Setting(self.default_strategy)
 
-    def strategy_of(self, rag: core.Rag | None) -> str:
-        """What the request names, or the default."""
-        return (rag and rag.strategy) or self.default_strategy
+    @property
+    def strategy_summary(self) -> str:
+        """The default strategy."""
+        return self.default_strategy
 
     @property
     def shares(self) -> None:
@@ -265,7 +266,6 @@ class FakeEngine:
             "remote_evicted_total": 0,
             "remote_dropped_total": {"full": 1},
             "remote_errors_total": {"refused": 1},
-            "quality_fallback": 0,
             "shadow_replays_total": {"replayed": 1, "dropped": 0, "failed": 0},
             "shadow_escalations_total": {"raise": 0, "exact": 0, "fault": 0},
             "shadow_faults_total": 0,

@@ -123,7 +123,6 @@ def fleet_of_two(
     try:
         transport = LocalTransport([Replica(engine, f"replica {i}", i) for i, engine in enumerate(engines)])
         card, own, knowledge, tokenizer = transport.card(), contract(), tiny.knowledge(), tiny.byte_tokenizer()
-        own.begin(preprocessed=False)
         options = EngineOptions("tiny", top_k=2)
         composer = Composer.of(options, knowledge, tokenizer, all_strategies(), own, card.limits, card.context_length)
         knowledge.bases.make("ferries").add(DOCUMENTS)

@@ -23,7 +23,7 @@ def test_every_system_has_options_and_prefix_with_lru_has_no_tier_below() -> Non
     made = {name: options_of(name, {}, BASE) for name in OWN}
     assert made["prefix-lru"].storage.host_gb == 0 and made["prefix-lru"].storage.policy == "lru"
     assert made["prefix-tiers"].storage.host_gb > 0 and made["contract"].quality_budget == "KL=0.1"
-    assert made["contract"].strategy is None
+    assert made["contract"].strategy == "auto"
     assert {one.max_context for one in made.values()} == {1024}
 
 

@@ -19,7 +19,6 @@ from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.trained import BLOCK, Adapter
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
-from ragjax.runner.device import use_compilation_cache
 from train.batch import Order, Rows
 from train.checkpoint import Checkpoints
 from train.corpus import Corpus, check_taught, encode
@@ -79,7 +78,7 @@ def run(options: argparse.Namespace, recipe: Recipe, part: Part) -> dict[str, An
     rows, out = Rows.up_to(recipe.row), Path(options.out)
     if not options.resume:
         _check_untrained(out)
-    use_compilation_cache(cache_dir())
+    _keep_programs()
     source = Source.find(options.model)
     config = open_checkpoint(source.local.path).config
     check_family(config)
@@ -143,6 +142,14 @@ def _check_untrained(out: Path) -> None:
     for made in (out / "model", out / "adapter.safetensors", out / "packet.safetensors"):
         if made.exists():
             raise ConfigError(f"{made} is there already: {out} has a trained model; give another --out")
+
+
+def _keep_programs() -> None:
+    """Keep compiled programs on disk, so that a run which goes on does not compile them again."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _make_folder(out: Path) -> None:

@@ -24,6 +24,7 @@ from ragjax.engine.knowledge import Knowledge
 from ragjax.engine.measurement import alpha_of, cost_path, report_of
 from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
+from ragjax.models.executables import Executables
 from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.trained import load_model, model_digest, reads_blocks, wrapper_of
@@ -40,7 +41,6 @@ from ragjax.runner.device import (
     platform,
     precision,
     room_for,
-    use_compilation_cache,
     widening_pays,
 )
 from ragjax.runner.mesh import copies_of, host_memory, make_mesh
@@ -103,7 +103,6 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     POLICIES.lookup(storage.policy)  # a wrong name should not cost loading the weights
     ORDERS.lookup(options.order)
     recorder = None if options.record_trace is None else Recorder(options.record_trace)
-    use_compilation_cache(cache_dir())
     tokenizer = Tokenizer.load(local.path)
     mesh = make_mesh(options.tensor_parallel, open_checkpoint(local.path).config)
     with _room_for_weights(), host_memory() if options.tensor_parallel > 1 else nullcontext():
@@ -136,6 +135,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
             mesh=mesh,
             widen=numbers.widen,
             whole=whole,
+            executables=Executables(cache_dir() / "executables"),
         )
     with room_for(f"what a step computes, beside {runner.held}", "lower --device-cache-gb"):
         if options.compile:

@@ -30,6 +30,8 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from ragjax.core import ConfigError, RequestError
+from ragjax.models.executables import Executables, key_of
+from ragjax.models.hub import cache_dir
 
 GRID: Mapping[int, tuple[int, ...]] = {32: (1, 32), 64: (1, 16), 128: (1, 8), 192: (1, 6), 256: (1, 4)}
 """Compiled lengths, and the batch sizes of each: one text, or about a thousand tokens."""
@@ -152,6 +154,8 @@ class Encoder:
         self._tokenizer = tokenizer
         self._state = state
         self._embed = jax.jit(partial(_embed, graph))
+        self._programs = dict[tuple[int, int], Any]()
+        self._executables = Executables(cache_dir() / "executables")
 
     @classmethod
     def load(cls, directory: Path) -> Encoder:
@@ -248,7 +252,20 @@ class Encoder:
         for i, row in enumerate(rows):
             ids_BT[i, : len(row)] = row
             lengths_B[i] = len(row)
-        return np.asarray(self._embed(self._state, ids_BT, lengths_B))[: len(rows)]
+        if (batch, length) not in self._programs:
+            self._programs[batch, length] = self._make(batch, length)
+        return np.asarray(self._programs[batch, length](self._state, ids_BT, lengths_B))[: len(rows)]
+
+    def _make(self, batch: int, length: int) -> Any:
+        devices = list(jax.tree.leaves(self._state)[0].devices())
+        key = key_of(devices, {"name": ("encoder", batch, length), "identity": self.identity})
+        found = self._executables.load(key, devices)
+        if found is not None:
+            return found[0]
+        arrays = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, length), (batch,)))
+        program = self._embed.lower(self._state, *arrays).compile()
+        self._executables.keep(key, program, None)
+        return program
 
 
 def _first_words(text: str, most: int) -> tuple[str, bool]:

@@ -1,4 +1,4 @@
-"""The device that JAX computes on, what it multiplies in, and where its compiled programs are kept."""
+"""The device that JAX computes on, and what it multiplies in."""
 
 from __future__ import annotations
 
@@ -30,14 +30,6 @@ def platform() -> str:
 def is_wide() -> bool:
     """True if JAX defaults to 64-bit numbers (`jax_enable_x64`)."""
     return bool(jax.config.read("jax_enable_x64"))
-
-
-def use_compilation_cache(directory: Path) -> None:
-    """Keep compiled programs on disk, so that a second start does not compile."""
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(directory / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from ragjax.kernels.rope import Rotation
 from ragjax.kernels.table import Rows
 from ragjax.kernels.view import View
 from ragjax.models.config import ModelConfig
+from ragjax.models.executables import Executables, key_of
 from ragjax.runner import compaction, stages
 from ragjax.runner.mesh import POOL
 from ragjax.runner.stages import LAYER_ARRAYS, STEP_ARRAYS, Spec, StagePlace
@@ -52,6 +53,7 @@ class Programs:
         rotation: RoPE table.
         grid: the buckets.
         attention: backend of attention to try first.
+        executables: where compiled ones are kept (None: nowhere).
 
     Attributes:
         compiled: programs by name. waited_s: seconds that steps waited for programs compiled at their first use.
@@ -66,6 +68,7 @@ class Programs:
         rotation: Rotation,
         grid: Grid,
         attention: str | None,
+        executables: Executables | None = None,
     ):
         self._config = config
         self._spec = spec
@@ -74,6 +77,7 @@ class Programs:
         self._rotation = rotation
         self._grid = grid
         self._attention = attention
+        self._executables = executables
         self._device = Device.of(spec.mesh.devices.flat[0])
         self._pool_sharding = NamedSharding(spec.mesh, POOL)
         self._everywhere = NamedSharding(spec.mesh, P())
@@ -112,7 +116,7 @@ class Programs:
         """Compile those that are not compiled yet; `progress` is called with each name."""
         for name in names:
             if name not in self.compiled:
-                self.compiled[name] = self._compile(*name)
+                self.compiled[name] = self._make(name)
             if progress is not None:
                 progress(" ".join(map(str, name)))
 
@@ -122,7 +126,7 @@ class Programs:
             log.info("compiling %s at its first use", " ".join(map(str, name)))
             begin = time.perf_counter()
             try:
-                self.compiled[name] = self._compile(*name)
+                self.compiled[name] = self._make(name)
             finally:
                 self.waited_s += time.perf_counter() - begin
         return self.compiled[name]
@@ -154,6 +158,37 @@ class Programs:
         looking = Rows(row_T, row_T, row_T)
         view = View(looking, pool, 0, entries, self._rotation, blocks, self._spec.scale, block, cap=self._spec.cap)
         return choose(q_THD, view, self._device, self._attention)
+
+    def _make(self, name: Name) -> Any:
+        """Load a program that was kept, or compile it."""
+        if self._executables is None:
+            return self._compile(*name)
+        devices = list(self._spec.mesh.devices.flat)
+        key = key_of(devices, self._facts(name))
+        found = self._executables.load(key, devices)
+        if found is not None:
+            program, choices = found
+            if choices is not None:
+                self._choices[name[1:]] = choices
+            return program
+        program = self._compile(*name)
+        self._executables.keep(key, program, self.choices(*name[1:]) if name[0] == "begin" else None)
+        return program
+
+    def _facts(self, name: Name) -> dict[str, object]:
+        """What a program depends on besides the machine and the code."""
+        shaped = name[0] in ("begin", "stage", "layered")
+        return {"name": name, "shape": self._grid.shape(name[1]) if shaped else None, "common": self._common}
+
+    @cached_property
+    def _common(self) -> tuple[object, ...]:
+        spec = self._spec
+        arrays = jax.tree.leaves((self._weights.ends, self._weights.stages[0], self._pool, self._rotation))
+        return (
+            *(self._config.to_json(), str(spec.mesh), self._attention, self._weights.depth),
+            *(spec.scanned, spec.scale, spec.widen, spec.cap),
+            *((x.shape, str(x.dtype), str(x.sharding)) for x in arrays),
+        )
 
     def _compile(self, kind: str, *sizes: Any) -> Any:
         compilers: dict[str, Callable[..., Any]] = {

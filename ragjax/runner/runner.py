@@ -33,6 +33,7 @@ from ragjax.kernels.attention.op import Choice
 from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.view import check_values
 from ragjax.models.decoder import Decoder, rotation_table
+from ragjax.models.executables import Executables
 from ragjax.runner import compaction, sampling
 from ragjax.runner.device import is_full
 from ragjax.runner.mesh import POOL, mesh_of
@@ -101,6 +102,7 @@ class Runner(DevicePool):
         widen: products of many rows read bfloat16 weights and KV as float32: faster on a CPU without bfloat16 products.
         whole: one pair of arrays for all layers in place of one for each stage, so that layers which keep many tokens
             of a request may use what those leave that keep few (`core.passes.LayerLayout`).
+        executables: where compiled programs are kept (None: nowhere).
 
     Raises:
         ConfigError: if there is no memory for so many pages.
@@ -124,6 +126,7 @@ class Runner(DevicePool):
         attention: str | None = None,
         widen: bool = False,
         whole: bool = False,
+        executables: Executables | None = None,
     ):
         mesh = mesh or mesh_of(jax.devices()[:1])
         platform = mesh.devices.flat[0].platform
@@ -151,7 +154,7 @@ class Runner(DevicePool):
             widen,
             config.attention_cap,
         )
-        programs = Programs(config, spec, weights, jitted.eval_shape(), rotation, self.grid, attention)
+        programs = Programs(config, spec, weights, jitted.eval_shape(), rotation, self.grid, attention, executables)
         super().__init__(jitted, len(weights.stages), config.num_layers // reach, programs, rotation)
 
     @property

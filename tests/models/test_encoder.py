@@ -13,6 +13,7 @@ from ragjax.core import ConfigError, RequestError
 from ragjax.models import encoder as module
 from ragjax.models.encoder import GRID, Encoder
 from ragjax.models.hub import resolve
+from tests.support.devices import without_compilation_cache
 
 GOLDENS = Path(__file__).parents[1] / "data" / "encoder_goldens.npz"
 CONFIG = {
@@ -182,11 +183,20 @@ def test_warmup_compiles_the_whole_grid(tiny: Path) -> None:
     encoder, seen = Encoder.load(tiny), []
     encoder.warmup(lambda done, total: seen.append((done, total)))
     assert seen == [(i + 1, 4) for i in range(4)]  # lengths 32 and 64 hold its 40 tokens
-    assert encoder._embed._cache_size() == 4
+    assert len(encoder._programs) == 4
     for n in (1, 2, 7, 70):
         encoder.encode(["word"] * n)
         encoder.encode(["word " * 60] * n)
-    assert encoder._embed._cache_size() == 4
+    assert len(encoder._programs) == 4
+
+
+def test_a_later_encoder_traces_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGJAX_CACHE", str(tiny / "cache"))
+    with without_compilation_cache():
+        expected = Encoder.load(tiny).encode(["word"])
+        encoder = Encoder.load(tiny)
+        monkeypatch.setattr(encoder, "_embed", None)
+        np.testing.assert_array_equal(encoder.encode(["word"]), expected)
 
 
 def test_grid_offers_one_text_or_many() -> None:

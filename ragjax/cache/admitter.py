@@ -46,9 +46,6 @@ class Admitter:
             cuts: token indexes at which segments begin or end; nodes are cut there.
             public: leading tokens that every tenant may read (None: all of a request without a tenant, else none).
             totals: of the request, from which policies learn costs (None: it computed these tokens alone).
-
-        Raises:
-            ValueError: if the arguments do not fit each other or the match.
         """
         self._matcher.require(context)
         if not 0 <= from_ <= context.length or not np.array_equal(tokens[:from_], context.tokens[:from_]):
@@ -117,9 +114,6 @@ class Admitter:
             variant: whether it is one of the variants whose number is limited, of all chunks and tenants together.
             public: whether every tenant may read it (None: if the request has no tenant).
             totals: as in `admit_prefix`.
-
-        Raises:
-            ValueError: if the context was not found whole, or run and tokens do not fit.
         """
         self._matcher.require(context, provenance)
         if not context.complete:
@@ -178,9 +172,6 @@ class Admitter:
             meta: the strategy's own, kept with it.
             public: whether every tenant may read it (None: if the request has no tenant).
             totals: as in `admit_prefix`.
-
-        Raises:
-            ValueError: if the context was not found whole, or the run does not fit.
         """
         self._matcher.require(context)
         if not context.complete or run.length != len(tokens) - from_:

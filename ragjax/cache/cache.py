@@ -149,9 +149,6 @@ class KnowledgeCache:
         """Pages of the caller's own for `n_tokens` new tokens, evicting what must leave; give back with `free`.
 
         spare: pages that must be left, free or not in use.
-
-        Raises:
-            OutOfPages: if evicting all that is not in use would not be enough; nothing changes then.
         """
         need = self.pool.pages_for(n_tokens)
         if need + spare > self.pool.reclaimable_pages:
@@ -170,9 +167,6 @@ class KnowledgeCache:
         """Give a reservation back; pages that the tree refers to stay.
 
         clear: it may hold what is not finite, which must not stay in its pages.
-
-        Raises:
-            ValueError: if `run` is not an outstanding reservation.
         """
         if self._reserved.pop(run, None) is None:
             raise ValueError(f"{run} is not reserved, or was freed before")
@@ -186,25 +180,13 @@ class KnowledgeCache:
     # --------------------------------------------------------------------------------- who waits, what moves
 
     def keys_of(self, tokens: Tokens, cuts: Sequence[int], tenant: str = PUBLIC, public: int = 0) -> tuple[bytes, ...]:
-        """Keys of the nodes that a causal prompt uses: of those that are kept, then of those it would add.
-
-        public: leading tokens that go to all tenants.
-        """
+        """Keys of the nodes that a causal prompt uses (`causal_keys`)."""
         return causal_keys(self.tree, raw_of(tokens), cuts, tenant, public)
 
     def keys_of_path(
-        self,
-        context: Tokens,
-        path: Tokens,
-        stops: Sequence[int],
-        method: str,
-        tenant: str = PUBLIC,
-        public: int = 0,
+        self, context: Tokens, path: Tokens, stops: Sequence[int], method: str, tenant: str = PUBLIC, public: int = 0
     ) -> tuple[bytes, ...]:
-        """Keys of the nodes that a dependency path behind a causal context uses, kept or not, as `keys_of`.
-
-        stops: offsets in the path at which its branches end. public: its leading tokens that go to all tenants.
-        """
+        """Keys of the nodes that a dependency path behind a causal context uses, kept or not (`path_keys`)."""
         return path_keys(self.tree, raw_of(context), raw_of(path), stops, method, tenant, public)
 
     def key_of(
@@ -243,11 +225,7 @@ class KnowledgeCache:
         return len(self._hierarchy.loads)
 
     def lose_device(self) -> None:
-        """The device's pool is empty again: keep what host memory holds.
-
-        Raises:
-            ValueError: if a match, a reservation or a load is outstanding.
-        """
+        """The device's pool is empty again: keep what host memory holds."""
         matches = self.matcher.matches
         if matches or self._reserved:
             raise ValueError(f"{len(matches)} matches and {len(self._reserved)} reservations are outstanding")
@@ -259,9 +237,6 @@ class KnowledgeCache:
         """Check every book against every other; O(everything).
 
         live: labels that may hold matches and reservations now (none: `()`); None accepts all labels.
-
-        Raises:
-            AuditError: naming the page, node, match or reservation that is wrong.
         """
         matches = self.matcher.matches
         for match in matches:

@@ -25,7 +25,7 @@ from ragjax.cache.node import Node, Provenance, context_of, name
 from ragjax.cache.policy.base import Policy, Victims
 from ragjax.cache.pool import AuditError, PagePool
 from ragjax.cache.tree import KnowledgeTree
-from ragjax.core.tiers import Copy, DiskIndex, Inquiry, Record, Tier, TransferEngine
+from ragjax.core.tiers import DiskIndex, Inquiry, Record, Tier, TransferEngine
 
 REPLICATE = 2
 """Requests that must have matched a node before it is copied to host memory and disk ahead of its eviction."""
@@ -84,8 +84,8 @@ class Hierarchy:
         self._unflushed: list[Node] | None = None
         self.dead: dict[Node, None] = {}  # out of the tree, and still in use
 
-    def consider(self, node: Node) -> None:
-        if node.loading or node.dead or node.parent is None:
+    def consider(self, node: Node | None) -> None:
+        if node is None or node.loading or node.dead or node.parent is None:
             return
         if node.run is not None and not node.on_device and not node.pins:
             self.device.push(node)
@@ -135,7 +135,7 @@ class Hierarchy:
             return
         self._demote(node)  # only now: making room in host memory may have queued it again
         self.consider(node)
-        self._consider_parent(node)
+        self.consider(node.parent)
 
     def _note_departure(self, node: Node, tier: Tier) -> None:
         """A node has left a tier; where it is now says who kept it."""
@@ -154,7 +154,7 @@ class Hierarchy:
         for node in reversed(nodes):
             self._demote(node)
             self.consider(node)
-        self._consider_parent(nodes[0])
+        self.consider(nodes[0].parent)
         return True
 
     def _demote(self, node: Node) -> None:
@@ -227,8 +227,7 @@ class Hierarchy:
 
     def _drop(self, node: Node) -> None:
         """Take an unpinned node and all below it out of the tree; what host memory has of it may go to disk first."""
-        below = list(node.subtree())
-        for step in reversed(below):
+        for step in reversed(list(node.subtree())):
             self._unhost(step, last=True)
             if step.run is not None:
                 self._demote(step)
@@ -239,8 +238,7 @@ class Hierarchy:
 
     def remove(self, node: Node) -> None:
         """Take an unpinned leaf out of the tree, unkept."""
-        if node.host is not None:  # what is not worth its place in memory is not worth one on disk
-            self._lose_copy(node, node.host)
+        self._lose_copy(node)  # what is not worth its place in memory is not worth one on disk
         self._drop(node)
         self.host_memory.dispatch()
 
@@ -276,25 +274,22 @@ class Hierarchy:
         if node.run is None:
             self._drop(node)
         else:
-            self._consider_parent(node)
+            self.consider(node.parent)
 
     def _unhost(self, node: Node, last: bool) -> None:
         """The node leaves host memory, to disk if there is one that does not have it. last: it leaves memory."""
+        if node.host is not None:
+            self._shelve(node, last)
+            self._lose_copy(node)
+
+    def _lose_copy(self, node: Node) -> None:
         copy = node.host
         if copy is None:
             return
-        self._shelve(node, last)
-        self._lose_copy(node, copy)
-
-    def _lose_copy(self, node: Node, copy: Copy) -> None:
         self.host.discard(node)
         self.policy.on_evict(node, Tier.HOST)
         self.tree.store(node, None)
         self.host_memory.leave(copy)
-
-    def _consider_parent(self, node: Node) -> None:
-        assert node.parent is not None
-        self.consider(node.parent)
 
     # --------------------------------------------------------------------------- shape, pins, and what is lost
 
@@ -352,14 +347,13 @@ class Hierarchy:
         self.tree.detach(node)
         for step in below:
             self.device.discard(step)
-            if step.host is not None:
-                self._lose_copy(step, step.host)
+            self._lose_copy(step)
             self.dead[step] = None
             self._forget(step)
             if not step.pins:
                 self._free(step)
         self.loads.break_dead(error)
-        self._consider_parent(node)
+        self.consider(node.parent)
 
     def _free(self, node: Node) -> None:
         if node.run is not None and not node.loading:
@@ -373,11 +367,11 @@ class Hierarchy:
         for node in lost:
             if node.loading or node.dead or node.host is None:
                 continue  # its load will fail by itself; what is dead has gone with its parent
-            self._lose_copy(node, node.host)
+            self._lose_copy(node)
             if node.run is None:
                 self.invalidate(node, "its host copy was not made")
             else:
-                self._consider_parent(node)
+                self.consider(node.parent)
 
     # ------------------------------------------------------------------------------- replication and loss
 
@@ -460,8 +454,7 @@ class Hierarchy:
     def enforce(self, tenant: str) -> None:
         """Evict the tenant's own nodes from the device until it is within its quota, or all it has is in use."""
         storage = self.storage
-        quota = storage.quota(tenant) if storage is not None else None
-        if storage is None or quota is None:
+        if storage is None or (quota := storage.quota(tenant)) is None:
             return
         pages = self.tree.pages[tenant]
         while len(pages) * storage.page_bytes > quota and (node := self.device.pop(tenant)) is not None:

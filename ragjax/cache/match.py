@@ -143,29 +143,13 @@ FADES = 0.7
 """What the past counts for a tier's pace after each load."""
 
 
-@dataclass
-class Pace:
-    """Exponential moving average of a tier's throughput, from order to end, in tokens and seconds."""
-
-    tokens: float = 0.0
-    seconds: float = 0.0
-
-    def note_load(self, tokens: int, seconds: float) -> None:
-        self.tokens = FADES * self.tokens + tokens
-        self.seconds = FADES * self.seconds + seconds
-
-    def seconds_for(self, tokens: int) -> float | None:
-        """Seconds that a load of so many tokens takes; None if there were no loads."""
-        return tokens * self.seconds / self.tokens if self.tokens else None
-
-
 class Loads:
     """Loads under way by number, from 1 on: what `Node.loading` and `Match.waits` name."""
 
     def __init__(self) -> None:
         self.under_way: dict[int, Loading] = {}
         self._number = 0
-        self._pace: dict[Tier, Pace] = defaultdict(Pace)
+        self._pace: dict[Tier, tuple[float, float]] = {}  # tokens, and seconds from order to end, as moving averages
 
     def __len__(self) -> int:
         return len(self.under_way)
@@ -175,14 +159,16 @@ class Loads:
         return self._number
 
     def begin(self, number: int, loading: Loading) -> None:
-        loading.progress.seconds = self._pace[loading.tier].seconds_for(sum(map(len, loading.nodes)))
+        tokens, seconds = self._pace.get(loading.tier, (0.0, 0.0))
+        loading.progress.seconds = sum(map(len, loading.nodes)) * seconds / tokens if tokens else None
         self.under_way[number] = loading
 
     def end(self, number: int, seconds: float | None) -> Loading:
         """A load is no longer under way; it took so many seconds, if all of it arrived."""
         loading = self.under_way.pop(number)
         if seconds is not None:
-            self._pace[loading.tier].note_load(sum(map(len, loading.nodes)), seconds)
+            tokens, spent = self._pace.get(loading.tier, (0.0, 0.0))
+            self._pace[loading.tier] = FADES * tokens + sum(map(len, loading.nodes)), FADES * spent + seconds
         return loading
 
     def note(self, arrived: Mapping[int, int]) -> None:

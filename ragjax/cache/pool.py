@@ -61,11 +61,7 @@ class PagePool:
         return -(-n_tokens // self.page_size)
 
     def allocate(self, n_tokens: int) -> Run:
-        """A run of fresh pages, one reference each.
-
-        Raises:
-            OutOfPages: if too few pages are free; nothing is taken then.
-        """
+        """A run of fresh pages, one reference each."""
         if n_tokens < 1:
             raise ValueError(f"a run holds at least one token, not {n_tokens}")
         need = self.pages_for(n_tokens)
@@ -116,11 +112,7 @@ class PagePool:
         return all(self._pinned[page] for page in run.pages)
 
     def audit(self, held: Iterable[Run], pinned: Iterable[Run]) -> None:
-        """Compare the books with the runs that should be held, and with those of them that are pinned.
-
-        Raises:
-            AuditError: naming the first page that differs.
-        """
+        """Compare the books with the runs that should be held, and with those of them that are pinned."""
         references, pins = (Counter(page for run in runs for page in run.pages) for runs in (held, pinned))
         free = set(self._free)
         if len(free) != len(self._free):

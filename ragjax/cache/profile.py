@@ -21,20 +21,12 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Profile:
-    """T(cached, new): seconds that a prefill of `new` tokens takes behind `cached` tokens whose KV is there.
+    """T(cached, new): seconds that a prefill of `new` tokens takes behind `cached` tokens whose KV is there."""
 
-    cached: ascending token counts from 0 on, at least two. new: ascending, at least two, from 1 on.
-    seconds: one row for each of `cached`, in it one positive figure for each of `new`.
-    measured_on: model, dtype and device, for people to read.
-
-    Raises:
-        ValueError: naming the field that is not so.
-    """
-
-    cached: tuple[int, ...]
-    new: tuple[int, ...]
-    seconds: tuple[tuple[float, ...], ...]
-    measured_on: str = ""
+    cached: tuple[int, ...]  # ascending token counts from 0 on, at least two
+    new: tuple[int, ...]  # ascending token counts from 1 on, at least two
+    seconds: tuple[tuple[float, ...], ...]  # a row for each of `cached`, in it a positive figure for each of `new`
+    measured_on: str = ""  # model, dtype and device, for people to read
 
     def __post_init__(self) -> None:
         _require_ascending("cached", self.cached, 0)
@@ -73,11 +65,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Read what `save` wrote.
-
-        Raises:
-            ConfigError: if there is no such file, or it holds no profile.
-        """
+        """Read what `save` wrote."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["version"] != VERSION:

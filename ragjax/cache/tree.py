@@ -298,11 +298,7 @@ class KnowledgeTree:
     # --------------------------------------------------------------------------------------------- audit
 
     def audit(self) -> None:
-        """Check shape, keys, counts and both indexes; O(tokens on all paths).
-
-        Raises:
-            AuditError: naming the first node that is wrong.
-        """
+        """Check shape, keys, counts and both indexes; O(tokens on all paths)."""
         held = 0
         _audit_children(self.root)
         for node in self.nodes():

@@ -7,7 +7,6 @@ be done as asked.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ragjax.commands.flags import Parser, error_line, from_zero, plural, size_text
-from ragjax.core import ConfigError, RagjaxError
+from ragjax.commands.flags import Parser, exit_code, from_zero, plural, size_text
+from ragjax.core import ConfigError
 from ragjax.store.disk import DiskStore
 from ragjax.store.entry import Damaged
 from ragjax.store.folder import folders
@@ -33,22 +32,10 @@ class _Directory:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        options = _options(argv)
-        with _opened(options.dir) as directory:
-            if options.command == "verify":
-                return _verify(directory)
-            if options.command == "gc":
-                return _gc(directory, int(options.max_gb * 2**30))
-            return _stats(directory, options.json)
-    except RagjaxError as error:
-        print(error_line("ragjax cache", error), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return exit_code("ragjax cache", lambda: _run(argv))
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def _run(argv: Sequence[str] | None) -> int:
     parser = Parser("ragjax cache", "Upkeep of a disk cache.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="verify|gc|stats")
     verify = commands.add_parser("verify", help="read every entry; exit code 1 if any is damaged", allow_abbrev=False)
@@ -58,7 +45,13 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument("dir", metavar="DIR", type=Path, help="what --disk-cache of the server names")
     gc.add_argument("--max-gb", type=from_zero, required=True, help="size to shrink to, units of 2^30 B")
     stats.add_argument("--json", action="store_true", help="one JSON document")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    with _opened(options.dir) as directory:
+        if options.command == "verify":
+            return _verify(directory)
+        if options.command == "gc":
+            return _gc(directory, int(options.max_gb * 2**30))
+        return _stats(directory, options.json)
 
 
 @contextmanager

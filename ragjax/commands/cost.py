@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 
@@ -15,8 +14,8 @@ import numpy as np
 from tqdm import tqdm
 
 from ragjax.cache.profile import Profile
-from ragjax.commands.flags import Parser, add_engine_flags, engine_options, error_line, integer
-from ragjax.core import Kind, Prompt, RagjaxError, Segment
+from ragjax.commands.flags import Parser, add_engine_flags, engine_options, exit_code, integer
+from ragjax.core import Kind, Prompt, Segment
 from ragjax.engine import Engine
 from ragjax.engine.measurement import cost_path
 
@@ -25,20 +24,18 @@ ROUNDS = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code: 0, or 2 if it cannot run as asked."""
+    return exit_code("ragjax cost", lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = Parser("ragjax cost", "Measure prefill times of a model on this device, for --policy pgdsf.")
     add_engine_flags(parser, ("model", "dtype", "device_cache_gb", "tensor_parallel"))
     parser.add_argument("--longest", type=integer(33), default=2048, help="most cached, and new tokens (%(default)s)")
-    try:
-        options = parser.parse_args(argv)
-        logging.basicConfig(format="%(message)s", level=logging.WARNING)
-        with Engine.load(engine_options(options), max_context=2 * options.longest + 64) as engine:
-            profile = measure(engine, options.longest, ROUNDS)
-            path = cost_path(engine.identity)
-    except RagjaxError as error:
-        print(error_line("ragjax cost", error), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    options = parser.parse_args(argv)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    with Engine.load(engine_options(options), max_context=2 * options.longest + 64) as engine:
+        profile = measure(engine, options.longest, ROUNDS)
+        path = cost_path(engine.identity)
     path.parent.mkdir(parents=True, exist_ok=True)
     profile.save(path)
     print(f"{len(profile.cached) * len(profile.new)} prefill times of {profile.measured_on} are in {path}")
@@ -74,11 +71,7 @@ def seconds(engine: Engine, cached: int, new: int, rounds: int) -> float:
 def measure(engine: Engine, longest: int, rounds: int) -> Profile:
     """The whole grid, of up to `longest` cached and as many new tokens."""
     cached, new = (0, *grid(longest)), (1, *grid(longest))
-    with tqdm(total=len(cached) * len(new), desc="prefill", unit="pair") as bar:
-
-        def timed(a: int, b: int) -> float:
-            bar.update()
-            return seconds(engine, a, b, rounds)
-
-        rows = [tuple(timed(a, b) for b in new) for a in cached]
-    return Profile(cached, new, tuple(rows), f"{engine.model_name} {engine.dtype}")
+    pairs = tqdm([(a, b) for a in cached for b in new], desc="prefill", unit="pair")
+    times = [seconds(engine, a, b, rounds) for a, b in pairs]
+    rows = tuple(tuple(times[i : i + len(new)]) for i in range(0, len(times), len(new)))
+    return Profile(cached, new, rows, f"{engine.model_name} {engine.dtype}")

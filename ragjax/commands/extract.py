@@ -5,21 +5,19 @@ ragjax extract --documents docs/ --out facts.jsonl --base-url http://127.0.0.1:8
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import os
-import sys
 from collections.abc import Sequence
 
 import httpx
 import numpy as np
 
-from ragjax.commands.flags import Parser, error_line, integer, positive
-from ragjax.core import ConfigError, RagjaxError, Tokens
+from ragjax.commands.flags import Parser, exit_code, integer, positive
+from ragjax.core import ConfigError, Tokens
 from ragjax.retrieval.chunking import MIN_TOKENS, Chunker
 from ragjax.retrieval.document import load
-from ragjax.retrieval.extraction import Endpoint, ExtractionReport, extract
+from ragjax.retrieval.extraction import Endpoint, extract
 
 CHUNK_TOKENS = 512
 """Of a chunk (DepCache, section 6.1)."""
@@ -29,21 +27,10 @@ _TOKEN_BYTES = 4  # the endpoint's tokenizer is not at hand; texts have about 4 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code: 0 if every chunk was asked, 1 if it cannot run or go on, 130 if stopped."""
-    try:
-        options = _options(argv)
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        report = _run(options)
-    except RagjaxError as error:
-        print(error_line("ragjax extract", error), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    print(report)
-    return 0
+    return exit_code("ragjax extract", lambda: _run(argv), 1, "stopped; the same command goes on from here")
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def _run(argv: Sequence[str] | None) -> int:
     parser = Parser("ragjax extract", "Have a language model extract triples from documents (docs/graph.md).")
     flag = parser.add_argument
     flag("--documents", required=True, help="folder or .jsonl of documents")
@@ -55,25 +42,21 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--max-tokens", type=integer(1), default=1024, help="of an answer (%(default)s)")
     flag("--concurrency", type=integer(1, 256), default=4, help="requests under way at a time (%(default)s)")
     flag("--timeout", type=positive, default=120.0, help="seconds for an answer (%(default)s)")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
+    def count_tokens(text: str) -> Tokens:
+        return np.zeros(math.ceil(len(text.encode()) / _TOKEN_BYTES), np.int32)
 
-def _run(options: argparse.Namespace) -> ExtractionReport:
-    chunker = Chunker(_count_tokens, options.chunk_tokens)
+    chunker = Chunker(count_tokens, options.chunk_tokens)
     chunks = [chunk for document in load(options.documents).documents for chunk in chunker.chunks(document)]
     key = options.api_key or os.environ.get("OPENAI_API_KEY")
     try:
-        client = httpx.Client(
-            base_url=options.base_url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=options.timeout,
-        )
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        client = httpx.Client(base_url=options.base_url, headers=headers, timeout=options.timeout)
     except (httpx.InvalidURL, ValueError) as error:
         raise ConfigError(f"--base-url or --api-key cannot be used: {error}") from error
     with client:
         endpoint = Endpoint(client, options.model, options.max_tokens)
-        return extract(chunks, endpoint.ask, options.out, concurrency=options.concurrency)
-
-
-def _count_tokens(text: str) -> Tokens:
-    return np.zeros(math.ceil(len(text.encode()) / _TOKEN_BYTES), np.int32)
+        print(extract(chunks, endpoint.ask, options.out, concurrency=options.concurrency))
+    return 0

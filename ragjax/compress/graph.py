@@ -42,9 +42,6 @@ def ends(evidence: Evidence, graph: GraphKV) -> Ends:
     """Vectors that the edges compare: the first letter is the source's, "k", "v" or "q".
 
     Queries are averaged over the heads of their KV head, so that widths agree; the paper does not say.
-
-    Raises:
-        ValueError: if queries of all tokens, or keys before RoPE, are needed and not there.
     """
     edges, of = graph.edges, {"k": _keys(evidence, graph), "v": evidence.v_NKD}
     if "q" in edges:

@@ -16,11 +16,7 @@ class H2O(Scorer):
     needs_mass = True
 
     def score(self, evidence: Evidence) -> Score:
-        """Score the tokens.
-
-        Raises:
-            ValueError: without `Evidence.mass_NK`.
-        """
+        """Score the tokens."""
         if evidence.mass_NK is None:
             raise ValueError("h2o needs the attention that keys received (Evidence.mass_NK)")
         return uniform(jnp.where(evidence.valid_N[:, None], evidence.mass_NK, 0.0))

@@ -36,9 +36,6 @@ def by_head(evidence: Evidence, summary: Callable[[jax.Array], T]) -> T:
     The summary gets float32 [W, G, N]: what each of the last W rows gives to each token before the window, from a
     softmax over all tokens that the row sees; 0 for the window's own tokens and for padding. One KV head at a time, so
     that no more than W x G x N probabilities exist.
-
-    Raises:
-        ValueError: without queries.
     """
     q_WHD = evidence.q_WHD
     if q_WHD is None:

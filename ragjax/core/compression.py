@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
+from annotated_types import Ge, Gt, Le
+from pydantic import InstanceOf
+
+from ragjax.core.check import check_fields
 from ragjax.core.errors import ConfigError, RequestError
 
 Signal = Literal["decay", "enhance", "evict"]
@@ -14,7 +18,8 @@ Order = Literal["mutual", "ordered"]
 Heads = Literal["all", "each"]
 Keys = Literal["rotated", "unrotated", "centred"]
 
-METHODS = ("snapkv", "pyramidkv", "h2o", "knorm", "cake", "streaming", "keydiff")
+Method = Literal["snapkv", "pyramidkv", "h2o", "knorm", "cake", "streaming", "keydiff"]
+METHODS = get_args(Method)
 """Scorers of tokens; `ragjax/compress/` has one file for each (docs/compression.md)."""
 
 BY_QUERIES = frozenset({"snapkv", "pyramidkv", "cake"})
@@ -41,33 +46,21 @@ MOST_ROUNDS = 3
 
 @dataclass(frozen=True)
 class GraphKV:
-    """Propagation of scores among similar tokens before the best are kept (GraphKV, arXiv 2509.00388, section 4).
+    """Propagation of scores among similar tokens before the best are kept (GraphKV, arXiv 2509.00388, section 4)."""
 
-    Raises:
-        RequestError: for a value out of its range.
-    """
-
-    sources: float = 0.3  # tokens that send a signal, as a share of the budget, in (0, 1]
-    neighbours: int = 32  # most similar tokens that a source sends to (m of eq. 3)
-    rounds: int = 1  # T of eq. 5; 0: none
+    sources: Annotated[float, Gt(0), Le(1)] = 0.3  # tokens that send a signal, as a share of the budget, in (0, 1]
+    neighbours: Annotated[int, Ge(1), Le(MOST_NEIGHBOURS)] = (
+        32  # most similar tokens that a source sends to (m of eq. 3)
+    )
+    rounds: Annotated[int, Ge(0), Le(MOST_ROUNDS)] = 1  # T of eq. 5; 0: none
     signal: Signal = "decay"  # score s at similarity e: s (1 - e); "enhance" s (1 + e); "evict": kept only to fill up
     edges: Edges = "kk"  # vectors compared, the source's first; "q" needs all queries, which a full prefill alone has
     order: Order = "ordered"  # of two similar sources the lower one's score falls; "mutual": both, as printed
-    strength: float = 1.0  # factor of e (eq. 4 has room for one), in [0, 1]
+    strength: Annotated[float, Ge(0), Le(1)] = 1.0  # factor of e (eq. 4 has room for one), in [0, 1]
     keys: Keys = "rotated"  # "unrotated": before RoPE; "centred": and without the prompt's mean key
 
     def __post_init__(self) -> None:
-        _require("graph.sources", 0.0 < self.sources <= 1.0, "must lie in (0, 1]", self.sources)
-        _require(
-            "graph.neighbours",
-            1 <= self.neighbours <= MOST_NEIGHBOURS,
-            f"must lie in [1, {MOST_NEIGHBOURS}]",
-            self.neighbours,
-        )
-        _require("graph.rounds", 0 <= self.rounds <= MOST_ROUNDS, f"must lie in [0, {MOST_ROUNDS}]", self.rounds)
-        _require("graph.strength", 0.0 <= self.strength <= 1.0, "must lie in [0, 1]", self.strength)
-        for name, kind in (("signal", Signal), ("edges", Edges), ("order", Order), ("keys", Keys)):
-            _require_one_of(f"graph.{name}", getattr(self, name), get_args(kind))
+        check_fields(self, lambda name, reason: _invalid(f"graph.{name}", f"graph.{reason}"))
 
     @property
     def needs_queries(self) -> bool:
@@ -82,23 +75,20 @@ class GraphKV:
 
 @dataclass(frozen=True)
 class Compression:
-    """Choice of the tokens that decoding sees: the rest of the prompt's KV is dropped after its last pass.
+    """Choice of the tokens that decoding sees: the rest of the prompt's KV is dropped after its last pass."""
 
-    Raises:
-        RequestError: for a value out of its range.
-    """
-
-    method: str  # the scorer, one of `METHODS`
+    method: Method  # the scorer, one of `METHODS`
     budget: int  # tokens kept, as the mean over layers; a prompt that is not longer is left as it is
-    graph: GraphKV | None = None  # what happens to the scores before the best tokens are kept
+    graph: InstanceOf[GraphKV] | None = None  # what happens to the scores before the best tokens are kept
     heads: Heads = "all"  # KV heads keep the same tokens; "each": its own
-    window: int = 32  # last tokens: always kept, within the budget, and their queries score the others
+    window: Annotated[int, Ge(1), Le(MOST_WINDOW)] = (
+        32  # last tokens: always kept, within the budget, and their queries score the others
+    )
 
     def __post_init__(self) -> None:
-        _require_one_of("method", self.method, METHODS)
-        _require_one_of("heads", self.heads, get_args(Heads))
-        _require("window", 1 <= self.window <= MOST_WINDOW, f"must lie in [1, {MOST_WINDOW}]", self.window)
-        _require("budget", self.budget > self.window, f"must be above window ({self.window})", self.budget)
+        check_fields(self, _invalid)
+        if self.budget <= self.window:
+            raise _invalid("budget", f"budget must be above window ({self.window}), not {self.budget}")
 
     @property
     def program(self) -> Compression:
@@ -106,11 +96,7 @@ class Compression:
 
     @staticmethod
     def parse(text: str) -> Compression:
-        """From its short form, "snapkv:512", or "snapkv+graph:512" with GraphKV's defaults.
-
-        Raises:
-            ConfigError: saying what may be written.
-        """
+        """From its short form, "snapkv:512", or "snapkv+graph:512" with GraphKV's defaults."""
         form = re.fullmatch(r"([a-z0-9]+)(\+graph)?:([0-9]{1,9})", text.strip())
         if form is None:
             raise ConfigError(
@@ -118,17 +104,13 @@ class Compression:
                 f"{', '.join(METHODS)}, and the tokens that are kept"
             )
         try:
-            return Compression(form[1], int(form[3]), GraphKV() if form[2] else None)
+            return Compression(form[1], int(form[3]), GraphKV() if form[2] else None)  # type: ignore[arg-type] # it is checked
         except RequestError as error:
             raise ConfigError(str(error)) from None
 
     @staticmethod
     def asked(text: str) -> Compression | Literal["none"]:
-        """From the short form in a request, or "none".
-
-        Raises:
-            RequestError: saying what may be written.
-        """
+        """From the short form in a request, or "none"."""
         if text == "none":
             return "none"
         try:
@@ -141,11 +123,5 @@ class Compression:
         return f"{self.method}{'+graph' if self.graph else ''}:{self.budget}"
 
 
-def _require(name: str, ok: bool, what: str, value: object) -> None:
-    if not ok:
-        reason = f"compression: {name} {what}, not {value!r}"
-        raise RequestError(reason, param=f"rag.compression.{name}", code="invalid_value")
-
-
-def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    _require(name, value in choices, f"must be one of {', '.join(choices)}", value)
+def _invalid(name: str, reason: str) -> RequestError:
+    return RequestError(f"compression: {reason}", param=f"rag.compression.{name}", code="invalid_value")

@@ -47,7 +47,13 @@ def merge(paths: Sequence[Tokens]) -> tuple[Branch, ...]:
     top = _Fork()
     for path in paths:
         _insert(top, [int(token) for token in path])
-    return tuple(_preorder(top))
+    branches: list[Branch] = []
+    waiting: list[tuple[_Fork, int | None]] = [(child, None) for child in reversed(top.children.values())]
+    while waiting:
+        fork, parent = waiting.pop()
+        waiting += [(child, len(branches)) for child in reversed(fork.children.values())]
+        branches.append(Branch(np.array(fork.tokens, np.int32), parent))
+    return tuple(branches)
 
 
 def _insert(fork: _Fork, rest: list[int]) -> None:
@@ -56,7 +62,8 @@ def _insert(fork: _Fork, rest: list[int]) -> None:
         if child is None:
             fork.children[rest[0]] = _Fork(rest)
             return
-        same = _common(child.tokens, rest)
+        both = enumerate(zip(child.tokens, rest, strict=False))
+        same = next((i for i, (x, y) in both if x != y), min(len(child.tokens), len(rest)))
         if same == len(rest):
             return
         if same < len(child.tokens):
@@ -66,20 +73,6 @@ def _insert(fork: _Fork, rest: list[int]) -> None:
         if not fork.children:  # a path that ended here goes on
             fork.tokens = fork.tokens + rest
             return
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _preorder(top: _Fork) -> Iterator[Branch]:
-    waiting: list[tuple[_Fork, int | None]] = [(child, None) for child in reversed(top.children.values())]
-    count = 0
-    while waiting:
-        fork, parent = waiting.pop()
-        yield Branch(np.array(fork.tokens, np.int32), parent)
-        waiting += [(child, count) for child in reversed(fork.children.values())]
-        count += 1
 
 
 # ------------------------------------------------------------------------------------------ prompts
@@ -116,11 +109,7 @@ class DepPrompt:
     nodes: tuple[LinearNode | TreeNode, ...]
 
     def prompt(self) -> Prompt:
-        """Its segments: one for each linear node, and for each branch of a tree, all of a tree under its id.
-
-        Raises:
-            RequestError: if a node has no tokens, or names one that does not come before it.
-        """
+        """Its segments: one for each linear node, and for each branch of a tree, all of a tree under its id."""
         segments: list[Segment] = []
         places: dict[str, range] = {}
         for node in self.nodes:
@@ -173,23 +162,13 @@ class Layout:
 
 
 def layout(prompt: Prompt, positions: Positions) -> Layout:
-    """Dependency attention's view of a prompt.
-
-    Raises:
-        VisibilityError: as `Visibility.dependency`.
-    """
+    """Dependency attention's view of a prompt."""
     lengths = [len(segment) for segment in prompt.segments]
     hidden = np.array(Visibility.dependency(prompt).hidden, np.int32)
     hide_from, hide_until = (np.repeat(column, lengths) for column in hidden.T)
-    return Layout(prompt.tokens, positions_of(prompt, positions), hide_from, hide_until)
-
-
-def positions_of(prompt: Prompt, positions: Positions) -> Tokens:
-    """RoPE position of each token, int32 [n]."""
     begins = begins_of(prompt, positions)
-    return np.concatenate(
-        [np.arange(b, b + len(s), dtype=np.int32) for b, s in zip(begins, prompt.segments, strict=True)]
-    )
+    position = np.concatenate([np.arange(b, b + n, dtype=np.int32) for b, n in zip(begins, lengths, strict=True)])
+    return Layout(prompt.tokens, position, hide_from, hide_until)
 
 
 def paths_of(prompt: Prompt) -> dict[int, tuple[int, ...]]:

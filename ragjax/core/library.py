@@ -33,19 +33,16 @@ class File:
 
 @dataclass(frozen=True)
 class Attachment:
-    """A file in a store. usage: bytes of its chunks. error: code and message; empty unless it failed.
-
-    chunk_tokens: most tokens of a chunk; None: the knowledge base's own choice.
-    """
+    """A file in a store."""
 
     store: str
     file: str
     created: int
     state: State = "in_progress"
-    usage: int = 0
-    error: tuple[str, str] = ("", "")
+    usage: int = 0  # bytes of its chunks
+    error: tuple[str, str] = ("", "")  # code and message; empty unless it failed
     attributes: Mapping[str, Scalar] = field(default_factory=dict)
-    chunk_tokens: int | None = None
+    chunk_tokens: int | None = None  # most tokens of a chunk; None: the knowledge base's own choice
 
 
 @dataclass(frozen=True)
@@ -64,21 +61,17 @@ class Counts:
 
 @dataclass(frozen=True)
 class Store:
-    """A knowledge base that is filled with files. days: it expires so long after its last use; None: never.
-
-    Attributes:
-        own: it is one of the server's, filled from `--knowledge`.
-    """
+    """A knowledge base that is filled with files."""
 
     id: str
     name: str
     created: int
     active: int
-    days: int | None = None
+    days: int | None = None  # it expires so long after its last use; None: never
     metadata: Mapping[str, str] = field(default_factory=dict)
     description: str | None = None
     expired: bool = False
-    own: bool = False
+    own: bool = False  # one of the server's, filled from `--knowledge`
 
     @property
     def expires(self) -> int | None:
@@ -88,16 +81,12 @@ class Store:
 
 @dataclass(frozen=True)
 class Slice:
-    """Part of a list: so many of its entries at most, between two of them; -1: all.
+    """Part of a list."""
 
-    after, before: ids that they stand behind and before (None: no bound). last: whether they are the last ones within
-    these bounds, else the first.
-    """
-
-    count: int = -1
-    after: str | None = None
+    count: int = -1  # entries, at most; -1: all
+    after: str | None = None  # the id that they stand behind
     before: str | None = None
-    last: bool = False
+    last: bool = False  # the last ones within these bounds, else the first
 
 
 WHOLE = Slice()

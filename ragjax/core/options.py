@@ -57,11 +57,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class StorageOptions:
-    """Where KV is kept below the device, and what leaves first.
-
-    Raises:
-        ConfigError: naming the field that cannot work.
-    """
+    """Where KV is kept below the device, and what leaves first."""
 
     policy: Annotated[str, Flag(CACHE, "which KV is evicted first (docs/cache.md)")] = "lru"
     host_gb: Annotated[
@@ -88,16 +84,12 @@ class StorageOptions:
     ] = False
 
     def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
+        check_fields(self, lambda _, reason: ConfigError(reason))
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of an engine.
-
-    Raises:
-        ConfigError: naming the field that cannot work.
-    """
+    """Options of an engine."""
 
     model: Annotated[Place, Flag(FIRST, "packaged name, folder, .gguf, adapter or Hugging Face id (docs/models.md)")]
     knowledge: Annotated[Sources, Flag(FIRST, "folder or .jsonl of documents, 'demo' or 'none'", "PATH")] = None
@@ -173,6 +165,6 @@ class EngineOptions:
     compile: bool = True  # compile all programs now, so that no request waits for one; False for short experiments
 
     def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
+        check_fields(self, lambda _, reason: ConfigError(reason))
         if self.compression is not None:
             Compression.parse(self.compression)

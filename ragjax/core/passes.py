@@ -52,11 +52,7 @@ class LayerLayout:
         return int((-(-units // self.reach)).max())
 
     def table(self, containers: Sequence[int], page_size: int) -> LayerTable:
-        """The entries of the kept tokens, as many as the layer that keeps most has pages.
-
-        Raises:
-            ValueError: if the containers have too few units.
-        """
+        """The entries of the kept tokens, as many as the layer that keeps most has pages."""
         if len(containers) < self.containers(page_size):
             raise ValueError(f"{len(containers)} pages do not hold what takes {self.containers(page_size)}")
         pages_L, page_P = self.pages_L(page_size), np.asarray(containers, np.int32)

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core.check import put
+from ragjax.core.check import check_fields, put
 from ragjax.core.errors import RequestError
 
 Tokens = NDArray[np.int32]
@@ -52,50 +52,41 @@ def has_controls(text: str) -> bool:
     return any(unicodedata.category(char) == "Cc" for char in text)
 
 
+def _refused(reason: str, param: str) -> RequestError:
+    return RequestError(reason, param=param, code="invalid_value")
+
+
 @dataclass(frozen=True)
 class Document:
-    """One source text. `id` is unique within a knowledge base.
-
-    Raises:
-        RequestError: for a field that is no text.
-    """
+    """One source text. `id` is unique within a knowledge base."""
 
     id: str
     text: str
     title: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("id", "text", "title"):
-            if not isinstance(given := getattr(self, name), str):
-                reason = f"a document's {name} must be a text, not {given!r}"
-                raise RequestError(reason, param="documents", code="invalid_value")
+        check_fields(self, lambda _, reason: _refused(f"a document's {reason}", "documents"))
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a document as it enters a prompt: `tokens` is the exact token run of `text`.
-
-    behind: digest of the neighbours that its fused KV was computed behind; empty if it was not preprocessed.
-    """
+    """A piece of a document as it enters a prompt."""
 
     id: str
     document_id: str
     title: str
     text: str
-    tokens: Tokens
-    behind: bytes = b""
+    tokens: Tokens  # exactly those of the text
+    behind: bytes = b""  # digest of the neighbours that its fused KV was computed behind; empty if not preprocessed
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A chunk for a prompt and its similarity to the question (cosine, higher is nearer).
-
-    public: whether its KV may serve every tenant.
-    """
+    """A chunk for a prompt."""
 
     chunk: Chunk
-    score: float
-    public: bool = False
+    score: float  # cosine similarity to the question
+    public: bool = False  # its KV may serve every tenant
 
 
 class Kind(StrEnum):
@@ -123,9 +114,6 @@ class Segment:
     recognised: whether it is a chunk that a message brought, not one that was retrieved.
     depends: indices of the earlier segments that it depends on directly, where its kind does not say (None: it does; a
         node without an ancestor depends on the leading system segments).
-
-    Raises:
-        RequestError: for an unknown kind.
     """
 
     id: str
@@ -139,19 +127,15 @@ class Segment:
     recognised: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, Kind):
-            put(self, "kind", self._named())
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def _named(self) -> Kind:
-        kind = Kind.__members__.get(str(self.kind).upper())
+        kind = self.kind if isinstance(self.kind, Kind) else Kind.__members__.get(str(self.kind).upper())
         if kind is None:
             known = ", ".join(each.name.lower() for each in Kind)
             reason = f"segment {self.id!r} has no kind {self.kind!r}: give one of {known}"
-            raise RequestError(reason, param="prompt", code="invalid_value")
-        return kind
+            raise _refused(reason, "prompt")
+        put(self, "kind", kind)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,18 +230,11 @@ class Wrapper:
         """All of them, int32 [h + t]."""
         return np.concatenate([self.header, self.trailer])
 
-    def around(self, tokens: Tokens) -> Tokens:
-        """A passage between header and trailer, int32."""
-        return np.concatenate([self.header, tokens, self.trailer]).astype(np.int32)
-
     def dressed(self, prompt: Prompt) -> Prompt:
         """The prompt with every chunk between header and trailer; KV that chunks have without them is forgotten."""
-        return replace(
-            prompt,
-            segments=tuple(
-                replace(segment, tokens=self.around(segment.tokens), behind=b"")
-                if segment.kind is Kind.CHUNK
-                else segment
-                for segment in prompt.segments
-            ),
-        )
+        segments = list(prompt.segments)
+        for i, segment in enumerate(segments):
+            if segment.kind is Kind.CHUNK:
+                tokens = np.concatenate([self.header, segment.tokens, self.trailer]).astype(np.int32)
+                segments[i] = replace(segment, tokens=tokens, behind=b"")
+        return replace(prompt, segments=tuple(segments))

@@ -32,21 +32,13 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._values)
 
     def add(self, name: str, value: T) -> None:
-        """Register a value.
-
-        Raises:
-            ValueError: if the name is taken.
-        """
+        """Register a value."""
         if name in self._values:
             raise ValueError(f"the {self._kind} {name!r} is registered already")
         self._values[name] = value
 
     def lookup(self, name: str) -> T:
-        """The value of this name.
-
-        Raises:
-            ConfigError: that lists the names, if there is none.
-        """
+        """The value of this name."""
         if name not in self._values:
             raise ConfigError(f"unknown {self._kind} {name!r}; choose one of {', '.join(self._values)}")
         return self._values[name]

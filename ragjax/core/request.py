@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from numpy.typing import NDArray
+from pydantic import InstanceOf
 
-from ragjax.core.check import is_list, is_number, put, whole
+from ragjax.core.check import check_fields, put
 from ragjax.core.compression import Compression
 from ragjax.core.errors import RequestError
 from ragjax.core.passes import Exactness, SegmentReport
 from ragjax.core.prompt import Document, Prompt, Tokens
+
+Count = Annotated[int, Ge(0)]
+AtLeastOne = Annotated[int, Ge(1)]
 
 Role = Literal["system", "user", "assistant", "tool"]
 """Who says a message."""
@@ -30,21 +35,15 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One chat message. tool_calls: of an assistant. tool_call_id: which of them a tool's message answers.
-
-    Raises:
-        RequestError: for an unknown role, or a content that is no text.
-    """
+    """One chat message. tool_calls: of an assistant. tool_call_id: which of them a tool's message answers."""
 
     role: Role
     content: str
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[InstanceOf[ToolCall], ...] = ()
     tool_call_id: str | None = None
 
     def __post_init__(self) -> None:
-        roles = get_args(Role)
-        _check(self.role in roles, f"unknown role {self.role!r}; choose one of {', '.join(roles)}", "messages")
-        _check_text(self, "content", "messages")
+        check_fields(self, lambda _, reason: _invalid(reason, "messages"))
 
 
 @dataclass(frozen=True)
@@ -73,87 +72,38 @@ class Sampling:
     logit_bias: what is added to the logits of tokens, by id. presence_penalty, frequency_penalty: what is taken off the
     logit of a generated token, once and for each time. repetition_penalty: what the logits of tokens of the prompt and
     the answer are divided by if above 0, and multiplied by otherwise.
-
-    Raises:
-        RequestError: for a value out of its range, or of another type.
     """
 
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    logprobs: int | None = None
+    max_tokens: AtLeastOne = 128
+    temperature: Annotated[float, Ge(0), Le(2)] = 0.0
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    top_k: Count = 0
+    seed: Count | None = None
+    stop: Annotated[tuple[Annotated[str, MinLen(1)], ...], MaxLen(4)] = ()
+    logprobs: Annotated[int, Ge(0), Le(20)] | None = None
     """Number of alternatives to report per token (0: the chosen token alone; None: no report)."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    logit_bias: Mapping[Count, Annotated[float, Ge(-100), Le(100)]] = field(default_factory=dict, hash=False)
+    presence_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
+    frequency_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
+    repetition_penalty: Annotated[float, Gt(0), Lt(float("inf"))] = 1.0
     json_schema: str | None = None
     """JSON Schema, as JSON text, of which the answer is an instance in JSON."""
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "top_k", "seed"):
-            _take_whole(self, name, name)
-        _take_whole(self, "logprobs", "top_logprobs")
-        for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            _check_number(self, name, name)
-        put(self, "stop", _stops(self.stop))
-        put(self, "logit_bias", _biases(self.logit_bias))
-        what = "json_schema must be JSON text: give json.dumps(schema)"
-        _check(self.json_schema is None or isinstance(self.json_schema, str), what, "response_format")
-        _check(self.max_tokens >= 1, "max_tokens must be at least 1", "max_tokens")
-        _check(0.0 <= self.temperature <= 2.0, "temperature must lie in [0, 2]", "temperature")
-        _check(0.0 < self.top_p <= 1.0, "top_p must lie in (0, 1]", "top_p")
-        _check(self.top_k >= 0, "top_k must be at least 0 (0: no limit)", "top_k")
-        _check(self.seed is None or self.seed >= 0, "seed must be at least 0", "seed")
-        _check(len(self.stop) <= 4 and all(self.stop), "stop takes at most 4 non-empty strings", "stop")
-        _check(self.logprobs is None or 0 <= self.logprobs <= 20, "top_logprobs must lie in [0, 20]", "top_logprobs")
-        biases = self.logit_bias.items()
-        _check(all(token >= 0 for token, _ in biases), "ids of logit_bias must be at least 0", "logit_bias")
-        _check(all(-100 <= x <= 100 for _, x in biases), "values of logit_bias must lie in [-100, 100]", "logit_bias")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check(-2.0 <= getattr(self, name) <= 2.0, f"{name} must lie in [-2, 2]", name)
-        repetition = 0.0 < self.repetition_penalty < float("inf")
-        _check(repetition, "repetition_penalty must be above 0, and finite", "repetition_penalty")
+        if isinstance(self.stop, str):
+            put(self, "stop", (self.stop,))
+        if not isinstance(self.json_schema, str | None):
+            raise _invalid("json_schema must be JSON text: give json.dumps(schema)", "response_format")
+        check_fields(self, lambda name, reason: _invalid(reason, "top_logprobs" if name == "logprobs" else name))
+
+
+def _invalid(reason: str, param: str) -> RequestError:
+    return RequestError(reason, param=param, code="invalid_value")
 
 
 def _check(ok: bool, message: str, param: str) -> None:
     if not ok:
-        raise RequestError(message, param=param, code="invalid_value")
-
-
-def _take_whole(of: object, name: str, param: str) -> None:
-    given = getattr(of, name)
-    if given is None and name not in ("max_tokens", "top_k"):
-        return
-    taken = whole(given)
-    _check(taken is not None, f"{name} must be a whole number, not {given!r}", param)
-    put(of, name, taken)
-
-
-def _check_number(of: object, name: str, param: str) -> None:
-    given = getattr(of, name)
-    _check(is_number(given), f"{name} must be a number, not {given!r}", param)
-
-
-def _check_text(of: object, name: str, param: str) -> None:
-    given = getattr(of, name)
-    _check(isinstance(given, str), f"{name} must be a text, not {given!r}", param)
-
-
-def _stops(given: str | Sequence[str]) -> tuple[str, ...]:
-    texts = (given,) if isinstance(given, str) else given
-    _check(is_list(texts, str), f"stop must be a text, or a list of texts, not {given!r}", "stop")
-    return tuple(texts)
-
-
-def _biases(given: Mapping[int, float]) -> Mapping[int, float]:
-    taken = {whole(token): bias for token, bias in given.items()} if isinstance(given, Mapping) else {None: None}
-    ok = None not in taken and all(is_number(bias) for bias in taken.values())
-    _check(ok, f"logit_bias must map token ids to numbers, not {given!r}", "logit_bias")
-    return taken  # type: ignore[return-value]
+        raise _invalid(message, param)
 
 
 @dataclass(frozen=True)
@@ -166,9 +116,6 @@ class Graph:
     hops: triples of the longest path retrieved (None: 2). paths: most paths of an entity, those most similar to the
         question (None: 30).
     serialization: whole paths, or each triple once.
-
-    Raises:
-        RequestError: for a field that would have no effect.
     """
 
     name: str | None = None
@@ -179,13 +126,12 @@ class Graph:
     serialization: Literal["path", "triplet"] = "path"
 
     def __post_init__(self) -> None:
+        check_fields(self, lambda name, reason: _invalid(reason, f"rag.graph.{name}"))
         for name in ("name", "entities", "hops", "paths"):
             both = self.relation_paths is not None and getattr(self, name) is not None
             _check(not both, f"give {name} or relation_paths, not both", f"rag.graph.{name}")
         for name in ("entities", "relation_paths"):
-            given = getattr(self, name)
-            _check(not isinstance(given, str), f"{name} must be a list, not the text {given!r}", f"rag.graph.{name}")
-            _check(given is None or len(given) > 0, f"{name} is empty: give some, or leave it out", f"rag.graph.{name}")
+            _check(getattr(self, name) != (), f"{name} is empty: give some, or leave it out", f"rag.graph.{name}")
 
 
 @dataclass(frozen=True)
@@ -212,52 +158,28 @@ class Rag:
     detail: hand back the tokens of the prompt in the answer.
     sources: knowledge bases that are searched together, instead of `knowledge`; a document that several of them have is
         found in the first. min_score: the least cosine similarity of a chunk.
-
-    Raises:
-        RequestError: for fields that exclude each other, or a value that cannot be.
     """
 
     knowledge: str | None = None
-    top_k: int | None = None
+    top_k: Count | None = None
     strategy: str | None = None
-    documents: tuple[str | Document, ...] | None = None
-    recompute_ratio: float | None = None
-    graph: Graph | None = None
-    compression: Compression | Literal["none"] | None = None
+    documents: tuple[str | InstanceOf[Document], ...] | None = None
+    recompute_ratio: Annotated[float, Ge(0), Le(1)] | None = None
+    graph: InstanceOf[Graph] | None = None
+    compression: InstanceOf[Compression] | Literal["none"] | None = None
     detail: bool = False
     recognise: bool | None = None
-    sources: tuple[Source, ...] = ()
+    sources: tuple[InstanceOf[Source], ...] = ()
     min_score: float | None = None
 
     def __post_init__(self) -> None:
-        self._check_types()
+        check_fields(self, lambda name, reason: _invalid(reason, f"rag.{name}"))
         texts = self.knowledge is not None or bool(self.sources) or self.top_k is not None or self.documents is not None
         _check(self.graph is None or not texts, "give graph, or knowledge, top_k and documents, not both", "rag.graph")
         beside = self.knowledge is not None or self.documents is not None
         _check(not self.sources or not beside, "give sources, or knowledge or documents, not both", "rag.knowledge")
         _check(self.documents is None or self.top_k is None, "give documents or top_k, not both", "rag.top_k")
-        _check(self.top_k is None or self.top_k >= 0, "top_k must be at least 0 (0: retrieve none)", "rag.top_k")
-        ratio = self.recompute_ratio
-        _check(ratio is None or 0.0 <= ratio <= 1.0, "recompute_ratio must lie in [0, 1]", "rag.recompute_ratio")
-        found = bool(self.recognise)
-        _check(not found or self.graph is None, "give recognise or graph, not both", "rag.recognise")
-
-    def _check_types(self) -> None:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        for name in given.keys() & {"knowledge", "strategy"}:
-            _check_text(self, name, f"rag.{name}")
-        if self.top_k is not None:
-            _take_whole(self, "top_k", "rag.top_k")
-        for name in given.keys() & {"recompute_ratio", "min_score"}:
-            _check_number(self, name, f"rag.{name}")
-        if self.documents is not None:
-            what = f"documents must be a list of ids and Documents, not {self.documents!r}"
-            _check(is_list(self.documents, (str, Document)), what, "rag.documents")
-            put(self, "documents", tuple(self.documents))
-        ok = self.graph is None or isinstance(self.graph, Graph)
-        _check(ok, f"graph must be a Graph, not {self.graph!r}", "rag.graph")
-        ok = self.compression in (None, "none") or isinstance(self.compression, Compression)
-        _check(ok, f"compression must be a Compression or 'none', not {self.compression!r}", "rag.compression")
+        _check(not self.recognise or self.graph is None, "give recognise or graph, not both", "rag.recognise")
 
     @property
     def searched(self) -> tuple[Source, ...]:
@@ -301,30 +223,21 @@ class Request:
     background: runs only while no other request waits or runs, and is left out of the counters.
     tools: functions that the answer to messages may call; the call is its text (`prompting/tools.py`).
     grounded: the request's prompt, if it is made already; nothing is retrieved then.
-
-    Raises:
-        RequestError: for a value of another type.
     """
 
-    messages: tuple[Message, ...] = ()
+    messages: tuple[InstanceOf[Message], ...] = ()
     prompt: str | tuple[int, ...] | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    rag: Rag | None = field(default_factory=Rag)
+    sampling: InstanceOf[Sampling] = field(default_factory=Sampling)
+    rag: InstanceOf[Rag] | None = field(default_factory=Rag)
     tenant: str = ""
     want_logits: bool = False
     continuation: Tokens | None = None
     background: bool = False
-    tools: Tools | None = None
-    grounded: Grounded | None = None
+    tools: InstanceOf[Tools] | None = None
+    grounded: InstanceOf[Grounded] | None = None
 
     def __post_init__(self) -> None:
-        ok = is_list(self.messages, Message)
-        _check(ok, f"messages must be a list of Message, not {self.messages!r}", "messages")
-        put(self, "messages", tuple(self.messages))
-        _check_text(self, "tenant", "tenant")
-        ok = isinstance(self.sampling, Sampling)
-        _check(ok, f"sampling must be a Sampling, not {self.sampling!r}", "sampling")
-        _check(self.rag is None or isinstance(self.rag, Rag), f"rag must be a Rag, not {self.rag!r}", "rag")
+        check_fields(self, lambda name, reason: _invalid(reason, name), unchecked=("prompt", "continuation"))
 
     @property
     def question(self) -> str:

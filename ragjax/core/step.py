@@ -65,9 +65,6 @@ class Grid:
     logits: rows whose logits are computed together, ascending.
     segments: the least bucket of segments, where attention is measured by segment; others are 4, 16, ... times as many.
     wide: entries of steps in which many requests decode (0: no more than the last of `entries`).
-
-    Raises:
-        ValueError: if two shapes have equally many rows, or a shape has no whole number of blocks.
     """
 
     rows: tuple[RowShape, ...] = (
@@ -125,11 +122,7 @@ class Grid:
 
     @staticmethod
     def fit(values: Iterable[int], need: int) -> int:
-        """The smallest of ascending `values` that holds `need`.
-
-        Raises:
-            ValueError: if none does.
-        """
+        """The smallest of ascending `values` that holds `need`."""
         for value in values:
             if value >= need:
                 return value
@@ -147,120 +140,92 @@ class Grid:
 class StepMeasure:
     """Measurement in some layers (half-open) of a step, and the host arrays it takes, int32 [T] and [S, C].
 
-    what: any but LOGITS; VALUED_SCORE brings KEY_SCORE along. segments: most segments of a prompt, a bucket of the
-        grid; 0 if the measure has none.
     arrays: asking_T (scores by key): 1 for a row that counts. segment_SC (scores by segment): segment of each slot,
         -1 for none; segment_T (SEGMENT_SCORE): of each row. stale_T, offset_T (DEVIATION): the slot that the row's KV
         is compared with, -1 for none, and the RoPE offset that rotates its key to the row's position.
     """
 
-    what: Measure
+    what: Measure  # any but LOGITS; VALUED_SCORE brings KEY_SCORE along
     layers: tuple[int, int]
     arrays: Mapping[str, NDArray[np.int32]]
-    segments: int = 0
+    segments: int = 0  # most segments of a prompt, a bucket of the grid; 0 if the measure has none
 
 
 class Residual(Protocol):
     """Residuals of a step's rows after its last layer; they stay on the device until somebody reads them."""
 
-    def __len__(self) -> int:
-        """Rows of the step."""
-        ...
+    def __len__(self) -> int: ...
 
     def read(self) -> NDArray[np.float32]:
         """Residual rows on the host, float32 [T, E]."""
-        ...
 
 
 @dataclass(frozen=True)
 class Step:
     """Host arrays of one step over a batch of requests, int32, padded to buckets of the grid.
 
-    token, index, position, request, slot: one per row [T]; index -1 is padding; slot = page * C + slot is where the
-        row's KV is written (padding: page 0, which nobody reads).
-    page, offset, request: one per entry [S]; request -1 is unused.
-    index, hide_from, hide_until: one per slot [S, C].
-    sharer: rows in blocks of one that look at shared keys too, one per place [O]; -1 is none (`RowShape.sharing`).
-        Block n of places looks at the entries of request T + n.
-    layers: half-open range to run, from the first layer of a stage on (None: all).
-    residual_TE: what the rows bring from the layers before, if these are not the first: an array, or what a step of as
-        many rows left, if each row is where it was in that step.
-    measure: what is measured, if anything.
-    by_layer: pages of the entries in each layer, where they are not the same in all.
+    One per row [T], one per entry [S] or slot [S, C] of the page table, one per place [O] (`RowShape.sharing`).
     """
 
     token_T: NDArray[np.int32]
-    index_T: NDArray[np.int32]
+    index_T: NDArray[np.int32]  # -1 is padding
     position_T: NDArray[np.int32]
     request_T: NDArray[np.int32]
-    slot_T: NDArray[np.int32]
+    slot_T: NDArray[np.int32]  # page * C + slot, where the row's KV is written (padding: page 0, which nobody reads)
     page_S: NDArray[np.int32]
     offset_S: NDArray[np.int32]
-    request_S: NDArray[np.int32]
+    request_S: NDArray[np.int32]  # -1 is unused
     index_SC: NDArray[np.int32]
     hide_from_SC: NDArray[np.int32]
     hide_until_SC: NDArray[np.int32]
+    # rows in blocks of one that look at shared keys too (-1: none); block n of places reads entries of request T + n
     sharer_O: NDArray[np.int32]
-    layers: tuple[int, int] | None = None
+    layers: tuple[int, int] | None = None  # half-open range to run, from the first layer of a stage on (None: all)
+    # What the rows bring from the layers before, if these are not the first: an array, or what a step of as many rows
+    # left, if each row is where it was in that step.
     residual_TE: NDArray[np.float32] | Residual | None = None
     measure: StepMeasure | None = None
-    by_layer: LayerTable | None = None
+    by_layer: LayerTable | None = None  # pages of the entries in each layer, where they are not the same in all
 
 
 @dataclass(frozen=True)
 class Adjusted:
-    """Tokens whose logits change before one is chosen, [A] each.
+    """Tokens whose logits change before one is chosen, [A] each."""
 
-    token: int32, none twice. factor: what a logit is divided by if above 0, and multiplied by otherwise, float32.
-    add: what is added then, float32.
-    """
-
-    token_A: NDArray[np.int32]
-    factor_A: NDArray[np.float32]
-    add_A: NDArray[np.float32]
+    token_A: NDArray[np.int32]  # none twice
+    factor_A: NDArray[np.float32]  # what a logit is divided by if above 0, and multiplied by otherwise
+    add_A: NDArray[np.float32]  # what is added then
 
 
 @dataclass(frozen=True)
 class Draw:
-    """The choice of a token: the likeliest, unless a temperature is given.
-
-    top_k: likeliest tokens that may be drawn (0: all). top_p: mass that the likeliest of these reach together. uniform:
-    where in the distribution to draw, in [0, 1). logprobs: whether log-probabilities are wanted. allowed: which tokens
-    may be chosen, uint32 [W], token t by bit t % 32 of word t // 32; no others, and none beyond the last word (None:
-    all may).
-    """
+    """The choice of a token: the likeliest, unless a temperature is given."""
 
     temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    uniform: float = 0.0
+    top_k: int = 0  # likeliest tokens that may be drawn (0: all)
+    top_p: float = 1.0  # mass that the likeliest of these reach together
+    uniform: float = 0.0  # where in the distribution to draw, in [0, 1)
     adjusted: Adjusted | None = None
-    logprobs: bool = False
+    logprobs: bool = False  # log-probabilities are wanted
+    # which tokens may be chosen, [W]: token t by bit t % 32 of word t // 32, none beyond the last word (None: all may)
     allowed: NDArray[np.uint32] | None = None
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A token that was chosen.
-
-    logprob: its natural-log probability by the model alone, if it was wanted. top: the likeliest tokens with theirs,
-    likeliest first.
-    """
+    """A token that was chosen."""
 
     token: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
+    logprob: float | None = None  # its natural-log probability by the model alone, if it was wanted
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens with theirs, likeliest first
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Limits of the largest compiled step.
+    """Limits of the largest compiled step."""
 
-    entries: entries of its page table; an entry is one page at one RoPE offset. page_size: slots of a page.
-    """
-
-    entries: int
-    page_size: int
+    entries: int  # of its page table; an entry is one page at one RoPE offset
+    page_size: int  # slots of a page
 
     def entries_for(self, tokens: int, runs: int) -> int:
         """Most entries that so many tokens in so many runs can take."""
@@ -317,11 +282,7 @@ class StepLimits:
         return frozenset(i for i, entries in read.items() if entries <= kept)
 
     def check(self, entries: int) -> None:
-        """Refuse a page table that no step can read.
-
-        Raises:
-            RequestError: if it has more entries.
-        """
+        """Refuse a page table that no step can read."""
         if entries > self.entries:
             raise RequestError(
                 f"the prompt is in too many pieces for one step: {entries} entries of the page table, at most "

@@ -31,22 +31,18 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Description of an entry on disk; all digests are 32 bytes and salted by tenant.
+    """Description of an entry on disk; all digests are 32 bytes and salted by tenant."""
 
-    key: digest of all that the KV depends on. place: digest of the context the KV was computed on, where readers look
-    for what continues it; of approximate KV, what it says there (`KnowledgeTree.chunk_place`). tokens: int32 ids,
-    little-endian. local_start: RoPE position at which token 0's K is stored rotated. lossy: whether the bytes, or the
-    context they were computed on, lost precision. meta: a strategy's own.
-    """
-
-    key: bytes
+    key: bytes  # digest of all that the KV depends on
+    # Digest of the context the KV was computed on, where readers look for what continues it; of approximate KV, what it
+    # says there (`KnowledgeTree.chunk_place`).
     place: bytes
-    tokens: bytes
+    tokens: bytes  # int32 ids, little-endian
     provenance: str
     method: str
-    local_start: int
-    lossy: bool = False
-    meta: bytes = b""
+    local_start: int  # RoPE position at which token 0's K is stored rotated
+    lossy: bool = False  # the bytes, or the context they were computed on, lost precision
+    meta: bytes = b""  # a strategy's own
 
     def __len__(self) -> int:
         return len(self.tokens) // 4
@@ -59,16 +55,13 @@ def first_of(tokens: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Tokens [begin, begin + length) of an entry at rest.
+    """Tokens [begin, begin + length) of an entry at rest."""
 
-    entry: a host entry's number, or the 32-byte key of an entry on disk.
-    record: what the entry on disk must be. Another process may have replaced it since it was looked up: a key says
-        nothing of where keys are rotated to, nor of the encoding. None: whatever has the key.
-    """
-
-    entry: int | bytes
+    entry: int | bytes  # a host entry's number, or the 32-byte key of an entry on disk
     begin: int
     length: int
+    # What the entry on disk must be. Another process may have replaced it since it was looked up: a key says nothing of
+    # where keys are rotated to, nor of the encoding. None: whatever has the key.
     record: Record | None = None
 
     def slice(self, begin: int, end: int) -> Copy:
@@ -131,39 +124,30 @@ class TransferEngine(Protocol):
     @property
     def backlog(self) -> int:
         """Bytes that wait to be written to disk, and stay in memory until they are."""
-        ...
 
     def size(self, tokens: int) -> int:
         """Bytes that an entry of so many tokens takes at rest."""
-        ...
 
     def save(self, jobs: Sequence[Save]) -> None:
         """Begin; the runs are read as they are now, before any later step of the pool."""
-        ...
 
     def write(self, jobs: Sequence[Write]) -> None:
         """Begin."""
-        ...
 
     def load(self, jobs: Sequence[Load]) -> None:
         """Begin; a piece whose save is under way is waited for (not here)."""
-        ...
 
     def give_up(self, number: int) -> None:
         """Put nothing more of the load of this number into its pages, whenever it arrives, and do not report it."""
-        ...
 
     def forget(self, entries: Iterable[int]) -> None:
         """Free host entries, each once the jobs begun before have finished."""
-        ...
 
     def poll(self) -> Sequence[Done]:
         """Jobs finished since the last call. A load is finished when later steps see its bytes in the pool."""
-        ...
 
     def clear(self, pages: Sequence[int]) -> None:
         """Put zeros into pages, none twice, before any later step of the pool."""
-        ...
 
     def arrived(self) -> Mapping[int, int]:
         """Leading stages of loads under way, by number, that later steps see in the pool, as of the last `poll`.
@@ -171,7 +155,6 @@ class TransferEngine(Protocol):
         A load that has none may be left out. What has arrived is not checked before the whole load is done: if the
         load fails, nothing computed on it may be used.
         """
-        ...
 
 
 class DiskIndex(Protocol):
@@ -179,21 +162,17 @@ class DiskIndex(Protocol):
 
     def find(self, key: bytes) -> Record | None:
         """The entry with this key."""
-        ...
 
     def children(self, place: bytes, tokens: bytes) -> Sequence[Record]:
         """Causal and dependency entries whose context is `place` and whose first token is that of `tokens` (little-
         endian int32, one at least): of those that begin with most of `tokens` one at least, and perhaps others.
         """
-        ...
 
     def chunks(self, place: bytes) -> Sequence[Record]:
         """Approximate entries whose place is `place`, oldest first."""
-        ...
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note an access, of ancestors last: what was touched longest ago leaves first."""
-        ...
 
 
 class Inquiry(Protocol):
@@ -206,12 +185,9 @@ class Inquiry(Protocol):
 
     def asked(self) -> Collection[str]:
         """Questions that look-ups raised since the last call, also those answered meanwhile."""
-        ...
 
     def waits(self, questions: Collection[str]) -> bool:
         """Tell if one of them is not answered."""
-        ...
 
     def serves(self, key: bytes) -> bool:
         """Tell if the entry with this key is in the shared tier alone."""
-        ...

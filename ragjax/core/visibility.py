@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragjax.core.errors import VisibilityError
-from ragjax.core.prompt import Kind, Prompt, Segment
+from ragjax.core.prompt import Kind, Prompt
 
 
 @dataclass(frozen=True)
@@ -21,20 +21,13 @@ class Visibility:
     hidden: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def causal(prompt: Prompt) -> Visibility:
-        """Every key is visible to every later row."""
-        return Visibility(((0, 0),) * len(prompt.segments))
-
-    @staticmethod
     def dependency(prompt: Prompt) -> Visibility:
         """Every key is visible to the segments that depend on it, and within its own (DepCache, section 3.1).
 
         Chunks are part of the chain here: they depend on everything before them.
 
         A node of a tree is hidden from the end of its subtree to the start of the next segment that depends on it.
-
-        Raises:
-            VisibilityError: if one interval per key cannot say it.
+        VisibilityError if one interval per key cannot say it.
         """
         total, starts = len(prompt.segments), prompt.starts
         seers: list[list[int]] = [[] for _ in range(total)]
@@ -54,9 +47,7 @@ class Visibility:
 
         `rows` names the segments that have rows in the pass (all, if None): a hidden pair matters
         only if it has rows, which is how chunks of two turns stay sayable with one interval a key.
-
-        Raises:
-            VisibilityError: if one interval per key cannot say it; compute in several passes.
+        VisibilityError if one interval per key cannot say it: compute in several passes.
         """
         in_pass = range(len(prompt.segments)) if rows is None else sorted(rows)
         starts = prompt.starts
@@ -64,11 +55,7 @@ class Visibility:
 
 
 def _unbroken(seers: Sequence[int], i: int, total: int) -> int:
-    """Number of the segments that see segment i and follow it without a gap.
-
-    Raises:
-        VisibilityError: if the others that see it are not the last of all.
-    """
+    """Number of the segments that see segment i and follow it without a gap."""
     first = next((n for n, j in enumerate(seers) if j != i + 1 + n), len(seers))
     if list(seers[first:]) != list(range(total - len(seers) + first, total)):
         raise VisibilityError(
@@ -79,7 +66,8 @@ def _unbroken(seers: Sequence[int], i: int, total: int) -> int:
 
 def _hidden_interval(prompt: Prompt, i: int, rows: Sequence[int], starts: Sequence[int]) -> tuple[int, int]:
     later = [j for j in rows if j > i]
-    hiders = [j for j in later if not _depends(prompt.segments[j], prompt.segments[i])]
+    system = prompt.segments[i].kind is Kind.SYSTEM
+    hiders = [j for j in later if prompt.segments[j].kind is Kind.CHUNK and not system]
     if not hiders:
         return (0, 0)
     first, last = hiders[0], hiders[-1]
@@ -89,7 +77,3 @@ def _hidden_interval(prompt: Prompt, i: int, rows: Sequence[int], starts: Sequen
             "compute these segments in separate passes"
         )
     return (starts[first], starts[last + 1])
-
-
-def _depends(row: Segment, key: Segment) -> bool:
-    return row.kind is not Kind.CHUNK or key.kind is Kind.SYSTEM

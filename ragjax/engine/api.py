@@ -295,11 +295,7 @@ class Engine:
         return self.knowledge.bases.get(knowledge).document_ids
 
     def knowledge_base(self, name: str | None = None) -> KnowledgeBase:
-        """A knowledge base itself (None: the default one).
-
-        Raises:
-            RequestError: if there is none of that name.
-        """
+        """A knowledge base itself (None: the default one)."""
         return self.knowledge.bases.get(name)
 
     def add_triples(
@@ -315,11 +311,7 @@ class Engine:
         return self.knowledge.graphs.make(graph).add(items, progress)
 
     def knowledge_graph(self, name: str | None = None) -> KnowledgeGraph:
-        """A knowledge graph itself (None: the default one).
-
-        Raises:
-            RequestError: if there is none of that name.
-        """
+        """A knowledge graph itself (None: the default one)."""
         return self.knowledge.graphs.get(name)
 
     # -------------------------------------------------------------------------------------- requests
@@ -349,8 +341,11 @@ class Engine:
                 state = await in_thread(preparation.state, request, sink, arrival)
                 ends.callback(self._loop.cancel, state)
                 self._loop.enqueue(state, place)
-            async for event in _until_answered(events):
+            while not isinstance(event := await events.get(), Answer):
+                if isinstance(event, BaseException):
+                    raise event
                 yield event
+            yield event
 
     def answer(
         self,
@@ -380,24 +375,20 @@ class Engine:
         Raises:
             RequestError: if it cannot be served as asked.
         """
-        messages = (Message("user", question),) if isinstance(question, str) else tuple(question)
-        sampling = replace(sampling or Sampling(), **options)  # type: ignore[arg-type]
-        asked = Graph(graph) if isinstance(graph, str) else graph
         _check_several(documents, "documents")
-        given = None if documents is None else tuple(documents)
         rag = Rag(
             knowledge=knowledge,
             top_k=top_k,
             strategy=strategy,
-            documents=given,
+            documents=None if documents is None else tuple(documents),
             recompute_ratio=recompute_ratio,
-            graph=asked,
+            graph=Graph(graph) if isinstance(graph, str) else graph,
             compression=_compression(compression),
             recognise=recognise,
         )
         request = Request(
-            messages=messages,
-            sampling=sampling,
+            messages=(Message("user", question),) if isinstance(question, str) else tuple(question),
+            sampling=replace(sampling or Sampling(), **options),  # type: ignore[arg-type]
             rag=rag,
             tenant=tenant,
             want_logits=want_logits,
@@ -450,15 +441,13 @@ class Engine:
         Raises:
             RequestError: if it cannot be served as asked.
         """
-        sampling = replace(sampling or Sampling(), **options)  # type: ignore[arg-type]
-        name = strategy if strategy is None or isinstance(strategy, str) else strategy.name
         own = None if isinstance(strategy, str) else strategy
         if own is not None and compression is None:
             compression = "none"
-        rag = Rag(strategy=name, recompute_ratio=recompute_ratio, compression=_compression(compression))
+        name = strategy if strategy is None or isinstance(strategy, str) else strategy.name
         request = Request(
-            sampling=sampling,
-            rag=rag,
+            sampling=replace(sampling or Sampling(), **options),  # type: ignore[arg-type]
+            rag=Rag(strategy=name, recompute_ratio=recompute_ratio, compression=_compression(compression)),
             tenant=tenant,
             want_logits=want_logits,
             continuation=continuation,
@@ -478,9 +467,8 @@ class Engine:
         Raises:
             RequestError: if the prompt cannot be served.
         """
-        name = DEPENDENCY[0] if positions == "path" else DEPENDENCY[1]
         made = prompt.prompt() if isinstance(prompt, DepPrompt) else prompt
-        return self.compute_kv(made, strategy=name, tenant=tenant)
+        return self.compute_kv(made, strategy=DEPENDENCY[positions != "path"], tenant=tenant)
 
     def compute_kv(
         self, prompt: Prompt, *, strategy: str, recompute_ratio: float | None = None, tenant: str = ""
@@ -506,14 +494,9 @@ class Engine:
             found.append(DepKV(dressed, strategy, tenant, plan, allocation, allocation.label, release))
             loop.kept[allocation.label] = found[-1]
 
+        asked: dict[str, Any] = {"recompute_ratio": recompute_ratio, "max_tokens": 1, "tenant": tenant}
         try:
-            answer = self.answer_prompt(
-                prompt,
-                strategy=Keeping(inner, keep),
-                recompute_ratio=recompute_ratio,
-                max_tokens=1,
-                tenant=tenant,
-            )
+            answer = self.answer_prompt(prompt, strategy=Keeping(inner, keep), **asked)
         except BaseException:
             for kv in found:
                 kv.close()
@@ -635,17 +618,6 @@ def _queue() -> tuple[Sink, asyncio.Queue[Event | BaseException]]:
             _log.debug("event dropped: the event loop is closed")
 
     return sink, events
-
-
-async def _until_answered(events: asyncio.Queue[Event | BaseException]) -> AsyncGenerator[Event, None]:
-    """The events up to the answer; an error among them is raised."""
-    while True:
-        event = await events.get()
-        if isinstance(event, BaseException):
-            raise event
-        yield event
-        if isinstance(event, Answer):
-            return
 
 
 def _future() -> tuple[Future[Answer], Sink]:

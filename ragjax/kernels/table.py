@@ -105,16 +105,12 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PageTable:
-    """Keys of the pass: an entry is one page as one request sees it.
-
-    page, offset, request: int32 [S]; request -1 is an unused entry.
-    index, hide_from, hide_until: int32 [S, C]; an unused slot has index `core.NEVER`.
-    """
+    """Keys of the pass, int32: an entry is one page as one request sees it."""
 
     page_S: jax.Array
     offset_S: jax.Array
-    request_S: jax.Array
-    index_SC: jax.Array
+    request_S: jax.Array  # -1 is an unused entry
+    index_SC: jax.Array  # an unused slot has index `core.NEVER`
     hide_from_SC: jax.Array
     hide_until_SC: jax.Array
 

@@ -20,30 +20,19 @@ FLOATS = (jnp.float32, jnp.float16, jnp.bfloat16)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class View:
-    """Rows over the pages of a pool at one layer.
-
-    Args:
-        rows: token index, position and request of each row.
-        pages: the pool, whole; it is read at `layer` alone.
-        layer: index into the pool's layer axis.
-        entries: the page table.
-        rotation: the model's RoPE table, long enough for every |offset|.
-        blocks: the entries each row block visits (`blocks.visible_blocks`).
-        scale: softmax scale, 1/sqrt(D) as a rule.
-        cap: scaled logits x become cap * tanh(x / cap) (Gemma 2, arXiv 2408.00118, section 2); None leaves them.
-        block_rows: rows of a block; T is a multiple of it and a block holds rows of one request only.
-        widen: on CPU, keys and values that blocks of many rows read become float32 before the products.
-    """
+    """Rows over the pages of a pool at one layer."""
 
     rows: Rows
-    pages: Pages
+    pages: Pages  # the pool, whole; it is read at `layer` alone
     layer: int | jax.Array
     entries: PageTable
-    rotation: Rotation
-    blocks: Blocks
-    scale: float = field(metadata={"static": True})
-    block_rows: int = field(metadata={"static": True})
+    rotation: Rotation  # long enough for every |offset|
+    blocks: Blocks  # the entries each row block visits (`blocks.visible_blocks`)
+    scale: float = field(metadata={"static": True})  # of the softmax, 1/sqrt(D) as a rule
+    block_rows: int = field(metadata={"static": True})  # T is a multiple of it; a block holds rows of one request only
+    # on CPU, keys and values that blocks of many rows read become float32 before the products
     widen: bool = field(default=False, metadata={"static": True})
+    # scaled logits x become cap * tanh(x / cap) (Gemma 2, arXiv 2408.00118, section 2); None leaves them
     cap: float | None = field(default=None, metadata={"static": True})
 
     def capped(self, logits: jax.Array) -> jax.Array:

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError, Kind, Measure, Move, Pass, Prefill, Prompt, Results, Tokens
-from ragjax.core.check import is_number
 from ragjax.reuse.base import LOGITS, Allocation, segments_of
 from ragjax.reuse.stitch import ChunkSource, SourceStrategy, Stitched, prepare
 
@@ -60,7 +59,7 @@ class Selective(SourceStrategy):
     selective = True
 
     def __init__(self, name: str, source: ChunkSource, selector: Selector, ratio: float = RATIO):
-        if not is_number(ratio) or not 0 <= ratio <= 1:
+        if not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
             raise ConfigError(f"{name}: ratio must lie in [0, 1], not {ratio!r}")
         self.name = name
         self.ratio = ratio

@@ -33,7 +33,6 @@ from ragjax.serve.response import (
     Json,
     TextForm,
     ToolForm,
-    TypedStream,
     chunks,
     merged,
     respond,
@@ -87,6 +86,12 @@ def create_app(
     metrics = ServerMetrics(engine)
     embedder = EmbeddingQueue(engine)
     endpoints = _Endpoints(engine, embedder, metrics, strict)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        with closing(embedder):
+            yield
+
     # No /docs and /redoc: their pages load scripts from elsewhere. A missing content-type counts as JSON.
     app = FastAPI(
         title="ragjax",
@@ -94,7 +99,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         strict_content_type=False,
-        lifespan=lambda _: _closing(embedder),
+        lifespan=lifespan,
     )
     app.state.metrics = metrics
     app.add_api_route("/health", endpoints.health, response_model=None)
@@ -141,12 +146,6 @@ def create_app(
     return app
 
 
-@asynccontextmanager
-async def _closing(embedder: EmbeddingQueue) -> AsyncGenerator[None, None]:
-    with closing(embedder):
-        yield
-
-
 async def _answer_error(request: Request, error: Exception) -> Response:
     return api_error(error, request.scope).response()
 
@@ -160,7 +159,7 @@ FRESH = 1.0
 """Seconds for which an inventory is told again: to make one holds up the engine's thread."""
 
 
-class Looks:
+class RecentInventories:
     """Bodies of GET /v1/cache by tenant; now: the time in seconds."""
 
     def __init__(self, look: Callable[[str], core.Inventory], now: Callable[[], float] = time.monotonic):
@@ -179,11 +178,7 @@ class Looks:
 
 
 def _grounded(request: core.Request, knowledge: str) -> core.Request:
-    """Returns the request with the knowledge base that its model's name brings along.
-
-    Raises:
-        core.RequestError: if the request retrieves nothing, or names another knowledge base.
-    """
+    """Returns the request with the knowledge base that its model's name brings along."""
     rag = request.rag
     others = () if rag is None else tuple(name for name in rag.named if name != knowledge)
     if request.prompt is not None:
@@ -204,7 +199,7 @@ class _Endpoints:
         self._embedder = embedder
         self._metrics = metrics
         self._strict = strict
-        self._looks = Looks(engine.inventory)
+        self._inventories = RecentInventories(engine.inventory)
         self._created = int(time.time())
 
     async def health(self) -> Json | Response:
@@ -224,7 +219,7 @@ class _Endpoints:
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     async def cache(self, request: Request) -> Json:
-        return await self._looks.body_for(request.state.tenant)
+        return await self._inventories.body_for(request.state.tenant)
 
     async def models(self) -> Json:
         engine = self._engine
@@ -252,7 +247,7 @@ class _Endpoints:
         reply = Reply(self._engine, body, asked, notices)
         events = self._events(asked, request.state.arrived)
         if body.stream:
-            return TypedStream(reply.told(events), reply.failed)
+            return EventStream(reply.told(events), reply.failed, end=b"")
         return await respond(reply.whole(events), request)
 
     def _sources(self, body: ResponseBody, tenant: str) -> tuple[core.Source, ...]:

@@ -46,9 +46,6 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     """The application. args: flags of `python -m ragjax.serve` without their dashes, `replicas` among them.
 
     A flag without a value is `true`, one that is given several times has a list.
-
-    Raises:
-        ConfigError: as the command.
     """
     for name in REFUSED:
         if name in args:
@@ -66,11 +63,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 
 def _flags(args: Mapping[str, Any]) -> list[str]:
-    """A command line.
-
-    Raises:
-        ConfigError: for an argument without a value.
-    """
+    """A command line."""
     found: list[str] = []
     for name, value in args.items():
         if value is None:

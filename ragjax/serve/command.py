@@ -144,9 +144,6 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of a command line (`sys.argv` if None), and of RAGJAX_API_KEY and RAGJAX_METRICS_KEY.
 
     `engine` are the `EngineOptions`; `grace` is in seconds.
-
-    Raises:
-        core.ConfigError: for an unknown flag, or a value that cannot work.
     """
     parser = serve_parser()
     options = parser.parse_args(argv)
@@ -191,11 +188,7 @@ class Tenant:
 
 
 def _tenants(path: str) -> dict[str, Tenant]:
-    """Tenants by API key, from a JSON file.
-
-    Raises:
-        core.ConfigError: saying what is wrong with the file.
-    """
+    """Tenants by API key, from a JSON file."""
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_distinct)
     except (OSError, ValueError, RecursionError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections import deque
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -28,59 +28,28 @@ class Turns:
     """Requests of a tenant have their turn one after another, and the tenants take turns. For one event loop."""
 
     def __init__(self) -> None:
-        self._taken = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # of each tenant, the next first
-
-    def waiting(self, tenant: str) -> int:
-        return len(self._waiting.get(tenant, ()))
+        self.waiting: defaultdict[str, set[asyncio.Task[object]]] = defaultdict(set)
+        self._line = asyncio.Lock()  # first come, first served
+        self._heads: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # one of a tenant stands in line
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncGenerator[None, None]:
-        if self._taken:
-            await self._wait(tenant)
-        self._taken = True
+        task = asyncio.current_task()
+        assert task is not None
+        self.waiting[tenant].add(task)
+        try:
+            async with self._heads[tenant]:
+                await self._line.acquire()
+        finally:
+            self.waiting[tenant].discard(task)
         try:
             yield
         finally:
-            self._pass_on()
+            self._line.release()
 
     def close(self) -> None:
-        for waiting in self._waiting.values():
-            for turn in waiting:
-                turn.cancel()
-        self._waiting.clear()
-
-    async def _wait(self, tenant: str) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                self._leave(tenant, turn)
-            else:  # it was its turn already
-                self._pass_on()
-            raise
-
-    def _leave(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        waiting = self._waiting.get(tenant)
-        if waiting is not None and turn in waiting:
-            waiting.remove(turn)
-            if not waiting:
-                del self._waiting[tenant]
-
-    def _pass_on(self) -> None:
-        """Give the turn to the next request, whose tenant is then behind the others."""
-        self._taken = False
-        while self._waiting and not self._taken:
-            tenant, waiting = next(iter(self._waiting.items()))
-            turn = waiting.popleft()
-            del self._waiting[tenant]
-            if waiting:
-                self._waiting[tenant] = waiting
-            if not turn.cancelled():
-                turn.set_result(None)
-                self._taken = True
+        for task in [task for tasks in self.waiting.values() for task in tasks]:
+            task.cancel()
 
 
 TEXTS = 2048
@@ -135,7 +104,7 @@ class EmbeddingQueue:
             core.OverloadError: if too many requests of the tenant wait.
             core.RequestError: if vectors of another length were asked for, or a text cannot be embedded.
         """
-        if self._turns.waiting(tenant) >= self._most:
+        if len(self._turns.waiting[tenant]) >= self._most:
             message = f"{self._most} requests of embeddings wait; try again later"
             raise core.OverloadError(message, retry_after=self._last_s)
         cancellation = Cancellation()
@@ -160,19 +129,14 @@ class EmbeddingQueue:
     def _embed(self, body: EmbeddingBody, check: Callable[[], None]) -> core.Embedded:
         begun = time.perf_counter()
         try:
-            self._check_dimensions(body, check)
+            if body.dimensions is not None:  # the first text alone tells how long vectors are
+                dim = self._engine.embed(body.input[:1], check).vectors.shape[1]
+                if body.dimensions != dim:
+                    reason = f"the model's vectors have {dim} dimensions, and cannot be cut: leave dimensions out"
+                    raise core.RequestError(reason, param="dimensions", code="invalid_value")
             return self._engine.embed(body.input, check)
         finally:
             self._last_s = time.perf_counter() - begun
-
-    def _check_dimensions(self, body: EmbeddingBody, check: Callable[[], None]) -> None:
-        """The first text alone tells how long vectors are, before all are embedded."""
-        if body.dimensions is None:
-            return
-        dim = self._engine.embed(body.input[:1], check).vectors.shape[1]
-        if body.dimensions != dim:
-            reason = f"the model's vectors have {dim} dimensions, and cannot be cut: leave dimensions out"
-            raise core.RequestError(reason, param="dimensions", code="invalid_value")
 
     def close(self) -> None:
         """End the thread, after the batch at hand; what waits is cancelled."""

@@ -21,6 +21,15 @@ METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 """Methods that a route may take."""
 
 
+FAILURES: Mapping[type[BaseException], tuple[int, str]] = {
+    core.DeadlineError: (504, "timeout"),
+    core.LostError: (503, "replica_lost"),
+    core.DamageError: (500, "damaged"),
+    core.DeviceFullError: (500, "device_full"),
+}
+"""Status and code of failures that are not the request's."""
+
+
 class ApiError(HTTPException):
     """An error as it goes out: HTTP status, headers, and the fields of OpenAI's error object."""
 
@@ -55,20 +64,14 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
         return ApiError(
             429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": seconds}
         )
-    if isinstance(error, core.DeadlineError):
+    if (failure := FAILURES.get(type(error))) is not None:
         _log.error("request %s failed: %s", scope["state"]["request_id"], error)
-        return ApiError(504, str(error), "server_error", code="timeout")
-    if isinstance(error, core.LostError):
-        return ApiError(503, str(error), "server_error", code="replica_lost", headers={"retry-after": "1"})
-    if isinstance(error, core.DamageError):
-        return ApiError(500, str(error), "server_error", code="damaged")
-    if isinstance(error, core.DeviceFullError):
-        _log.error("request %s failed: %s", scope["state"]["request_id"], error)
-        return ApiError(500, str(error), "server_error", code="device_full")
-    if isinstance(error, core.MissingError):
-        return ApiError(404, str(error), param=error.param, code=error.code)
+        status, code = failure
+        headers = {"retry-after": "1"} if status == 503 else None
+        return ApiError(status, str(error), "server_error", code=code, headers=headers)
     if isinstance(error, core.RequestError):
-        return ApiError(400, str(error), param=error.param, code=error.code)
+        status = 404 if isinstance(error, core.MissingError) else 400
+        return ApiError(status, str(error), param=error.param, code=error.code)
     if isinstance(error, core.RagjaxError):
         return ApiError(400, str(error))
     if isinstance(error, RequestValidationError):
@@ -110,12 +113,9 @@ def _http_error(error: HTTPException, scope: Scope) -> ApiError:
 
 def _allowed(scope: Scope) -> str:
     """Lists the methods of all routes of a path; Starlette names those of the first one."""
-    taken: list[str] = []
-    for method in METHODS:
-        asked = {**scope, "method": method}
-        if any(route.matches(asked)[0] is Match.FULL for route in scope["app"].routes):
-            taken.append(method)
-    return ", ".join(taken)
+    routes = scope["app"].routes
+    asked = {method: {**scope, "method": method} for method in METHODS}
+    return ", ".join(name for name, one in asked.items() if any(r.matches(one)[0] is Match.FULL for r in routes))
 
 
 def _unreadable(cause: BaseException | None) -> str | None:

@@ -20,9 +20,6 @@ def take_ignored(body: Body, *, strict: bool = False) -> tuple[str, ...]:
     """Takes unknown fields out of a body; returns notices of these, and of known ones that have no effect.
 
     Null counts as absent and makes no notice.
-
-    Raises:
-        RequestError: if strict, for the first field that the schema does not have.
     """
     known: dict[str, None] = {}
     unknown: dict[str, None] = {}
@@ -39,8 +36,11 @@ def take_ignored(body: Body, *, strict: bool = False) -> tuple[str, ...]:
                 notices = known if name in found.no_effect or name in refused else unknown
                 notices[path + name[:NAME_CHARS]] = None
         given.clear()
-    told = (("no effect here", known), ("unknown and ignored", unknown))
-    return tuple(_notice(what, list(fields)) for what, fields in told if fields)
+    told = []
+    for what, names in (("no effect here", list(known)), ("unknown and ignored", list(unknown))):
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        told += [readable(f"fields of the request, {what}: {', '.join(names[:NAMED])}{more}")] if names else []
+    return tuple(told)
 
 
 def _objects(body: Body, place: Place) -> Iterator[tuple[Place, Body]]:
@@ -53,8 +53,3 @@ def _objects(body: Body, place: Place) -> Iterator[tuple[Place, Body]]:
             for i, entry in enumerate(value):
                 if isinstance(entry, Body):
                     yield from _objects(entry, (*place, name, i))
-
-
-def _notice(what: str, names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return readable(f"fields of the request, {what}: {', '.join(names[:NAMED])}{more}")

@@ -38,11 +38,7 @@ class FormField(NamedTuple):
 
 
 def parse(body: bytes, content_type: str) -> dict[str, FormField]:
-    """The fields of a form by name.
-
-    Raises:
-        RequestError: if it is no form, broken, or has a field twice.
-    """
+    """The fields of a form by name."""
     kind, options = parse_options_header(content_type)
     if kind != "multipart/form-data" or not options.get("boundary"):
         raise _broken("send it as multipart/form-data")
@@ -89,27 +85,15 @@ class ListPage:
     after: str | None
     before: str | None = None
 
-    @property
-    def backward(self) -> bool:
-        return self.after is None and self.before is not None
-
     def of(
-        self,
-        read: Callable[[core.Slice], Sequence[T]],
-        look: Callable[[str], object],
-        name: Callable[[T], str],
-        shown: Callable[[T], Json],
+        self, read: Callable[[core.Slice], Sequence[T]], look: Callable[[str], object], shown: Callable[[T], Json]
     ) -> Json:
         """Makes the list object.
 
         Args:
             read: returns a part of the entries, the oldest first.
             look: raises MissingError for an unknown id.
-            name: the id of an entry.
             shown: an entry as it is sent.
-
-        Raises:
-            core.MissingError: if there is no entry of a given id.
         """
         for param, given in (("after", self.after), ("before", self.before)):
             try:
@@ -118,16 +102,15 @@ class ListPage:
             except core.MissingError:
                 reason = f"{param}: there is no {given!r} in the list"
                 raise core.MissingError(reason, param=param, code="not_found") from None
-        up = self.order == "asc"
+        up, backward = self.order == "asc", self.after is None and self.before is not None
         low, high = (self.after, self.before) if up else (self.before, self.after)
         # one more than is shown tells whether there are others
-        found = read(core.Slice(self.limit + 1, low, high, last=self.backward is up))
+        found = read(core.Slice(self.limit + 1, low, high, last=backward is up))
         between = found if up else found[::-1]
-        chosen = between[-self.limit :] if self.backward else between[: self.limit]
-        ids = [name(entry) for entry in chosen]
-        ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {"first_id": None, "last_id": None}
-        more = len(between) > len(chosen)
-        return {"object": "list", "data": [shown(entry) for entry in chosen], **ends, "has_more": more}
+        data = [shown(entry) for entry in (between[-self.limit :] if backward else between[: self.limit])]
+        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        more = len(between) > len(data)
+        return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more}
 
 
 class LibraryEndpoints:
@@ -186,9 +169,8 @@ class LibraryEndpoints:
     ) -> Json:
         """List files."""
         tenant, library = _tenant(request), self._engine.library
-        return ListPage(order, limit, after).of(
-            partial(library.files, tenant, purpose), partial(library.file, tenant), lambda file: file.id, _file
-        )
+        read, look = partial(library.files, tenant, purpose), partial(library.file, tenant)
+        return ListPage(order, limit, after).of(read, look, _file)
 
     def file(self, request: Request, file_id: str) -> Json:
         """One file."""
@@ -236,12 +218,8 @@ class LibraryEndpoints:
     ) -> Json:
         """List stores."""
         tenant, library = _tenant(request), self._engine.library
-        return ListPage(order, limit, after, before).of(
-            partial(library.stores, tenant),
-            partial(library.store, tenant),
-            lambda store: store.id,
-            partial(self._store, tenant),
-        )
+        read, look = partial(library.stores, tenant), partial(library.store, tenant)
+        return ListPage(order, limit, after, before).of(read, look, partial(self._store, tenant))
 
     def store(self, request: Request, vector_store_id: str) -> Json:
         """One store."""
@@ -253,10 +231,9 @@ class LibraryEndpoints:
         tenant, changes = _tenant(request), body.model_dump(exclude_unset=True)
         if "expires_after" in changes:
             changes["days"] = (changes.pop("expires_after") or {}).get("days")
-        if "metadata" in changes:
-            changes["metadata"] = changes["metadata"] or {}
-        if "name" in changes:
-            changes["name"] = changes["name"] or ""
+        for name, empty in (("metadata", {}), ("name", "")):
+            if name in changes:
+                changes[name] = changes[name] or empty
         return self._store(tenant, self._engine.library.update(tenant, vector_store_id, **changes))
 
     def delete(self, request: Request, vector_store_id: str) -> Json:
@@ -300,12 +277,9 @@ class LibraryEndpoints:
         """List the files of a store."""
         tenant, library = _tenant(request), self._engine.library
         library.store(tenant, vector_store_id)
-        return ListPage(order, limit, after, before).of(
-            partial(library.attachments, tenant, vector_store_id, filter),
-            partial(library.attachment, tenant, vector_store_id),
-            lambda one: one.file,
-            _attachment,
-        )
+        read = partial(library.attachments, tenant, vector_store_id, filter)
+        look = partial(library.attachment, tenant, vector_store_id)
+        return ListPage(order, limit, after, before).of(read, look, _attachment)
 
     def attachment(self, request: Request, vector_store_id: str, file_id: str) -> Json:
         """One file of a store."""

@@ -167,14 +167,11 @@ class RequestMiddleware:
             raise stopping()
         headers = dict(scope["headers"])
         if scope["path"] not in self._public:
-            self._admit(scope, headers)
+            if tenants := self._own.get(scope["path"], self._tenants):
+                scope["state"]["tenant"] = _tenant_of(headers.get(b"authorization", b""), tenants)
+            else:
+                self._guard.check(headers)
         _check_size(int(headers.get(b"content-length", b"0")), self._most(scope))
-
-    def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
-        tenants = self._own.get(scope["path"], self._tenants)
-        if not tenants:
-            return self._guard.check(headers)
-        scope["state"]["tenant"] = _tenant_of(headers.get(b"authorization", b""), tenants)
 
     def _most(self, scope: Scope) -> int:
         return self._limits.get(scope["path"], self._limit)

@@ -315,13 +315,13 @@ async def respond(work: Coroutine[Any, Any, Json], request: Request) -> JSONResp
 
 
 async def _while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """Returns what `work` returns; it is cancelled, and its clean-up awaited, as soon as the client leaves.
+    """Returns what `work` returns; it is cancelled, and its clean-up awaited, as soon as the client leaves."""
 
-    Raises:
-        ClientDisconnect: if the client left first.
-    """
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnected(receive))
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.create_task(work), asyncio.create_task(disconnected())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -333,13 +333,8 @@ async def _while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 class EventStream(StreamingResponse):
-    """Server-sent events of JSON chunks, then `[DONE]`.
+    """Server-sent events of JSON chunks, then `end`; those with a type name it.
 
     The response begins with the first chunk, so an error before it becomes an HTTP error; a later one becomes the event
     that ends the stream: what `failed` makes of it, `{"error": …}` by default. The chunks are closed when the client
@@ -349,17 +344,18 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(
-        self, chunks: AsyncGenerator[Json, None], failed: Callable[[ApiError], Json] = lambda error: error.body
+        self,
+        chunks: AsyncGenerator[Json, None],
+        failed: Callable[[ApiError], Json] = lambda error: error.body,
+        end: bytes = b"data: [DONE]\n\n",
     ):
         # x-accel-buffering: reverse proxies such as nginx would otherwise hold the events back.
         super().__init__((), headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._chunks = chunks
-        self._failed = failed
+        self._failed, self._end = failed, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _while_connected(self._run(scope, send), receive)
-
-    _end = b"data: [DONE]\n\n"
 
     async def _run(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._chunks) as chunks:
@@ -378,12 +374,6 @@ class EventStream(StreamingResponse):
                 await send({"type": "http.response.body", "body": b""})
 
 
-class TypedStream(EventStream):
-    """Server-sent events that name their type, as OpenAI's Responses API has them; the last one is the end."""
-
-    _end = b""
-
-
 async def _send_event(send: Send, chunk: Json) -> None:
     name = f"event: {chunk['type']}\n" if "type" in chunk else ""
     data = json.dumps(chunk, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -398,7 +388,18 @@ async def merged(streams: Sequence[AsyncGenerator[core.Event, None]]) -> AsyncGe
                 yield 0, one
         return
     queue: asyncio.Queue[tuple[int, core.Event | Exception | None]] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
+
+    async def pump(number: int, stream: AsyncGenerator[core.Event, None]) -> None:
+        last: Exception | None = None
+        try:
+            async with aclosing(stream) as events:
+                async for event in events:
+                    queue.put_nowait((number, event))
+        except Exception as error:
+            last = error
+        queue.put_nowait((number, last))
+
+    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
     try:
         left = len(tasks)
         while left:
@@ -413,19 +414,3 @@ async def merged(streams: Sequence[AsyncGenerator[core.Event, None]]) -> AsyncGe
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _pump(
-    number: int,
-    stream: AsyncGenerator[core.Event, None],
-    queue: asyncio.Queue[tuple[int, core.Event | Exception | None]],
-) -> None:
-    """Put the events of one choice into the queue, and None behind them, or the error that ended them."""
-    try:
-        async with aclosing(stream) as events:
-            async for event in events:
-                queue.put_nowait((number, event))
-    except Exception as error:
-        queue.put_nowait((number, error))
-    else:
-        queue.put_nowait((number, None))

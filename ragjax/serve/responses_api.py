@@ -73,7 +73,12 @@ class Output:
         else:
             if not self._open("message"):
                 yield from self._begin_message()
-            yield from self._end_message(annotations)
+            part = self._part
+            for i, one in enumerate(annotations):
+                yield self._told("output_text.annotation.added", content_index=0, annotation_index=i, annotation=one)
+            part |= {"annotations": list(annotations), "logprobs": self._logprobs}
+            yield self._told("output_text.done", content_index=0, text=part["text"], logprobs=self._logprobs)
+            yield self._told("content_part.done", content_index=0, part=dict(part))
         self.items[-1]["status"] = status
         yield self._event("output_item.done", len(self.items) - 1, item=dict(self.items[-1]))
 
@@ -89,14 +94,6 @@ class Output:
         part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self.items[-1]["content"].append(part)
         yield self._told("content_part.added", content_index=0, part=dict(part))
-
-    def _end_message(self, annotations: Sequence[Json]) -> Iterator[Json]:
-        part = self._part
-        for i, annotation in enumerate(annotations):
-            yield self._told("output_text.annotation.added", content_index=0, annotation_index=i, annotation=annotation)
-        part |= {"annotations": list(annotations), "logprobs": self._logprobs}
-        yield self._told("output_text.done", content_index=0, text=part["text"], logprobs=self._logprobs)
-        yield self._told("content_part.done", content_index=0, part=dict(part))
 
     # --------------------------------------------------------------------------------------------- events
 
@@ -152,10 +149,8 @@ class Reply:
         self._head = {"id": new_id("resp"), "object": "response", "created_at": int(time.time())}
 
     async def whole(self, events: AsyncGenerator[core.Event, None]) -> Json:
-        last: Json = {}
         async with aclosing(self.told(events)) as told:
-            async for event in told:
-                last = event
+            *_, last = [event async for event in told]
         response: Json = last["response"]
         return response
 
@@ -181,8 +176,10 @@ class Reply:
                         more = self._ending(event, await asyncio.to_thread(self._passages, event))
                     for said in more:
                         yield self._numbered(said)
-            except core.RequestError as error:
-                raise _renamed(error) from error
+            except core.RequestError as error:  # it has the field's name of chat
+                param = error.param or ""
+                name = next((PARAMS[old] + param[len(old) :] for old in PARAMS if param.startswith(old)), error.param)
+                raise core.RequestError(str(error), param=name, code=error.code) from error
 
     def _opening(self) -> Iterator[Json]:
         response = self._response("in_progress")
@@ -216,12 +213,11 @@ class Reply:
             yield from self._output.say("", self._unsaid)
 
     def _ending(self, answer: core.Answer, passages: Sequence[Json]) -> Iterator[Json]:
-        cut = answer.finish_reason == "length"
+        status = "incomplete" if answer.finish_reason == "length" else "completed"
         yield from self._left()
-        yield from self._output.end("incomplete" if cut else "completed", self._annotations(passages))
+        yield from self._output.end(status, self._annotations(passages))
         if self._body.search is not None and RESULTS in (self._body.include or ()):
             yield from self._output.found(passages)
-        status = "incomplete" if cut else "completed"
         yield {"type": f"response.{status}", "response": self._response(status, answer)}
 
     def _passages(self, answer: core.Answer) -> list[Json]:
@@ -282,12 +278,6 @@ class Reply:
             "metadata": dict(body.metadata or {}),
             "rag": None if answer is None else account(answer, self._engine.pieces, self._notices),
         }
-
-
-def _renamed(error: core.RequestError) -> core.RequestError:
-    param = error.param or ""
-    name = next((PARAMS[old] + param[len(old) :] for old in PARAMS if param.startswith(old)), error.param)
-    return core.RequestError(str(error), param=name, code=error.code)
 
 
 def _shown(tool: Json) -> Json:

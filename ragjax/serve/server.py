@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import h11
@@ -34,15 +34,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of connections.
+    """Bounds of connections."""
 
-    timeout: seconds that a client has for a request, from the connection (or the response before it) to the end of the
-        body; and for reading what fills the buffers of its connection.
-    connections: most of them at a time; one more is answered with 503.
-    """
-
+    # Seconds that a client has for a request, from the connection (or the response before it) to the end of the body;
+    # and for reading what fills the buffers of its connection.
     timeout: float = 60.0
-    connections: int = 512
+    connections: int = 512  # most of them at a time; one more is answered with 503
 
 
 class Connection(H11Protocol):
@@ -210,9 +207,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for event in (self._ended, self._closed, self._begun):
             event.set()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ragjax.cache.match import Pace
+from ragjax.cache.match import Loading, Loads
+from ragjax.cache.node import Node
 from ragjax.core import StepLimits
-from ragjax.core.tiers import Load
+from ragjax.core.tiers import Load, Tier
 from ragjax.reuse.base import Allocation
 from tests.support.transfers import BYTES, PAGE, Bench, FakeDiskIndex, tokens
 
@@ -96,14 +97,16 @@ def test_failed_loads_say_nothing_of_the_pace() -> None:
 
 
 def test_the_last_loads_count_most() -> None:
-    pace = Pace()
-    assert pace.seconds_for(10) is None
-    for _ in range(20):
-        pace.note_load(100, 1.0)
-    assert pace.seconds_for(50) == pytest.approx(0.5)
-    for _ in range(20):
-        pace.note_load(100, 4.0)
-    assert pace.seconds_for(50) == pytest.approx(2.0, rel=0.01)
+    loads, node = Loads(), Node("", bytes(400), None, 0)
+
+    def expected(took: float) -> float | None:
+        loads.begin(1, loading := Loading([node], Tier.HOST))
+        loads.end(1, took)
+        return loading.progress.seconds
+
+    assert expected(1.0) is None
+    assert [expected(1.0) for _ in range(20)][-1] == pytest.approx(1.0)
+    assert [expected(4.0) for _ in range(20)][-1] == pytest.approx(4.0, rel=0.01)
 
 
 def test_tiers_have_paces_of_their_own() -> None:

@@ -21,7 +21,7 @@ from ragjax.core import (
     Visibility,
     VisibilityError,
 )
-from ragjax.core.depprompt import DepPrompt, LinearNode, Positions, TreeNode, layout, merge, paths_of, positions_of
+from ragjax.core.depprompt import DepPrompt, LinearNode, Positions, TreeNode, layout, merge, paths_of
 from ragjax.engine import Engine
 from ragjax.reuse import DEPENDENCY, strategies
 from ragjax.reuse.dependency import Dependency
@@ -118,7 +118,7 @@ def test_custom_dependencies() -> None:
     assert [s.kind for s in prompt.segments] == [Kind.SYSTEM, *[Kind.NODE] * 4, Kind.QUERY]
     seen = layout(prompt, "path").visible()
     assert seen[10, 7:10].all(), "b depends on all of a"
-    assert positions_of(prompt, "path")[10] == len(SYSTEM) + 2
+    assert layout(prompt, "path").position[10] == len(SYSTEM) + 2
     assert seen[-1].all(), "what b depends on, the task does too"
 
 

@@ -51,7 +51,7 @@ NAN, INF = float("nan"), float("inf")
         ({"recompute_ratio": 1.5}, "recompute_ratio must be less than or equal to 1, not 1.5"),
         ({"index": "hnws"}, "index must be 'flat', 'ivf' or 'hnsw', not 'hnws'"),
         ({"separators": "---"}, "separators must be a valid tuple, not '---'"),
-        ({"separators": [5]}, "separators must be a valid string"),
+        ({"separators": [5]}, r"separators\[0\] must be a valid string"),
         ({"strategy": 5}, "strategy must be a valid string"),
         ({"quality_budget": 0.05}, "quality_budget must be a valid string"),
         ({"compression": 512}, "compression must be a valid string"),

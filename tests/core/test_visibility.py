@@ -73,14 +73,6 @@ def test_isolated_is_the_predicate_or_an_error(drawn: tuple[Prompt, list[int] | 
     assert wrong_pairs(prompt, visibility, in_pass) == []
 
 
-@settings(max_examples=50, deadline=None, derandomize=True, database=None)
-@given(prompts())
-def test_causal_hides_nothing(drawn: tuple[Prompt, list[int] | None]) -> None:
-    prompt, _ = drawn
-    for hide_from, hide_until in Visibility.causal(prompt).hidden:
-        assert not any(hide_from <= q < hide_until for q in range(len(prompt) + 50))
-
-
 def test_one_turn() -> None:
     prompt = prompt_of((S, 3), (C, 4), (C, 2), (J, 5))
     assert Visibility.isolated(prompt).hidden[1] == (7, 9)

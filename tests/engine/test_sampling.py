@@ -48,5 +48,5 @@ def test_a_seed_decides_the_tokens(engine: Engine) -> None:
 
 
 def test_a_seed_below_zero_is_refused(engine: Engine) -> None:
-    with pytest.raises(RequestError, match="seed must be at least 0"):
+    with pytest.raises(RequestError, match="seed must be greater than or equal to 0"):
         engine.answer_prompt(tiny.prompt(), seed=-5, temperature=1.0, max_tokens=2)

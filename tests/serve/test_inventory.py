@@ -10,7 +10,7 @@ import pytest
 
 from ragjax import core
 from ragjax.core.inventory import TEXT_CHARS
-from ragjax.serve.app import FRESH, Looks
+from ragjax.serve.app import FRESH, RecentInventories
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, serving
 
@@ -42,7 +42,7 @@ def test_the_engine_is_held_up_once_a_second_at_most_for_each_tenant() -> None:
 
     async def run() -> None:
         nonlocal seconds
-        looks = Looks(look, lambda: seconds)
+        looks = RecentInventories(look, lambda: seconds)
         await asyncio.gather(*(looks.body_for("a") for _ in range(5)), looks.body_for("b"))
         seconds = FRESH
         again = await looks.body_for("a")
@@ -56,7 +56,7 @@ def test_the_body_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch)
     made_by: list[threading.Thread] = []
     made = core.Inventory.body
     monkeypatch.setattr(core.Inventory, "body", lambda seen: made_by.append(threading.current_thread()) or made(seen))
-    body = asyncio.run(Looks(FakeEngine().inventory).body_for(""))
+    body = asyncio.run(RecentInventories(FakeEngine().inventory).body_for(""))
     assert made_by and threading.main_thread() not in made_by
     assert body == FakeEngine().inventory("").body()
 

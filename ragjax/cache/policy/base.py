@@ -140,16 +140,14 @@ class Victims:
         self._live += 1
         node.queued[self._tier] = self._serial
         entry = (self._policy.score(node, self._tier), self._serial, node)
-        self._push_entry(self._heaps[self._policy.queue_of(node, self._tier)], entry)
-        owned = self._owned.get(node.tenant)
-        if owned is not None:
-            self._push_entry(owned, entry)
-
-    def _push_entry(self, heap: list[tuple[float, int, Node]], entry: tuple[float, int, Node]) -> None:
-        heapq.heappush(heap, entry)
-        if len(heap) > 2 * self._live + 64:
-            heap[:] = [e for e in heap if self._good(e)]
-            heapq.heapify(heap)
+        heaps = [self._heaps[self._policy.queue_of(node, self._tier)]]
+        if node.tenant in self._owned:
+            heaps.append(self._owned[node.tenant])
+        for heap in heaps:
+            heapq.heappush(heap, entry)
+            if len(heap) > 2 * self._live + 64:
+                heap[:] = [e for e in heap if self._good(e)]
+                heapq.heapify(heap)
 
     def discard(self, node: Node) -> None:
         """The node may not leave (any more)."""

@@ -20,19 +20,14 @@ HALF_LIFE = 1000.0
 
 @dataclass(slots=True, eq=False)
 class Demand:
-    """Demand of waiting requests for the node with one key.
+    """Demand of waiting requests for the node with one key."""
 
-    users: waiting requests that want it, in the window or beyond. count, slots: of those in the window, how many
-    they are and the sum of their slots. key: the node's.
-    whole: the demand for the node that this one is a part of; who wanted that wants this. parts: the other way.
-    """
-
-    key: bytes
-    users: int = 0
-    count: int = 0
-    slots: int = 0
-    whole: Demand | None = None
-    parts: list[Demand] = field(default_factory=list)
+    key: bytes  # the node's
+    users: int = 0  # waiting requests that want it, in the window or beyond
+    count: int = 0  # those in the window
+    slots: int = 0  # the sum of their slots
+    whole: Demand | None = None  # for the node that this one is a part of; who wanted that wants this
+    parts: list[Demand] = field(default_factory=list)  # the other way
 
     def line(self) -> Iterator[Demand]:
         """This demand and its ancestors: those for the nodes that it was split from."""
@@ -117,26 +112,16 @@ class LACR(Policy):
         return total
 
     def on_queue(self, request: str, keys: Collection[bytes]) -> Iterable[bytes]:
-        """The request joins the end of the queue; without a window, all that others want falls.
-
-        Raises:
-            ValueError: if it waits already.
-        """
+        """The request joins the end of the queue; without a window, all that others want falls."""
         if request in self._waiting:
             raise ValueError(f"request: {request!r} waits already")
-        demands = tuple(self._demand(key) for key in dict.fromkeys(keys))
+        demands = tuple(self._demands.setdefault(key, Demand(key)) for key in dict.fromkeys(keys))
         for demand in demands:
             demand.users += 1
         self._waiting[request] = QueuedRequest(demands)
         self._beyond[request] = None
         self._advance()
         return list(self._demands) if self._length is None else ()
-
-    def _demand(self, key: bytes) -> Demand:
-        demand = self._demands.get(key)
-        if demand is None:
-            demand = self._demands[key] = Demand(key)
-        return demand
 
     def _advance(self) -> None:
         """The first beyond the window comes into it, if there is room."""
@@ -195,7 +180,7 @@ class LACR(Policy):
         if demand is None:
             return
         for half in (upper, lower):
-            part = self._demand(half.key)
+            part = self._demands.setdefault(half.key, Demand(half.key))
             if part.whole is None:
                 part.whole = demand
                 demand.parts.append(part)
@@ -207,7 +192,7 @@ class LACR(Policy):
         wanting = [request for request, waiting in self._waiting.items() if not named.isdisjoint(waiting.demands)]
         if not wanting:
             return
-        merged = self._demand(lower.key)
+        merged = self._demands.setdefault(lower.key, Demand(lower.key))
         for request in wanting:
             waiting = self._waiting[request]
             if merged in waiting.demands:

@@ -35,16 +35,12 @@ TILE_BYTES = 16 * 1024
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch parameters of the program.
+    """Launch parameters of the program."""
 
-    grid: row blocks, KV heads, splits of a list. rows, tile: folded rows with padding and slots of a tile (M and N of
-    the program). stages, warps: of Triton's pipeline.
-    """
-
-    grid: tuple[int, int, int]
-    rows: int
-    tile: int
-    stages: int
+    grid: tuple[int, int, int]  # row blocks, KV heads, splits of a list
+    rows: int  # folded rows with padding (M of the program)
+    tile: int  # slots of a tile (N of the program)
+    stages: int  # of Triton's pipeline
     warps: int = 4
 
     @staticmethod

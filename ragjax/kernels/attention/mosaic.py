@@ -103,19 +103,14 @@ def attend(q_THD: jax.Array, view: View, *, interpret: bool = False) -> tuple[ja
         raise ValueError(f"the mosaic backend cannot serve this call: {reason}")
     t, heads, dim = q_THD.shape
     _, pages, kv_heads, slots, _ = view.pages.k_LPKCD.shape
-    sizes = Sizes(
-        view.block_rows,
-        heads,
-        kv_heads,
-        dim,
-        slots,
-        pages,
-        q_THD.dtype,
-        view.pages.k_LPKCD.dtype,
-        view.scale,
-        interpret,
-    )
+    dtypes = q_THD.dtype, view.pages.k_LPKCD.dtype
+    sizes = Sizes(view.block_rows, heads, kv_heads, dim, slots, pages, *dtypes, view.scale, interpret)
     n, m = t // view.block_rows, sizes.programs * sizes.consumers * TILE
+    more: dict[str, Any] = {}
+    if interpret:  # JAX's module of it is not public in every supported version
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        more["interpret"] = InterpretGPUParams()
     kernel = plgpu.kernel(
         functools.partial(_kernel, sizes),
         out_type=(
@@ -129,18 +124,11 @@ def attend(q_THD: jax.Array, view: View, *, interpret: bool = False) -> tuple[ja
         num_threads=sizes.consumers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **({"interpret": _simulation()} if interpret else {}),
+        **more,
     )
     out_THD, lse_NKM = kernel(*arguments(q_THD, view, m))
     lse_NKGB = lse_NKM[:, :, : sizes.group * view.block_rows].reshape(n, kv_heads, sizes.group, view.block_rows)
     return out_THD, lse_NKGB.transpose(0, 3, 1, 2).reshape(t, heads)
-
-
-def _simulation() -> Any:
-    """JAX's own module of it is not public in every supported version."""
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-
-    return InterpretGPUParams()
 
 
 def _kernel(sizes: Sizes, *refs: Ref, **scratch: Ref) -> None:

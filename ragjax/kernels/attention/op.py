@@ -51,9 +51,6 @@ def choose(q_THD: jax.Array, view: View, device: Device, backend: str | None = N
     """The first backend of the device's list that can serve the call; a named one is tried before the list.
 
     Only shapes and dtypes are looked at.
-
-    Raises:
-        ValueError: if no backend has the name `backend`.
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
@@ -82,10 +79,6 @@ def paged_interval_attention(
     Returns:
         out [T, H, D] in the dtype of q, and the natural log of the softmax denominator, float32 [T, H]. A row that
         sees no key gets zeros and -inf.
-
-    Raises:
-        ValueError: naming the argument whose shape, dtype or (outside of jit) value does not fit, or saying why the
-            backend cannot serve the call.
     """
     check(q_THD, view)
     device = Device.of(jax.devices()[0])

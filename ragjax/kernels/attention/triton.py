@@ -49,18 +49,14 @@ Halves = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Tiling:
-    """Division of the work into programs.
+    """Division of the work into programs."""
 
-    rows: folded rows of a program (M); groups: query heads of a KV head with padding; parts: programs of a row block;
-    splits: programs that share a list; warps, stages: of Triton's pipeline.
-    """
-
-    rows: int
-    groups: int
-    parts: int
-    splits: int
+    rows: int  # folded rows of a program (M)
+    groups: int  # query heads of a KV head with padding
+    parts: int  # programs of a row block
+    splits: int  # programs that share a list
     warps: int
-    stages: int
+    stages: int  # of Triton's pipeline
 
 
 def tiling(q_THD: jax.Array, view: View, device: Device) -> Tiling:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -45,18 +45,14 @@ Carry = TypeVar("Carry")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Lists:
-    """Lists of the keys that blocks of rows visit, with a leading axis of blocks, or the list of one block.
+    """Lists of the keys that blocks of rows visit, with a leading axis of blocks, or the list of one block."""
 
-    item_E: int32 [E]; the first `count` are entries, if `slots` is C, or slots s * C + c of entries, if it is 1.
-    count: int32 scalar.
-    slots: keys of an item.
-    width: items of a tile.
-    """
-
-    item_E: jax.Array
-    count: jax.Array
-    slots: int = field(metadata={"static": True})
-    width: int = field(metadata={"static": True})
+    item_E: (
+        jax.Array
+    )  # int32; the first `count` are entries, if `slots` is C, or slots s * C + c of entries, if it is 1
+    count: jax.Array  # int32 scalar
+    slots: int = field(metadata={"static": True})  # keys of an item
+    width: int = field(metadata={"static": True})  # items of a tile
 
     def items(self, place_W: jax.Array) -> jax.Array:
         """The items at some places; beyond the list's end they are any."""
@@ -79,18 +75,13 @@ class Lists:
 
 
 class Tile(NamedTuple):
-    """Gathered keys.
+    """Gathered keys."""
 
-    q: the queries that fit the keys, [K, M, D] for all alike, or rotated for each entry, [K, W, M, D].
-    k_KND, v_KND: in compute dtype. slot_N: which slots they are, s * C + c, int32.
-    seen_BN: which row sees which key, bool; no row sees what is beyond a list's end.
-    """
-
-    q: jax.Array
-    k_KND: jax.Array
+    q: jax.Array  # queries that fit the keys, [K, M, D] for all alike, or rotated for each entry, [K, W, M, D]
+    k_KND: jax.Array  # in compute dtype, like the values
     v_KND: jax.Array
-    slot_N: jax.Array
-    seen_BN: jax.Array
+    slot_N: jax.Array  # which slots they are, s * C + c, int32
+    seen_BN: jax.Array  # which row sees which key, bool; no row sees what is beyond a list's end
 
 
 def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
@@ -110,10 +101,11 @@ def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
         return unfold_heads(out_KMD, block_rows), unfold_heads(lse_KM, block_rows)
 
     n = t // block_rows
-    out_NBHD, lse_NBH = map_blocks(
-        one_block,
-        (q_THD.reshape(n, block_rows, heads, dim), view.rows.index_T.reshape(n, block_rows), lists(view)),
-    )
+    blocks = q_THD.reshape(n, block_rows, heads, dim), view.rows.index_T.reshape(n, block_rows), lists(view)
+    if n > 1:
+        out_NBHD, lse_NBH = lax.map(one_block, blocks)
+    else:  # XLA fuses a plain call better
+        out_NBHD, lse_NBH = (x[None] for x in one_block(jax.tree.map(lambda x: x[0], blocks)))
     return out_NBHD.reshape(t, heads, dim).astype(q_THD.dtype), lse_NBH.reshape(t, heads)
 
 
@@ -267,12 +259,3 @@ def unfold_heads(x_KM: jax.Array, block_rows: int) -> jax.Array:
     """[K, G*B, ...] back to [B, H, ...]."""
     kv_heads, _, *rest = x_KM.shape
     return jnp.moveaxis(x_KM.reshape(kv_heads, -1, block_rows, *rest), 2, 0).reshape(block_rows, -1, *rest)
-
-
-def map_blocks(f: Callable[[Any], tuple[jax.Array, jax.Array]], xs: Any) -> tuple[jax.Array, jax.Array]:
-    """Map over row blocks one after another; a single block is called plainly, which XLA fuses better."""
-    if jax.tree.leaves(xs)[0].shape[0] > 1:
-        mapped: tuple[jax.Array, jax.Array] = lax.map(f, xs)
-        return mapped
-    first, second = f(jax.tree.map(lambda x: x[0], xs))
-    return first[None], second[None]

@@ -97,21 +97,9 @@ def chunk_score(
 
     So a segment of which a row sees anything receives 1 from it in all, however little attention it gets beside the
     others. Two sweeps: the first finds the LSE of each segment, so that nothing is divided by a sum that underflows.
-    Memory is O(rows x segments) beside a tile. Under `shard_map` over KV heads: as `key_score`.
-
-    Args:
-        q_THD: as for `key_score`.
-        view: as for `key_score`.
-        key_segment_SC: int32, the segment of each entry's slots; a number outside of [0, segments) says none.
-        segments: how many there are (Z).
-        chosen_T: as for `key_score`.
-        backend: "reference" or "xla".
-
-    Returns:
-        float32 [S, C]; zero for a key that no chosen row sees, or of no segment.
-
-    Raises:
-        ValueError: as `key_score`.
+    Memory is O(rows x segments) beside a tile. Arguments, errors and sharding are those of `key_score`, but that the
+    backend is "reference" or "xla". key_segment_SC: int32, the segment of each entry's slots; a number outside of
+    [0, segments) says none, and such a key gets zero.
     """
     check(q_THD, view)
     _expect("key_segment_SC", key_segment_SC, view.entries.index_SC.shape, jnp.int32)
@@ -143,22 +131,9 @@ def row_segment_score(
     token's attention to itself (equal index) is left out of its own segment. Tokens are ranked by eq. 14, a sum of
     columns of this.
 
-    Under `shard_map` over KV heads: as `key_score`.
-
-    Args:
-        q_THD: as for `key_score`.
-        lse_TH: as for `key_score`.
-        view: as for `key_score`.
-        row_segment_T: int32, the segment of each row; a number outside of [0, segments) says none.
-        key_segment_SC: int32, the segment of each entry's slots; likewise.
-        segments: how many there are (Z).
-        backend: as for `key_score`.
-
-    Returns:
-        float32 [T, Z]; zeros for a row of no segment.
-
-    Raises:
-        ValueError: as `key_score`.
+    Arguments, errors and sharding are those of `key_score`. row_segment_T, key_segment_SC: int32, the segment of each
+    row and of each entry's slots; a number outside of [0, segments) says none. Returns float32 [T, Z]; zeros for a row
+    of no segment.
     """
     _check_attention(q_THD, lse_TH, view)
     _expect("row_segment_T", row_segment_T, q_THD.shape[:1], jnp.int32)
@@ -198,9 +173,6 @@ def kv_deviation(
     Returns:
         float32 [T] for keys and for values. Rows without cached KV and padding rows get zero, whatever their slots and
         new values hold.
-
-    Raises:
-        ValueError: naming the argument that does not fit.
     """
     shape = (view.rows.index_T.shape[0], view.pages.k_LPKCD.shape[2], view.pages.k_LPKCD.shape[4])
     for name, x in (("k_TKD", k_TKD), ("v_TKD", v_TKD)):
@@ -245,9 +217,6 @@ def key_neighbours(
         are chosen by the cosine as it is; negative ones are returned as 0, so that a decay 1 - cosine (eq. 5) never
         enhances. Where fewer than `count` others are valid, or the source is not, similarity 0 and index -1. A key of
         zeros has cosine 0 with all.
-
-    Raises:
-        ValueError: naming the argument that does not fit.
     """
     if k_NKD.ndim != 3:
         raise ValueError(f"k_NKD has {k_NKD.ndim} axes, not 3")

@@ -132,11 +132,7 @@ def tag_of(default: str) -> Callable[[object], str]:
 
 
 def refuse_beside(kind: str, param: str, **members: object) -> None:
-    """Refuse members of an object that its type has no use for.
-
-    Raises:
-        core.RequestError: naming the first that is given.
-    """
+    """Refuse members of an object that its type has no use for."""
     for name, value in members.items():
         if value is not None:
             reason = f"{param}.{name} does not go with the type {kind}: leave it out, or choose another type"
@@ -144,12 +140,7 @@ def refuse_beside(kind: str, param: str, **members: object) -> None:
 
 
 def as_json(value: object, param: str) -> str:
-    """The value as JSON text.
-
-    Raises:
-        core.RequestError: if it is nested too deeply, or holds what JSON text cannot: NaN, an infinity, or half of a
-            surrogate pair; it names `param`.
-    """
+    """The value as JSON text."""
     try:
         if core.is_unicode(json.dumps(value, allow_nan=False, ensure_ascii=False)):
             return json.dumps(value)

@@ -155,9 +155,6 @@ class ChatTool(Body):
     type: Literal["function"]
     function: FunctionTool
 
-    def to_core(self) -> core.Tool:
-        return self.function.to_core()
-
 
 class NamedFunction(Body):
     """The name of a function."""
@@ -186,11 +183,7 @@ def idle_tools(tools: Sequence[Body] | None, choice: ToolChoice | ResponseChoice
 
 
 def tools_of(tools: Sequence[core.Tool], choice: ToolChoice | None) -> core.Tools | None:
-    """The tools that an answer may call; None: it calls none.
-
-    Raises:
-        core.RequestError: for two tools of one name, or a choice that no tool fits.
-    """
+    """The tools that an answer may call; None: it calls none."""
     choice = choice or ToolChoice(type="auto")
     if choice.type != "function":
         refuse_beside(choice.type, "tool_choice", function=choice.function)
@@ -210,7 +203,15 @@ def tools_of(tools: Sequence[core.Tool], choice: ToolChoice | None) -> core.Tool
     return core.Tools(tuple(tools), choice.type != "auto", named)
 
 
-SCHEMA_OF_OBJECTS = '{"type": "object"}'
+def schema_text(kind: str, schema: dict[str, Any] | None, param: str, needs: str) -> str | None:
+    """The JSON Schema of an answer of some kind, as JSON text; None: it is text. needs: said if there is none."""
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return '{"type": "object"}'
+    if schema is None:
+        raise core.RequestError(needs, param=param, code="missing_required_parameter")
+    return as_json(schema, f"{param.removesuffix('.schema')}.schema")
 
 
 class JsonSchema(Body):
@@ -232,14 +233,9 @@ class ResponseFormat(Body):
         """The JSON Schema of the answer, as JSON text; None: it is text."""
         if self.type != "json_schema":
             refuse_beside(self.type, "response_format", json_schema=self.json_schema)
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return SCHEMA_OF_OBJECTS
-        if self.json_schema is None or self.json_schema.schema_ is None:
-            reason = 'response_format of type json_schema needs json_schema: {"name": …, "schema": {…}}'
-            raise core.RequestError(reason, param="response_format.json_schema", code="missing_required_parameter")
-        return as_json(self.json_schema.schema_, "response_format.json_schema.schema")
+        schema = None if self.json_schema is None else self.json_schema.schema_
+        needs = 'response_format of type json_schema needs json_schema: {"name": …, "schema": {…}}'
+        return schema_text(self.type, schema, "response_format.json_schema", needs)
 
 
 def _strings(stop: object) -> object:
@@ -316,24 +312,19 @@ MOST_CHOICES = 64
 
 
 def choices(requests: Sequence[core.Request], n: int) -> tuple[core.Request, ...]:
-    """`n` requests of each, those of one behind another. The i-th of them has the seed plus i, if a seed is given.
-
-    Raises:
-        core.RequestError: if they are too many.
-    """
+    """`n` requests of each, those of one behind another. The i-th of them has the seed plus i, if a seed is given."""
     if len(requests) * n > MOST_CHOICES:
         reason = (
             f"{len(requests)} prompts with {n} choices each were asked for; at most {MOST_CHOICES} choices are made"
         )
         raise core.RequestError(f"{reason}. Send fewer", param="n" if n > 1 else "prompt", code="invalid_value")
-    return tuple(_seeded(request, i) for request in requests for i in range(n))
 
+    def seeded(request: core.Request, number: int) -> core.Request:
+        if not number or (seed := request.sampling.seed) is None:
+            return request
+        return replace(request, sampling=replace(request.sampling, seed=(seed + number) % 2**63))
 
-def _seeded(request: core.Request, number: int) -> core.Request:
-    seed = request.sampling.seed
-    if not number or seed is None:
-        return request
-    return replace(request, sampling=replace(request.sampling, seed=(seed + number) % 2**63))
+    return tuple(seeded(request, i) for request in requests for i in range(n))
 
 
 class ChatBody(GenerationBody):
@@ -373,11 +364,7 @@ class ChatBody(GenerationBody):
         return chain(super().in_vain(), idle_tools(self.tools, self.tool_choice))
 
     def to_core(self) -> tuple[core.Request, ...]:
-        """Makes a request for each choice.
-
-        Raises:
-            core.RequestError: for fields that contradict each other.
-        """
+        """Makes a request for each choice."""
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise core.RequestError("set max_completion_tokens or max_tokens, not both", param="max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
@@ -389,7 +376,7 @@ class ChatBody(GenerationBody):
             messages=tuple(message.to_core() for message in self.messages),
             sampling=replace(sampling, json_schema=schema),
             rag=None if self.rag is None else self.rag.to_core(),
-            tools=tools_of([tool.to_core() for tool in self.tools or ()], self.tool_choice),
+            tools=tools_of([tool.function.to_core() for tool in self.tools or ()], self.tool_choice),
         )
         return choices([request], self.n or 1)
 
@@ -407,12 +394,11 @@ def _prompts(prompt: object) -> object:
     return prompt
 
 
-def _prompt_kind(prompt: object) -> str:
-    return "<tokens>" if isinstance(prompt, list) else "<text>"
-
-
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
-Prompt = Annotated[Annotated[Filled, Tag("<text>")] | Annotated[TokenIds, Tag("<tokens>")], Discriminator(_prompt_kind)]
+Prompt = Annotated[
+    Annotated[Filled, Tag("<text>")] | Annotated[TokenIds, Tag("<tokens>")],
+    Discriminator(lambda prompt: "<tokens>" if isinstance(prompt, list) else "<text>"),
+]
 
 
 class CompletionBody(GenerationBody):

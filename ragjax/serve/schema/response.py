@@ -22,7 +22,6 @@ from ragjax.serve.schema.body import (
     Refusal,
     RefusingBody,
     Text,
-    as_json,
     at_most,
     refuse_beside,
     tag_of,
@@ -31,11 +30,11 @@ from ragjax.serve.schema.chat import (
     FEW_TOOLS,
     NO_EFFECT,
     REFUSED,
-    SCHEMA_OF_OBJECTS,
     FunctionTool,
     NamedFunction,
     ToolChoice,
     idle_tools,
+    schema_text,
     tools_of,
     typed,
 )
@@ -135,9 +134,13 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> tuple
     calls: dict[int, list[core.ToolCall]] = {}  # of each message, by its place
     for item in items:
         if isinstance(item, InputMessage):
-            found.append(core.Message("system" if item.role == "developer" else item.role, _text(item.content)))
+            found.append(
+                core.Message(
+                    "system" if item.role == "developer" else item.role, "\n".join(part.text for part in item.content)
+                )
+            )
         elif isinstance(item, FunctionCallOutput):
-            found.append(core.Message("tool", _text(item.output), tool_call_id=item.call_id))
+            found.append(core.Message("tool", "\n".join(part.text for part in item.output), tool_call_id=item.call_id))
         elif isinstance(item, FunctionCall):
             call = core.ToolCall(item.call_id, item.name, item.arguments)
             if not found or found[-1].role != "assistant":
@@ -146,10 +149,6 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> tuple
     for place, made in calls.items():
         found[place] = replace(found[place], tool_calls=tuple(made))
     return tuple(found)
-
-
-def _text(parts: Sequence[InputPart]) -> str:
-    return "\n".join(part.text for part in parts)
 
 
 _SEND = Refusal("responses are not kept: send the earlier items in input instead")
@@ -186,14 +185,8 @@ class TextFormat(Body):
         """The JSON Schema of the answer, as JSON text; None: it is text."""
         if self.type != "json_schema":
             refuse_beside(self.type, "text.format", schema=self.schema_, name=self.name, description=self.description)
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return SCHEMA_OF_OBJECTS
-        if self.schema_ is None:
-            reason = 'text.format of type json_schema needs a schema: {"type": "json_schema", "name": …, "schema": {…}}'
-            raise core.RequestError(reason, param="text.format.schema", code="missing_required_parameter")
-        return as_json(self.schema_, "text.format.schema")
+        needs = 'text.format of type json_schema needs a schema: {"type": "json_schema", "name": …, "schema": {…}}'
+        return schema_text(self.type, self.schema_, "text.format.schema", needs)
 
 
 class TextConfig(Body):
@@ -289,11 +282,7 @@ class ResponseBody(RefusingBody):
 
     @property
     def search(self) -> SearchTool | None:
-        """The search that comes before the answer.
-
-        Raises:
-            core.RequestError: for several, or for a store that is given twice.
-        """
+        """The search that comes before the answer."""
         found = [tool for tool in self.tools or () if isinstance(tool, SearchTool)]
         if len(found) > 1:
             reason = "there is one search before an answer: give one file_search tool, with all vector_store_ids"

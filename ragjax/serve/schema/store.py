@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -68,11 +67,7 @@ class Chunking(ClosedBody):
     static: StaticChunks | None = None
 
     def to_core(self) -> int | None:
-        """Most tokens of a chunk; None: the knowledge base's own choice.
-
-        Raises:
-            core.RequestError: for what the chunker cannot do.
-        """
+        """Most tokens of a chunk; None: the knowledge base's own choice."""
         if self.type == "auto":
             refuse_beside(self.type, "chunking_strategy", static=self.static)
             return None
@@ -97,12 +92,6 @@ class AttachmentBody(ClosedBody):
         return core.Attachment(store, self.file_id, 0, attributes=self.attributes or {}, chunk_tokens=size)
 
 
-def _to_core(given: Sequence[AttachmentBody], store: str) -> list[core.Attachment]:
-    if len({one.file_id for one in given}) < len(given):
-        raise core.RequestError("a file is given twice", param="file_ids", code="invalid_value")
-    return [one.to_core(store) for one in given]
-
-
 class StoreBody(ClosedBody):
     """Body of POST /v1/vector_stores."""
 
@@ -114,15 +103,14 @@ class StoreBody(ClosedBody):
     metadata: Metadata | None = None
 
     def to_core(self, store: str) -> list[core.Attachment]:
-        """The files for the engine.
-
-        Raises:
-            core.RequestError: for one that is given twice, and for chunks that cannot be, also without files.
-        """
+        """The files for the engine."""
         sizes = self.chunking_strategy
         if sizes is not None:
             sizes.to_core()
-        return _to_core([AttachmentBody(file_id=file, chunking_strategy=sizes) for file in self.file_ids or ()], store)
+        given = self.file_ids or []
+        if len(set(given)) < len(given):
+            raise core.RequestError("a file is given twice", param="file_ids", code="invalid_value")
+        return [AttachmentBody(file_id=file, chunking_strategy=sizes).to_core(store) for file in given]
 
 
 class StoreChange(ClosedBody):
@@ -131,10 +119,6 @@ class StoreChange(ClosedBody):
     name: Name | None = None
     expires_after: Expiry | None = None
     metadata: Metadata | None = None
-
-
-def _queries(query: object) -> object:
-    return [query] if isinstance(query, str) else query
 
 
 class Ranking(Body):
@@ -153,7 +137,9 @@ class SearchBody(ClosedBody):
     query: Annotated[
         list[Annotated[str, Field(min_length=1)]],
         Field(min_length=1, max_length=16),
-        BeforeValidator(_queries, json_schema_input_type=str | list[str]),
+        BeforeValidator(
+            lambda query: [query] if isinstance(query, str) else query, json_schema_input_type=str | list[str]
+        ),
     ]
     max_num_results: Annotated[int, Field(ge=1, le=MOST_RESULTS)] | None = None
     filters: FilterBody | None = None

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 from multipart import MultipartError, MultipartSegment, PushMultipartParser, parse_options_header
 
@@ -64,7 +64,13 @@ def _broken(reason: str) -> RequestError:
     return RequestError(f"the form cannot be read: {reason}", param="file", code="invalid_form")
 
 
+async def _tenant(request: Request) -> str:
+    tenant: str = request.state.tenant
+    return tenant
+
+
 T = TypeVar("T")
+Tenant = Annotated[str, Depends(_tenant)]
 Order = Literal["asc", "desc"]
 Limit = Annotated[int, Query(ge=1, le=100)]
 ManyFiles = Annotated[int, Query(ge=1, le=10_000)]
@@ -145,7 +151,7 @@ class LibraryEndpoints:
 
     # ---------------------------------------------------------------------------------------------- files
 
-    async def upload(self, request: Request) -> Json:
+    async def upload(self, request: Request, tenant: Tenant) -> Json:
         """Upload a file: a form with `file`, `purpose`, and when the file expires."""
         form = parse(await request.body(), request.headers.get("content-type", ""))
         file, purpose = form.get("file"), form.get("purpose")
@@ -156,45 +162,45 @@ class LibraryEndpoints:
         unknown = next((name for name in form if name not in FILE_FIELDS), None)
         if unknown is not None:
             raise ApiError(400, f"unknown field {unknown!r}", param=unknown, code="unknown_parameter")
-        arguments = (_tenant(request), file.filename, _said(purpose), file.content, _lifetime(form))
+        arguments = (tenant, file.filename, _said(purpose), file.content, _lifetime(form))
         return _file(await asyncio.to_thread(self._engine.library.upload, *arguments))
 
     def files(
         self,
-        request: Request,
+        tenant: Tenant,
         purpose: str | None = None,
         limit: ManyFiles = 10_000,
         order: Order = "desc",
         after: str | None = None,
     ) -> Json:
         """List files."""
-        tenant, library = _tenant(request), self._engine.library
+        library = self._engine.library
         read, look = partial(library.files, tenant, purpose), partial(library.file, tenant)
         return ListPage(order, limit, after).of(read, look, _file)
 
-    def file(self, request: Request, file_id: str) -> Json:
+    def file(self, tenant: Tenant, file_id: str) -> Json:
         """One file."""
-        return _file(self._engine.library.file(_tenant(request), file_id))
+        return _file(self._engine.library.file(tenant, file_id))
 
-    def content(self, request: Request, file_id: str) -> Response:
+    def content(self, tenant: Tenant, file_id: str) -> Response:
         """A file's bytes, as they were uploaded; to be saved, never shown by a browser as a page of this server."""
-        file = self._engine.library.file(_tenant(request), file_id)
+        file = self._engine.library.file(tenant, file_id)
         kind = mimetypes.guess_type(f"file{Path(file.name).suffix}")[0] or "application/octet-stream"
         safe = {"content-disposition": "attachment", "x-content-type-options": "nosniff"}
-        return Response(self._engine.library.content(_tenant(request), file_id), media_type=kind, headers=safe)
+        return Response(self._engine.library.content(tenant, file_id), media_type=kind, headers=safe)
 
-    def remove(self, request: Request, file_id: str, unattached: bool = False) -> Json:
+    def remove(self, tenant: Tenant, file_id: str, unattached: bool = False) -> Json:
         """Delete a file, also from all stores; `unattached`: only if no store has it."""
         library = self._engine.library
         delete = library.discard if unattached else library.remove
-        delete(_tenant(request), file_id)
+        delete(tenant, file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     # --------------------------------------------------------------------------------------------- stores
 
-    def create(self, request: Request, body: StoreBody) -> Json:
+    def create(self, tenant: Tenant, body: StoreBody) -> Json:
         """Make a store, and put files into it."""
-        tenant, days = _tenant(request), None if body.expires_after is None else body.expires_after.days
+        days = None if body.expires_after is None else body.expires_after.days
         given, library = body.to_core(""), self._engine.library
         for one in given:
             library.file(tenant, one.file)
@@ -210,25 +216,24 @@ class LibraryEndpoints:
 
     def stores(
         self,
-        request: Request,
+        tenant: Tenant,
         limit: Limit = 20,
         order: Order = "desc",
         after: str | None = None,
         before: str | None = None,
     ) -> Json:
         """List stores."""
-        tenant, library = _tenant(request), self._engine.library
+        library = self._engine.library
         read, look = partial(library.stores, tenant), partial(library.store, tenant)
         return ListPage(order, limit, after, before).of(read, look, partial(self._store, tenant))
 
-    def store(self, request: Request, vector_store_id: str) -> Json:
+    def store(self, tenant: Tenant, vector_store_id: str) -> Json:
         """One store."""
-        tenant = _tenant(request)
         return self._store(tenant, self._engine.library.store(tenant, vector_store_id))
 
-    def update(self, request: Request, vector_store_id: str, body: StoreChange) -> Json:
+    def update(self, tenant: Tenant, vector_store_id: str, body: StoreChange) -> Json:
         """Change a store's name, metadata and expiry."""
-        tenant, changes = _tenant(request), body.model_dump(exclude_unset=True)
+        changes = body.model_dump(exclude_unset=True)
         if "expires_after" in changes:
             changes["days"] = (changes.pop("expires_after") or {}).get("days")
         for name, empty in (("metadata", {}), ("name", "")):
@@ -236,16 +241,16 @@ class LibraryEndpoints:
                 changes[name] = changes[name] or empty
         return self._store(tenant, self._engine.library.update(tenant, vector_store_id, **changes))
 
-    def delete(self, request: Request, vector_store_id: str) -> Json:
+    def delete(self, tenant: Tenant, vector_store_id: str) -> Json:
         """Delete a store; its files stay."""
-        self._engine.library.delete(_tenant(request), vector_store_id)
+        self._engine.library.delete(tenant, vector_store_id)
         return {"id": vector_store_id, "object": "vector_store.deleted", "deleted": True}
 
-    def search(self, request: Request, vector_store_id: str, body: SearchBody) -> Json:
+    def search(self, tenant: Tenant, vector_store_id: str, body: SearchBody) -> Json:
         """The passages nearest to a query."""
         take_ignored(body, strict=True)
         found = self._engine.library.search(
-            _tenant(request),
+            tenant,
             vector_store_id,
             body.query,
             body.max_num_results or FOUND,
@@ -258,15 +263,14 @@ class LibraryEndpoints:
 
     # ------------------------------------------------------------------------------------- files in stores
 
-    def attach(self, request: Request, vector_store_id: str, body: AttachmentBody) -> Json:
+    def attach(self, tenant: Tenant, vector_store_id: str, body: AttachmentBody) -> Json:
         """Put a file into a store. It is read in the background; until then its status is `in_progress`."""
-        tenant = _tenant(request)
         self._engine.library.attach(tenant, [body.to_core(vector_store_id)])
         return _attachment(self._engine.library.attachment(tenant, vector_store_id, body.file_id))
 
     def attachments(
         self,
-        request: Request,
+        tenant: Tenant,
         vector_store_id: str,
         filter: core.State | None = None,
         limit: Limit = 20,
@@ -275,25 +279,25 @@ class LibraryEndpoints:
         before: str | None = None,
     ) -> Json:
         """List the files of a store."""
-        tenant, library = _tenant(request), self._engine.library
+        library = self._engine.library
         library.store(tenant, vector_store_id)
         read = partial(library.attachments, tenant, vector_store_id, filter)
         look = partial(library.attachment, tenant, vector_store_id)
         return ListPage(order, limit, after, before).of(read, look, _attachment)
 
-    def attachment(self, request: Request, vector_store_id: str, file_id: str) -> Json:
+    def attachment(self, tenant: Tenant, vector_store_id: str, file_id: str) -> Json:
         """One file of a store."""
-        return _attachment(self._engine.library.attachment(_tenant(request), vector_store_id, file_id))
+        return _attachment(self._engine.library.attachment(tenant, vector_store_id, file_id))
 
-    def passages(self, request: Request, vector_store_id: str, file_id: str) -> Json:
+    def passages(self, tenant: Tenant, vector_store_id: str, file_id: str) -> Json:
         """The chunks of a file of a store, as they stand in prompts."""
-        chunks = self._engine.library.passages(_tenant(request), vector_store_id, file_id)
+        chunks = self._engine.library.passages(tenant, vector_store_id, file_id)
         shown = [{"type": "text", "text": chunk.text} for chunk in chunks]
         return {"object": "vector_store.file_content.page", "data": shown, "has_more": False, "next_page": None}
 
-    def detach(self, request: Request, vector_store_id: str, file_id: str) -> Json:
+    def detach(self, tenant: Tenant, vector_store_id: str, file_id: str) -> Json:
         """Take a file out of a store; the file stays."""
-        self._engine.library.detach(_tenant(request), vector_store_id, file_id)
+        self._engine.library.detach(tenant, vector_store_id, file_id)
         return {"id": file_id, "object": "vector_store.file.deleted", "deleted": True}
 
     # -------------------------------------------------------------------------------------------- objects
@@ -315,11 +319,6 @@ class LibraryEndpoints:
             "last_active_at": store.active,
             "metadata": dict(store.metadata),
         }
-
-
-def _tenant(request: Request) -> str:
-    tenant: str = request.state.tenant
-    return tenant
 
 
 def _said(part: FormField) -> str:

@@ -80,58 +80,35 @@ def is_loopback(address: str) -> bool:
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class RequestMiddleware:
     """Gives a request its id, arrival time and tenant, checks its key and size, counts it, and answers errors.
 
     A body over the limit is refused by its declared length before it is read, and by what arrives. uvicorn reads the
     rest away, so that a client that is still writing gets to read the answer.
-
-    Args:
-        app: the application behind it (ASGI).
-        metrics: counts requests.
-        keys: API keys, and the tenant of each; without any, everybody may enter, but of a browser's pages only those
-            that `guard` lets pass.
-        guard: which pages of a browser may call.
-        max_body_bytes: limit of a body.
-        timeout: seconds in which a body must arrive.
-        drain: state of the server's stop.
-        public: paths that need no key.
-        own: paths with keys of their own, which open nothing else.
-        limits: limits of bodies on paths that have one of their own.
-        proxied: a proxy in front gives the request its id by the header x-request-id, and sets this header of the
-            response itself.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        metrics: ServerMetrics,
-        keys: Mapping[str, str],
-        guard: BrowserGuard,
-        max_body_bytes: int,
-        timeout: float,
-        drain: Drain,
-        public: Collection[str],
-        own: Mapping[str, Mapping[str, str]],
-        limits: Mapping[str, int],
-        proxied: bool,
-    ):
-        self._app = app
-        self._drain = drain
-        self._metrics = metrics
-        self._tenants = _as_sent(keys)
-        self._guard = guard
-        self._own = {path: _as_sent(keys) for path, keys in own.items()}
-        self._limit, self._limits = max_body_bytes, limits
-        self._timeout = timeout
-        self._public = public
-        self._proxied = proxied
+    app: ASGIApp  # behind it
+    metrics: ServerMetrics  # counts requests
+    keys: Mapping[str, str]  # API keys, and the tenant of each; without any, everybody whom `guard` lets pass may enter
+    guard: BrowserGuard
+    max_body_bytes: int
+    timeout: float  # seconds in which a body must arrive
+    drain: Drain
+    public: Collection[str]  # paths that need no key
+    own: Mapping[str, Mapping[str, str]]  # paths with keys of their own, which open nothing else
+    limits: Mapping[str, int]  # of bodies, on paths that have one of their own
+    proxied: bool  # a proxy in front gives and sets the header x-request-id
+
+    def __post_init__(self) -> None:
+        self._tenants = _as_sent(self.keys)
+        self._own = {path: _as_sent(keys) for path, keys in self.own.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            return await self.app(scope, receive, send)
         arrived = time.perf_counter()
-        given = dict(scope["headers"]).get(b"x-request-id") if self._proxied else None
+        given = dict(scope["headers"]).get(b"x-request-id") if self.proxied else None
         request_id = given.decode("latin-1") if given else uuid.uuid4().hex
         scope.setdefault("state", {}).update(arrived=arrived, request_id=request_id, tenant="")
         status = 0
@@ -144,10 +121,10 @@ class RequestMiddleware:
                     message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
-        self._drain.serving += 1
+        self.drain.serving += 1
         try:
             self._check(scope)
-            await self._app(scope, self._limited(receive, self._most(scope)), observed_send)
+            await self.app(scope, self._limited(receive, self._most(scope)), observed_send)
         except ClientDisconnect:
             _log.info("request %s: the client left", request_id)
         except (Exception, asyncio.CancelledError) as error:
@@ -156,29 +133,29 @@ class RequestMiddleware:
             elif not isinstance(error, asyncio.CancelledError):
                 raise
         finally:
-            self._drain.serving -= 1
+            self.drain.serving -= 1
             route = getattr(scope.get("route"), "path", "unknown")
             # 499 is the customary status of a client that left before the response began.
-            self._metrics.requests.labels(route, str(status or 499)).inc()
-            self._metrics.request_seconds.labels(route).observe(time.perf_counter() - arrived)
+            self.metrics.requests.labels(route, str(status or 499)).inc()
+            self.metrics.request_seconds.labels(route).observe(time.perf_counter() - arrived)
 
     def _check(self, scope: Scope) -> None:
-        if self._drain.stopping and scope["path"] != "/metrics":
+        if self.drain.stopping and scope["path"] != "/metrics":
             raise stopping()
         headers = dict(scope["headers"])
-        if scope["path"] not in self._public:
+        if scope["path"] not in self.public:
             if tenants := self._own.get(scope["path"], self._tenants):
                 scope["state"]["tenant"] = _tenant_of(headers.get(b"authorization", b""), tenants)
             else:
-                self._guard.check(headers)
+                self.guard.check(headers)
         _check_size(int(headers.get(b"content-length", b"0")), self._most(scope))
 
     def _most(self, scope: Scope) -> int:
-        return self._limits.get(scope["path"], self._limit)
+        return self.limits.get(scope["path"], self.max_body_bytes)
 
     def _limited(self, receive: Receive, most: int) -> Receive:
         received, whole = 0, False
-        end = asyncio.get_running_loop().time() + self._timeout
+        end = asyncio.get_running_loop().time() + self.timeout
 
         async def limited_receive() -> Message:
             nonlocal received, whole
@@ -187,7 +164,7 @@ class RequestMiddleware:
                 async with asyncio.timeout_at(None if whole else end):
                     message = await receive()
             except TimeoutError:
-                raise late(self._timeout) from None
+                raise late(self.timeout) from None
             whole = not message.get("more_body", False)
             received += len(message.get("body", b""))
             _check_size(received, most)

@@ -191,7 +191,7 @@ def test_unknown_fields_of_tools_and_of_their_choice_are_ignored(caught: Caught)
         ({"tool_choice": {"type": "required", "name": "f"}, "tools": [WEATHER]}, "tool_choice.name", "does not go"),
         ({"max_output_tokens": 0}, "max_output_tokens", ""),
         ({"max_output_tokens": 900}, "input", "context"),
-        ({"temperature": 3}, "temperature", "[0, 2]"),
+        ({"temperature": 3}, "temperature", "less than or equal to 2"),
         ({"metadata": {"a": 1}}, "metadata.a", "string"),
         ({"rag": {"strategy": "magic"}}, "rag.strategy", "unknown strategy"),
     ],

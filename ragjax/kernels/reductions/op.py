@@ -8,9 +8,9 @@ say how they combine.
 Sources: key and chunk scores, FusionRAG §3.2 (question-guided selection, with the softmax over all keys or over each
 chunk's by itself, which the paper leaves open); segment scores, Cache-Craft §3.1 (eqs. 3, 4 and 14); KV deviation,
 CacheBlend as FusionRAG §2.2 has it (eqs. 7, 8); neighbouring keys, GraphKV §4 (eqs. 1 and 3, arXiv 2509.00388).
-`reference.py` is the definition, `xla.py` the form for CPU and the fallback, `triton.py` the Pallas kernels of key and
-segment scores for GPUs. The others have none: the deviation is bound by memory and fused by XLA, the neighbours are a
-matrix product, and chunk scores are asked for by a few rows only.
+`xla.py` is the form for CPU and the fallback, `triton.py` has the Pallas kernels of key and segment scores for GPUs.
+The others have none: the deviation is bound by memory and fused by XLA, the neighbours are a matrix product, and chunk
+scores are asked for by a few rows only.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragjax.kernels.device import Device
-from ragjax.kernels.reductions import reference, triton, xla
+from ragjax.kernels.reductions import triton, xla
 from ragjax.kernels.view import View, check
 
-BACKENDS = ("reference", "xla", "triton")
+BACKENDS = ("xla", "triton")
 
 
 class KeyScore(NamedTuple):
@@ -63,7 +63,7 @@ def key_score(
             scores are then shares.
         view: as given to it.
         chosen_T: bool, the rows that count; None for all.
-        backend: "reference", "xla" or "triton"; None for Triton where it serves on the default device, else XLA.
+        backend: "xla" or "triton"; None for Triton where it serves on the default device, else XLA.
 
     Returns:
         float32 [S, C]; zero for a key that no chosen row sees.
@@ -90,16 +90,13 @@ def chunk_score(
     key_segment_SC: jax.Array,
     segments: int,
     chosen_T: jax.Array | None = None,
-    *,
-    backend: str = "xla",
 ) -> jax.Array:
     """`key_score` with the softmax over each segment's keys by themselves, instead of all that the row sees.
 
     So a segment of which a row sees anything receives 1 from it in all, however little attention it gets beside the
     others. Two sweeps: the first finds the LSE of each segment, so that nothing is divided by a sum that underflows.
-    Memory is O(rows x segments) beside a tile. Arguments, errors and sharding are those of `key_score`, but that the
-    backend is "reference" or "xla". key_segment_SC: int32, the segment of each entry's slots; a number outside of
-    [0, segments) says none, and such a key gets zero.
+    Memory is O(rows x segments) beside a tile. Arguments, errors and sharding are those of `key_score`. key_segment_SC:
+    int32, the segment of each entry's slots; a number outside of [0, segments) says none, and such a key gets zero.
     """
     check(q_THD, view)
     _expect("key_segment_SC", key_segment_SC, view.entries.index_SC.shape, jnp.int32)
@@ -107,9 +104,6 @@ def chunk_score(
         _expect("chosen_T", chosen_T, q_THD.shape[:1], jnp.bool_)
     if segments < 1:
         raise ValueError(f"segments is {segments}, not positive")
-    _has_no_kernel(backend)
-    if backend == "reference":
-        return reference.chunk_score(q_THD, view, key_segment_SC, segments, chosen_T)
     unknown_TH, view = restrict(jnp.zeros(q_THD.shape[:2]), view, chosen_T)
     return xla.chunk_score(q_THD, unknown_TH, view, key_segment_SC, segments)
 
@@ -141,22 +135,12 @@ def row_segment_score(
     if segments < 1:
         raise ValueError(f"segments is {segments}, not positive")
     backend = _serving(backend, q_THD, view, segments)
-    if backend == "reference":
-        return reference.row_segment_score(q_THD, lse_TH, view, row_segment_T, key_segment_SC, segments)
     lse_TH, view = restrict(lse_TH, view, (row_segment_T >= 0) & (row_segment_T < segments))
     compute = xla.row_segment_score if backend == "xla" else triton.row_segment_score
     return compute(q_THD, lse_TH, view, row_segment_T, key_segment_SC, segments)
 
 
-def kv_deviation(
-    k_TKD: jax.Array,
-    v_TKD: jax.Array,
-    view: View,
-    slot_T: jax.Array,
-    offset_T: jax.Array,
-    *,
-    backend: str = "xla",
-) -> KVDeviation:
+def kv_deviation(k_TKD: jax.Array, v_TKD: jax.Array, view: View, slot_T: jax.Array, offset_T: jax.Array) -> KVDeviation:
     """Squared difference of newly computed keys and values from cached ones, summed over heads and components.
 
     A cached key is first rotated by its offset, so that keys are compared at equal rotation. Under `shard_map` over KV
@@ -168,7 +152,6 @@ def kv_deviation(
         view: its rows, pages, layer and rotation are used.
         slot_T: int32, where the token's cached KV lies (page * C + slot); negative for a row that has none.
         offset_T: int32, RoPE offset of the entry by which that slot takes part.
-        backend: "reference" or "xla".
 
     Returns:
         float32 [T] for keys and for values. Rows without cached KV and padding rows get zero, whatever their slots and
@@ -179,10 +162,8 @@ def kv_deviation(
         _expect(name, x, shape, jnp.float32, jnp.bfloat16, jnp.float16)
     for name, x in (("slot_T", slot_T), ("offset_T", offset_T)):
         _expect(name, x, shape[:1], jnp.int32)
-    _has_no_kernel(backend)
     _below("slot_T", slot_T, view.pages.k_LPKCD.shape[1] * view.pages.page_size, "slots of the pool")
-    compute = xla.kv_deviation if backend == "xla" else reference.kv_deviation
-    return KVDeviation(*compute(k_TKD, v_TKD, view, slot_T, offset_T))
+    return KVDeviation(*xla.kv_deviation(k_TKD, v_TKD, view, slot_T, offset_T))
 
 
 def key_neighbours(
@@ -192,7 +173,6 @@ def key_neighbours(
     count: int,
     *,
     asking_NKD: jax.Array | None = None,
-    backend: str = "xla",
 ) -> KeyNeighbours:
     """The `count` keys most similar to each source key: GraphKV's edges (eq. 1) and neighbourhoods (eq. 3).
 
@@ -210,7 +190,6 @@ def key_neighbours(
         count: how many keys to find for each (J).
         asking_NKD: vectors of the tokens as sources, such as their queries; float32, as the keys then are too (None:
             their keys).
-        backend: "reference" or "xla".
 
     Returns:
         Cosines and indices, best first, the lower index first among equals; the source itself is left out. Neighbours
@@ -228,10 +207,9 @@ def key_neighbours(
         _expect("asking_NKD", asking_NKD, k_NKD.shape, jnp.float32)
     if count < 1:
         raise ValueError(f"count is {count}, not positive")
-    _has_no_kernel(backend)
     _below("source_I", source_I, k_NKD.shape[0], "keys")
-    compute = xla.key_neighbours if backend == "xla" else reference.key_neighbours
-    return KeyNeighbours(*compute(k_NKD, valid_N, source_I, count, k_NKD if asking_NKD is None else asking_NKD))
+    asking_NKD = k_NKD if asking_NKD is None else asking_NKD
+    return KeyNeighbours(*xla.key_neighbours(k_NKD, valid_N, source_I, count, asking_NKD))
 
 
 def restrict(lse_TH: jax.Array, view: View, chosen_T: jax.Array | None) -> tuple[jax.Array, View]:
@@ -254,8 +232,6 @@ def _key_scores(
     if chosen_T is not None:
         _expect("chosen_T", chosen_T, q_THD.shape[:1], jnp.bool_)
     backend = _serving(backend, q_THD, view)
-    if backend == "reference":
-        return reference.key_scores(q_THD, lse_TH, view, chosen_T)
     lse_TH, view = restrict(lse_TH, view, chosen_T)
     compute = xla.key_scores if backend == "xla" else triton.key_scores
     return compute(q_THD, lse_TH, view, valued=valued)
@@ -276,28 +252,18 @@ def _check_attention(q_THD: jax.Array, lse_TH: jax.Array, view: View) -> None:
     _expect("lse_TH", lse_TH, q_THD.shape[:2], jnp.float32)
 
 
-def _known(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
-
-
 def _serving(backend: str | None, q_THD: jax.Array, view: View, segments: int = 1) -> str:
     """The backend that serves the call; ValueError if it is named and cannot."""
-    if backend not in (None, "triton"):
-        _known(str(backend))
-        return str(backend)
+    if backend not in (None, *BACKENDS):
+        raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
+    if backend == "xla":
+        return backend
     reason = triton.refusal(q_THD, view, Device.of(jax.devices()[0]), segments)
     if reason is None:
         return "triton"
     if backend is None:
         return "xla"
     raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
-
-
-def _has_no_kernel(backend: str) -> None:
-    _known(backend)
-    if backend == "triton":
-        raise ValueError("backend 'triton' cannot serve this call: there is no kernel, XLA does it")
 
 
 def _below(name: str, x: jax.Array, end: int, of: str) -> None:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import benchmarks.baseline.attention  # noqa: F401 (registers its name)
 from benchmarks.common import gpu, machine, report
 from benchmarks.common.machine import Ceilings
 from benchmarks.kernels import masks

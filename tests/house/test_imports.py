@@ -40,7 +40,6 @@ ALLOWED: Mapping[str, frozenset[str]] = {
 calls a command, and nothing imports it."""
 
 APART = {
-    "ragjax.kernels.attention.jax_triton_kernel": "triton",
     "ragjax.cluster.deployment": "ray",
     "ragjax.serve.cluster": "ray",
 }

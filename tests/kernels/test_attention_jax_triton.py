@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ragjax.kernels.attention import jax_triton as attention_jax_triton
+from benchmarks.baseline.attention import jax_triton as attention_jax_triton
+from benchmarks.baseline.attention.jax_triton import Launch, arguments, constants
 from ragjax.kernels.attention import split
-from ragjax.kernels.attention.jax_triton import Launch, arguments, constants
 from ragjax.kernels.device import Device
 from tests.support.cases import (
     FAR,
@@ -151,7 +151,7 @@ def test_program_equals_oracle(name: str, splits: int, monkeypatch: pytest.Monke
 @pytest.mark.compile
 def test_windows_of_long_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists longer than a window of `_runs_between`, and more runs in them than one split visits."""
-    from ragjax.kernels.attention import jax_triton_kernel as kernel
+    from benchmarks.baseline.attention import jax_triton_kernel as kernel
 
     monkeypatch.setattr(kernel, "WINDOW", type(kernel.WINDOW)(2))
     case = rich(SHAPES["d64-p16-g7-b1"])
@@ -174,7 +174,7 @@ def test_pool_beyond_32_bits(tmp_path: Path) -> None:
 
     The pool is a sparse file: of its 8 GiB only the pages in use are ever written.
     """
-    from ragjax.kernels.attention.jax_triton_kernel import decode
+    from benchmarks.baseline.attention.jax_triton_kernel import decode
     from tests.support.interpreter import launch
 
     case = rich(SHAPES["d128-p64-g2-b1-float16"])

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import pytest
 
-from ragjax.kernels.attention import jax_triton as attention_jax_triton
+from benchmarks.baseline.attention import jax_triton as attention_jax_triton
+from benchmarks.baseline.attention.jax_triton import Launch
 from ragjax.kernels.attention import triton as attention_triton
-from ragjax.kernels.attention.jax_triton import Launch
 from ragjax.kernels.view import View
 from tests.support.cases import HOPPER
 from tests.support.compiler import (
@@ -132,7 +132,7 @@ def test_training(name: str, block: int) -> None:
 
 def raw(q: jax.ShapeDtypeStruct, view: View, **options: int) -> Resources:
     """The raw decode program, compiled as jax-triton would."""
-    from ragjax.kernels.attention.jax_triton_kernel import decode
+    from benchmarks.baseline.attention.jax_triton_kernel import decode
 
     launch = Launch.of(q, view, HOPPER)
     pointers = [TYPES[x.dtype.name] for x in jax.eval_shape(attention_jax_triton.arguments, q, view)]

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ragjax.kernels.attention import jax_triton, triton
-from ragjax.kernels.attention.jax_triton import Launch
+from benchmarks.baseline.attention import jax_triton
+from benchmarks.baseline.attention.jax_triton import Launch
+from ragjax.kernels.attention import triton
 from ragjax.kernels.attention.split import STAGES, deepest, shared_bytes
 from ragjax.kernels.device import Device
 from ragjax.kernels.reductions import triton as reductions

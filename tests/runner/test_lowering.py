@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 from ragjax.compress import SCORERS
 from ragjax.core import Compression, Measure
 from ragjax.engine.build import PAGE_SIZE, _grid
-from ragjax.kernels.attention import jax_triton
 from ragjax.kernels.device import Device
 from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.rope import Rotation
@@ -61,7 +60,6 @@ class Lowered:
 def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(runner_programs, "jax", SimpleNamespace(**{**vars(jax), "jit": Lowered}))
     monkeypatch.setattr(Device, "of", staticmethod(lambda device: HOPPER))
-    monkeypatch.setattr(jax_triton, "_absent", lambda: "absent here")
     return programs
 
 

@@ -3,8 +3,7 @@
 Query rows (any subset of the tokens of many requests) attend to keys that lie in a paged pool, under the rule of
 `visibility`. A cached key is stored rotated at the position it was computed at; an entry's RoPE offset moves it to
 where it takes part, without copying or rewriting the page. `reference.py` is the definition, `xla.py` the
-blockwise form for CPU and the fallback, `triton.py` the Pallas kernels for GPUs, `mosaic.py` the one for Hopper,
-`jax_triton.py` the decode kernel that does not need Pallas.
+blockwise form for CPU and the fallback, `triton.py` the Pallas kernels for GPUs, `mosaic.py` the one for Hopper.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 
-from ragjax.kernels.attention import jax_triton, mosaic, reference, triton, xla
+from ragjax.kernels.attention import mosaic, reference, triton, xla
 from ragjax.kernels.device import Device
 from ragjax.kernels.view import View, check
 
@@ -27,15 +26,14 @@ class Backend(NamedTuple):
     refusal: Callable[[jax.Array, View, Device], str | None]
 
 
-BACKENDS: Mapping[str, Backend] = {
+BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.attend, lambda *_: None),
     "xla": Backend(xla.attend, lambda *_: None),
     "triton": Backend(triton.attend, triton.refusal),
     "mosaic": Backend(mosaic.attend, mosaic.refusal),
-    "jax_triton": Backend(jax_triton.attend, jax_triton.refusal),
 }
 
-PREFERRED: Mapping[str, tuple[str, ...]] = {"gpu": ("triton", "jax_triton", "xla")}
+PREFERRED: Mapping[str, tuple[str, ...]] = {"gpu": ("triton", "xla")}
 """Backends by platform, best first; others have XLA alone. Mosaic comes before them where it is the fastest."""
 
 

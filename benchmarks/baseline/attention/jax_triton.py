@@ -1,8 +1,7 @@
 """`paged_interval_attention` for decode in Triton's own language, called through jax-triton.
 
-The way out should Pallas lose its Triton lowering, and a rival to it in the benchmarks. The program itself is
-`jax_triton_kernel.py`; it and jax-triton are imported when they are first called for, so that this module can be
-imported where neither triton nor a GPU is at hand.
+The program itself is `jax_triton_kernel.py`; it and jax-triton are imported when they are first called for: this
+module can be imported where neither triton nor a GPU is at hand.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def _jax_triton() -> ModuleType:
 
 def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
     """See `op.paged_interval_attention`. Raises ImportError where jax-triton is not installed."""
-    from ragjax.kernels.attention.jax_triton_kernel import decode
+    from benchmarks.baseline.attention.jax_triton_kernel import decode
 
     launch = Launch.of(q_THD, view, Device.of(jax.devices()[0]))
     shape = (launch.grid[2], *q_THD.shape)

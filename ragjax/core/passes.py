@@ -267,7 +267,7 @@ class Plan:
     logits: float32 [vocab] of the prompt's last token.
     figures: what else the strategy has to tell, by name.
     kept: tokens of the prompt that generated tokens see, if it was compressed.
-    fused: whether no chunk lacked the KV that it should have behind its neighbours; one that is exact needs none.
+    unfused: chunks that lacked the KV which they should have behind their neighbours; one that is exact needs none.
     """
 
     spans: tuple[Span, ...]
@@ -277,7 +277,7 @@ class Plan:
     logits: NDArray[np.float32]
     figures: Mapping[str, float] = field(default_factory=dict)
     kept: int | None = None
-    fused: bool = True
+    unfused: int = 0
 
 
 Asked = Pass | Move | Compaction | Known

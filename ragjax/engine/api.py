@@ -133,7 +133,7 @@ class Engine:
             )
             self._preparation = replays.preparation = Preparation(
                 composer,
-                parts.cache.pool,
+                parts.cache,
                 parts.vocabulary,
                 eos_ids,
                 Grammars(parts.tokenizer, eos_ids),

@@ -352,6 +352,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         notices=(
             *state.notices,
             *_unmeasured(state, plan, contract),
+            *_unfused(state, plan),
             *(() if state.sampler is None else state.sampler.notices),
             *(contract.notices if state.picked or (state.by_default and contract.faulted) else ()),
             *(f"attention not by {refused}" for refused in fallbacks),
@@ -374,10 +375,18 @@ def _unmeasured(state: RequestState, plan: Plan, contract: Contract) -> tuple[st
     if state.lossy:
         rounded = "some that was found lost precision at rest (--at-rest raw keeps it)"
         return (f"the quality budget was measured with KV at full precision, and {rounded}",)
-    if plan.fused or not contract.takes_preprocessed(state.setting):
+    if not plan.unfused or not contract.takes_preprocessed(state.setting):
         return ()
     measured = "the KV of preprocessed chunks at full precision, and not all of it was found"
     return (f"the quality budget was measured with {measured} (ragjax preprocess computes it)",)
+
+
+def _unfused(state: RequestState, plan: Plan) -> tuple[str, ...]:
+    """A notice for a strategy that takes preprocessed chunks and found others."""
+    if not (state.strategy.preprocessed and plan.unfused) or state.exact_to == "full":
+        return ()
+    found = f"{plan.unfused} of {state.prompt.chunks} chunks were not preprocessed"
+    return (f"{found}: the answer is farther from full attention than {state.strategy.name} was measured to be",)
 
 
 def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergence | None:
@@ -385,7 +394,7 @@ def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergenc
     exact = state.exact_to == "full"
     if (state.prompt.recognised or state.lossy) and not exact:
         return None
-    return contract.predicted(state.setting, exact, state.prompt.chunks, state.prompt.preprocessed and plan.fused)
+    return contract.predicted(state.setting, exact, state.prompt.chunks, state.prompt.preprocessed and not plan.unfused)
 
 
 def _kept(state: RequestState, plan: Plan) -> int | None:

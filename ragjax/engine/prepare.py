@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ragjax.cache.pool import PagePool
+from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Compression, Kind, Prompt, Rag, Request, RequestError, Tokens
 from ragjax.engine.compose import Chosen, Composer
 from ragjax.engine.grounding import too_long
 from ragjax.prompting import tools
 from ragjax.reuse import compaction
 from ragjax.reuse.base import Strategy
+from ragjax.reuse.fusion import without_lost
 from ragjax.schedule.generation import AnswerText
 from ragjax.schedule.grammar import Grammars
 from ragjax.schedule.lookup import Lookup
@@ -65,7 +66,7 @@ class Preparation:
     """Prepares requests: grounding, checks, strategy, and the state. Any thread may call it."""
 
     composer: Composer
-    pool: PagePool  # pages of the device
+    cache: KnowledgeCache
     vocabulary: int  # one past the highest id that the model reads
     eos_ids: frozenset[int]  # tokens that end an answer
     grammars: Grammars  # reads those that answers follow
@@ -91,6 +92,8 @@ class Preparation:
             RequestError: if it cannot be served as asked.
         """
         made = request.grounded or self.composer.ground(request)
+        if strategy is None:  # a mark is of the past: KV may have been evicted since
+            made = replace(made, prompt=without_lost(made.prompt, self.cache, request.tenant))
         plain, rag = made.prompt, request.rag or Rag()
         self._check_tokens(plain, request)
         if strategy is None:
@@ -174,10 +177,10 @@ class Preparation:
         needed = len(prompt) + state.decode_tokens
         if needed > context:
             raise RequestError("prompt and continuation exceed the context", param="continuation")
-        pages = self.pool.pages_for(len(prompt) + state.decode_tokens)
-        if pages > self.pool.capacity:
+        pages = self.cache.pool.pages_for(len(prompt) + state.decode_tokens)
+        if pages > self.cache.pool.capacity:
             raise too_long(
-                f"the request needs {pages} pages of KV; the device cache has {self.pool.capacity}. "
+                f"the request needs {pages} pages of KV; the device cache has {self.cache.pool.capacity}. "
                 "Shorten the prompt, lower max_tokens, or give the device cache more memory",
                 param,
             )

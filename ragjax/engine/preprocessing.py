@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -439,10 +438,14 @@ class Preparing:
         for name, owner in owners.items():
             if self._over.is_set() or engine.library.reading:  # neighbours of what is read are still to come
                 return
-            with suppress(RequestError):  # the base was deleted just now
+            try:
                 base = bases.get(name)
                 progress = self._bases.setdefault(name, _Progress(owner is not None, len(base.numbers)))
                 self._prepare(name, base, owner, progress)
+            except RequestError as error:
+                if name in bases.owners:  # else it was deleted just now
+                    _log.warning("passages of %s are not prepared until it changes: %s", name, error)
+                    self._bases[name].state = base.changes
         if time.monotonic() - self._recounted > RECOUNT:
             self._recounted = time.monotonic()
             for one in self._bases.values():
@@ -478,8 +481,9 @@ class Preparing:
             if computed and time.monotonic() - told > TOLD:
                 told = time.monotonic()
                 _log.info("prepared %d of %d passages of %s", progress.prepared, progress.total, name)
-        progress.state = state
         if computed:
-            beyond = f"; {progress.beyond} have no room in the cache" if progress.beyond else ""
-            _log.info("prepared %d of %d passages of %s, %d of them in the last %.0f s%s",
-                      progress.prepared, progress.total, name, computed, time.monotonic() - began, beyond)  # fmt: skip
+            beyond = progress.total - len(progress.planned)
+            told_beyond = f"; {beyond} have no room in the cache" if beyond else ""
+            _log.info("prepared %d of %d passages of %s, %d of them in the last %.0f s%s", progress.prepared,
+                      progress.total, name, computed, time.monotonic() - began, told_beyond)  # fmt: skip
+        progress.state = state

@@ -13,16 +13,18 @@ runs over all keys; the paper does not say.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from ragjax.cache.cache import neighbours_digest
+from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.match import Candidate
-from ragjax.cache.tree import Provenance
-from ragjax.core import Kind, Measure, Prompt, Results
-from ragjax.reuse.base import segments_of
+from ragjax.cache.tree import PUBLIC, Provenance
+from ragjax.core import Kind, Measure, Prompt, Results, Segment
+from ragjax.reuse.base import owner_of, segments_of
+from ragjax.reuse.head import system_length
 from ragjax.reuse.repair import Choice, Selector, shares, top
-from ragjax.reuse.stitch import Isolated, Stitched, alone
+from ragjax.reuse.stitch import Isolated, Stitched, alone, candidate_key
 
 METHOD = "fusion"
 
@@ -30,6 +32,27 @@ NEIGHBOURS = 10
 """Similar chunks that a chunk is preprocessed behind (top-n of Figure 17), unless another number is asked for; and
 earlier chunks of the alternative path: with all of them the work would grow with the cube of the prompt's chunks.
 """
+
+
+def without_lost(prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Prompt:
+    """The prompt; of its chunks only those are marked as preprocessed whose KV a tier has. Any thread may call it.
+
+    What a shared tier has is not known before it is asked, so there all marks stay.
+    """
+    if cache.inquiry is not None or not any(segment.behind for segment in prompt.segments):
+        return prompt
+    head = prompt.tokens[: system_length(prompt)]
+
+    def is_lost(segment: Segment) -> bool:
+        candidate = Candidate(Provenance.APPROXIMATE, METHOD, segment.behind)
+        owners = dict.fromkeys((owner_of(segment, tenant), PUBLIC))
+        keys = (candidate_key(cache, head, segment.tokens, candidate, owner) for owner in owners)
+        return all(cache.find_meta(key) is None for key in keys)
+
+    lost = {segment for segment in prompt.segments if segment.behind and is_lost(segment)}
+    if not lost:
+        return prompt
+    return Prompt(tuple(replace(one, behind=b"") if one in lost else one for one in prompt.segments))
 
 
 class Fused:

@@ -141,11 +141,11 @@ class Stitched:
         return None
 
     @cached_property
-    def fused(self) -> bool:
-        """True if every chunk was found preprocessed, but for one that is exact at its place."""
+    def unfused(self) -> int:
+        """Chunks that were not found preprocessed, but for one that is exact at its place."""
         others = (i for i in segments_of(self.prompt, Kind.CHUNK) if i != self.exact_chunk)
-        return all(
-            (match := self.matches.get(i)) is not None and match.node.behind == self.prompt.segments[i].behind != b""
+        return sum(
+            (match := self.matches.get(i)) is None or not match.node.behind == self.prompt.segments[i].behind != b""
             for i in others
         )
 
@@ -186,7 +186,7 @@ class Stitched:
         """The account of what was carried out; `recomputed` are indexes of chunk tokens."""
         redone = indices(0, 0) if recomputed is None else recomputed
         exact_to: Exactness | None = "full" if self._exact(redone) else None
-        return Plan(spans, self.tail, exact_to, self.account(redone), logits, fused=self.fused)
+        return Plan(spans, self.tail, exact_to, self.account(redone), logits, unfused=self.unfused)
 
     def account(self, recomputed: Tokens) -> tuple[SegmentReport, ...]:
         """Reports of all segments; a token that was computed in some layers counts as recomputed."""

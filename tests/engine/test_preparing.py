@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from ragjax.core import Answer, Attachment, Document, Prompt, RequestError
+from ragjax.core import Answer, Attachment, Document, Message, Prompt, Request, RequestError
 from ragjax.engine import Engine, preprocessing
 from ragjax.engine.build import free_memory
+from ragjax.engine.preprocessing import preprocess
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.fusion import METHOD
 from ragjax.store.disk import DiskStore
@@ -179,6 +180,27 @@ def test_what_was_driven_out_is_prepared_again_when_it_is_asked_for(engine: Engi
     asked = {hit.chunk.id for hit in engine.search("honey", top_k=2)}
     until(lambda: len(computed.fused) == 2 and done(engine))
     assert set(computed.fused) == asked
+
+
+def test_answers_say_of_how_many_passages_preprocessed_kv_was_missing(engine: Engine) -> None:
+    ask = lambda: engine.answer("island", strategy="fusion", top_k=3, max_tokens=1)  # noqa: E731
+    assert any("2 of 3 chunks were not preprocessed" in notice for notice in ask().notices)
+    engine.begin_preprocessing()
+    until(lambda: done(engine))
+    assert not ask().notices
+
+
+def test_kv_that_was_evicted_counts_as_not_preprocessed(engine: Engine) -> None:
+    """What decides about a request asks the tiers, for each tenant and each system message."""
+    preprocess(engine, progress=False)
+    state = lambda *messages, tenant="": engine._preparation.state(  # noqa: E731
+        Request(messages=(*messages, Message("user", "island")), tenant=tenant), lambda event: None, 0.0
+    )
+    assert state().prompt.preprocessed and state(tenant="acme").prompt.preprocessed
+    assert not state(Message("system", "Be brief.")).prompt.preprocessed
+    engine.clear_cache()
+    assert all(chunk.behind for chunk in engine.knowledge_base().document("d1")), "the mark stays"
+    assert not state().prompt.preprocessed
 
 
 def test_one_that_was_killed_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

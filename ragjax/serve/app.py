@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -208,6 +208,9 @@ class _Endpoints:
         facts: Json = {"model": self._engine.model_name, "strategy": self._engine.strategy_summary}
         if shares is not None:
             facts["shared_cache"] = "on" if shares else "off"
+        progress = self._engine.preprocessed(tenants=False)  # anybody may look: what tenants have is not told
+        if progress is not None:
+            facts["preprocessing"] = asdict(progress)
         if replicas is None:
             return {"status": "ok", "ready": True, **facts}
         facts["replicas"] = {"up": replicas.up, "wanted": replicas.wanted}

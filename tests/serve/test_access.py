@@ -14,8 +14,12 @@ from tests.support.serving import CHAT, error_of, serving
 
 
 def test_key_is_required_except_for_health() -> None:
-    with serving(FakeEngine(), keys={"sésame": ""}) as served:
+    engine = FakeEngine()
+    with serving(engine, keys={"sésame": ""}) as served:
         assert served.get("/health").json() == {"status": "ok", "ready": True, "model": "fake"}
+        engine.progress = core.Preprocessed(passages=9, prepared=4, beyond=2, running=True)
+        told = {"passages": 9, "prepared": 4, "beyond": 2, "running": True}
+        assert served.get("/health").json()["preprocessing"] == told
         for path in ("/metrics", "/v1/models", "/nowhere", "/openapi.json"):
             response = served.get(path)
             assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"

@@ -90,15 +90,32 @@ def ask(page: Page, question: str = "What colour is the lighthouse?", **fields: 
 def test_a_question_is_answered_and_accounted_for(page: Page) -> None:
     ask(page, strategy="naive", ratio="0.5", topk="2", tokens="9")
     assert page.inner_text("#ask-answer") == f"The lighthouse is blue. {RUNS}"
-    assert page.inner_text(".exactness").startswith(f"Approximate: {APART}. Measured")
-    assert "0.250 nats" in page.inner_text(".exactness")
+    assert page.inner_text(".loss").startswith(f"Approximate reuse: {APART}. Measured")
+    assert "0.250 nats" in page.inner_text(".loss")
     assert re.search(r"naive 0.5.*15 of 25 reused\s+60 %", page.inner_text(".figures"), re.DOTALL)
     assert "attention not by triton: no such kernel" in page.inner_text(".notices")
-    assert page.inner_text("#ask-status").startswith("Answered, approximate, first token after")
+    assert page.inner_text("#ask-status").startswith("Answered with approximate reuse, first token after")
     shown = page.locator(".times .legend > div").all_inner_texts()
     assert [text.replace("\n", " ") for text in shown] == [
         *("retrieve 7.00 ms", "load 1.00 ms", "prefill 57 ms", "other 1.00 ms", "decode 1.12 s")
     ]
+
+
+def test_exact_is_said_of_reuse_and_not_of_the_answer(page: Page) -> None:
+    ask(page, strategy="prefix")
+    assert page.locator(".loss").count() == 0 and re.search(r"Reuse\s+lossless", page.inner_text(".figures"))
+    assert page.inner_text("#ask-status").startswith("Answered with lossless reuse")
+    assert "exact" not in page.inner_text("#ask-result").lower()
+
+
+def test_what_the_server_still_prepares_is_told(browser: Browser) -> None:
+    preparing = engine(progress=core.Preprocessed(1300, 120, 0, True))
+    with serving(preparing) as served, visiting(browser, served.url) as page:
+        line = page.locator("#progress")
+        line.wait_for()
+        assert line.inner_text().endswith("reused at any position: 120 of 1,300 are ready.")
+        preparing.progress = core.Preprocessed(1300, 1300, 0, False)
+        line.wait_for(state="hidden")
 
 
 @pytest.mark.parametrize(
@@ -115,9 +132,9 @@ def test_a_question_is_answered_and_accounted_for(page: Page) -> None:
 def test_why_an_answer_is_approximate(page: Page, rag: dict[str, Any], passages: int, words: str) -> None:
     segments = [{"score": None}] * 2 + [{"score": 0.5}] * passages  # the first two: the system prompt and the question
     account = {"strategy": "naive", "recompute_ratio": None, "compression": None, "segments": segments, **rag}
-    said = page.evaluate("async rag => (await import('/page/account.js')).exactness(rag).textContent", account)
+    said = page.evaluate("async rag => (await import('/page/account.js')).loss(rag).textContent", account)
     reason = said.partition(". ")[0]
-    assert reason.endswith(words) and (words == BITS or reason == f"Approximate: {words}")
+    assert reason.endswith(words) and (words == BITS or reason == f"Approximate reuse: {words}")
 
 
 def test_what_is_asked_is_what_the_form_says(browser: Browser) -> None:

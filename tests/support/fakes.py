@@ -49,6 +49,7 @@ class FakeEngine:
     cancelled: int = 0
     closed: bool = False
     observers: list[Callable[[str, core.Divergence], None]] = field(default_factory=list)
+    progress: core.Preprocessed | None = None
 
     @classmethod
     def load(cls, options: core.EngineOptions) -> FakeEngine:
@@ -84,6 +85,10 @@ class FakeEngine:
     @property
     def shares(self) -> None:
         """There is no shared cache."""
+
+    def preprocessed(self, tenants: bool = True) -> core.Preprocessed | None:
+        """As it was set."""
+        return self.progress
 
     def replicas(self) -> None:
         """It serves alone."""

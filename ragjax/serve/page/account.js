@@ -1,8 +1,8 @@
-/* What an answer says of itself: how exact it is, what it cost, where the time went, and its notices. */
+/* What an answer says of itself: whether reuse lost anything, what it cost, where the time went, and its notices. */
 
 import { count, h, milliseconds, percent } from "./dom.js";
 
-const EXACT = {
+const LOSSLESS = {
   full: "the same tokens as full attention",
   dependency: "the same tokens as dependency attention over the graph's paths",
   block: "the same tokens as block attention, which the model was trained for",
@@ -24,21 +24,22 @@ function reasons(rag) {
   return "some of the KV is not what full attention computes, for example because the cache keeps it in fewer bits";
 }
 
-/** A sentence: exact to what, or how approximate as far as it was measured. */
-export function exactness(rag) {
-  if (rag.exact_to) {
-    return h("p", { class: "exactness exact" }, h("strong", {}, "Exact: "), EXACT[rag.exact_to] ?? rag.exact_to, ".");
-  }
+/** A sentence: how approximate reuse is, as far as it was measured; none if it is lossless. */
+export function loss(rag) {
+  if (rag.exact_to) return null;
   const measured = rag.predicted
     ? ` Measured for this setting: ${rag.predicted.kl.toFixed(3)} nats a token from full attention, ` +
       `${percent(rag.predicted.top1, 1)} of the likeliest tokens equal.`
     : " How far it is from full attention was not measured for this setting.";
-  return h("p", { class: "exactness approximate" }, h("strong", {}, "Approximate: "), `${reasons(rag)}.`, measured);
+  return h("p", { class: "loss" }, h("strong", {}, "Approximate reuse: "), `${reasons(rag)}.`, measured);
 }
 
-function figure(value, label) {
-  return h("div", {}, h("dt", {}, label), h("dd", {}, value));
+function figure(value, label, title = null) {
+  return h("div", { title }, h("dt", {}, label), h("dd", {}, value));
 }
+
+/** "lossless" is said of the reuse: "exact" would be read as praise of the answer. */
+export const reuse = (rag) => (rag.exact_to ? "lossless" : "approximate");
 
 /** The figures that a reader compares. */
 export function figures({ rag, usage }) {
@@ -50,6 +51,7 @@ export function figures({ rag, usage }) {
     figure(strategy, "Strategy"),
     figure(milliseconds(rag.timings_ms.ttft), "First token after"),
     figure(milliseconds(rag.timings_ms.total), "Whole answer"),
+    figure(reuse(rag), "Reuse", LOSSLESS[rag.exact_to] ?? rag.exact_to),
     figure(percent(reused, usage.prompt_tokens), `${count(reused)} of ${count(usage.prompt_tokens)} reused`),
     figure(count(usage.completion_tokens), "Tokens generated"),
   );

@@ -1,17 +1,17 @@
 /* Ask: one question, its answer as it comes, and the account of it. */
 
 import { ask } from "./api.js";
-import { exactness, figures, notices, timings } from "./account.js";
+import { figures, loss, notices, reuse, timings } from "./account.js";
 import { find, h, milliseconds, say } from "./dom.js";
 import { body, fillStrategies, onSubmit } from "./form.js";
 import { paths } from "./graph.js";
 import { strip } from "./strip.js";
 
-/** What follows an answer: exactness, figures, strip, paths, times, notices. */
+/** What follows an answer: what reuse lost, figures, strip, paths, times, notices. */
 export function account(result, opened = null) {
   const { rag } = result;
   const cut = result.reason === "length" ? h("p", { class: "facts" }, "Cut at the most tokens that were asked for.") : null;
-  return [cut, exactness(rag), figures(result), strip(rag.segments, opened), paths(rag.facts), timings(rag), notices(rag)].filter(Boolean);
+  return [cut, loss(rag), figures(result), strip(rag.segments, opened), paths(rag.facts), timings(rag), notices(rag)].filter(Boolean);
 }
 
 /** Index of the passage that is best to show first: the one with repaired tokens, or else the first one. */
@@ -32,8 +32,7 @@ export function initAsk() {
     try {
       const result = await ask(body("ask"), (text) => answer.append(text), signal);
       details.replaceChildren(...account(result, telling(result.rag.segments)));
-      const how = result.rag.exact_to ? "exact" : "approximate";
-      say(status, `Answered, ${how}, first token after ${milliseconds(result.rag.timings_ms.ttft)}.`);
+      say(status, `Answered with ${reuse(result.rag)} reuse, first token after ${milliseconds(result.rag.timings_ms.ttft)}.`);
     } finally {
       answer.removeAttribute("aria-busy");
     }

@@ -42,6 +42,21 @@ async function load() {
   document.dispatchEvent(new CustomEvent("offered"));
 }
 
+/** Say what the server still prepares, and look again: documents may come. */
+async function watch() {
+  const line = find("progress");
+  let busy = false;
+  try {
+    const { preprocessing: passages } = await json("health");
+    busy = Boolean(passages?.running) && passages.prepared < passages.passages;
+    if (busy) line.textContent = `The server is preparing passages to be reused at any position: ${count(passages.prepared)} of ${count(passages.passages)} are ready.`;
+  } catch {
+    busy = false; // the next question tells what is wrong
+  }
+  line.hidden = !busy;
+  setTimeout(watch, busy ? 1000 : 10000);
+}
+
 function initKey() {
   const [form, field, toggle] = [find("key-form"), find("key"), find("key-toggle")];
   const open = (wanted) => {
@@ -72,3 +87,4 @@ initCache();
 addEventListener("hashchange", show);
 show();
 load();
+watch();

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Condition, Lock, Thread
 from typing import Literal, get_args
@@ -50,7 +51,7 @@ PATIENCE = 0.05
 class Breaker:
     """Decides if a server may be asked. Any thread may call any method; each change is logged once.
 
-    name: of the server, in the log. changes: how often it went off or came back.
+    name: of the server, in the log. changes: how often it went off or came back. error: why it is off; None: it is on.
     """
 
     def __init__(self, name: str, pause: float = PAUSE, clock: Callable[[], float] = time.monotonic):
@@ -59,23 +60,18 @@ class Breaker:
         self._pause = pause
         self._clock = clock
         self._lock = Lock()
-        self._error: str | None = None
+        self.error: str | None = None
         self._probe_at = 0.0
 
     @property
     def on(self) -> bool:
         """True if the server may be asked."""
-        return self._error is None
-
-    @property
-    def error(self) -> str | None:
-        """Why it is off."""
-        return self._error
+        return self.error is None
 
     def failed(self, error: Exception) -> None:
         """The server did not answer: off from now on, or for another while."""
         with self._lock:
-            was_on, self._error = self._error is None, str(error)
+            was_on, self.error = self.error is None, str(error)
             self._probe_at = self._clock() + self._pause
             self.changes += was_on
         if was_on:
@@ -84,7 +80,7 @@ class Breaker:
     def worked(self) -> None:
         """A probe was answered: on again. What was asked before it went off and is answered now changes nothing."""
         with self._lock:
-            was_on, self._error = self._error is None, None
+            was_on, self.error = self.error is None, None
             self.changes += not was_on
         if not was_on:
             _log.warning("the shared cache %s is on again", self.name)
@@ -92,7 +88,7 @@ class Breaker:
     def probe_in(self) -> float | None:
         """Seconds until it should be probed, 0 if it is time; None while it is on."""
         with self._lock:
-            return None if self._error is None else max(0.0, self._probe_at - self._clock())
+            return None if self.error is None else max(0.0, self._probe_at - self._clock())
 
 
 Drop = Literal["full", "off", "large", "failed"]
@@ -101,7 +97,7 @@ Drop = Literal["full", "off", "large", "failed"]
 
 @dataclass
 class TierCounts:
-    """Counters of one process; any thread may add.
+    """Counters of one process; any thread may count.
 
     - asked: questions sent to the server; found: entries that answers named
     - reads, read_bytes: entries fetched and found intact; missing: named by an answer, and gone when they were read;
@@ -115,17 +111,15 @@ class TierCounts:
     _lock: Lock = field(default_factory=Lock)
 
     def add(self, **more: int) -> None:
-        """Add to counters."""
         with self._lock:
             self.numbers.update(more)
 
     def drop(self, reason: Drop, count: int = 1) -> None:
-        """Entries are not written."""
         with self._lock:
             self.dropped[reason] += count
 
     def read(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """A copy of all, and of those not written by reason."""
+        """Copies of the counters, and of the entries not written by reason."""
         with self._lock:
             return dict(self.numbers), {reason: self.dropped[reason] for reason in get_args(Drop)}
 
@@ -164,8 +158,6 @@ class Directory:
         self._thread = Thread(target=self._run, name="ragjax-ask", daemon=True)
         self._thread.start()
 
-    # ----------------------------------------------------------------------------------- waits for nobody
-
     def known(self, question: str) -> tuple[Record, ...]:
         """The entries that answer a question, as far as is known; it is asked, if that may have changed.
 
@@ -193,21 +185,17 @@ class Directory:
             return any(question in self._open for question in questions)
 
     def forget(self, key: bytes) -> None:
-        """An entry is not there any more."""
         with self._change:
             for question, answer in list(self._answers.items()):
                 if any(record.key == key for record in answer.records):
                     del self._answers[question]
 
     def close(self) -> None:
-        """Ask nothing more."""
         with self._change:
             self._closed = True
             self._open.clear()
             self._change.notify_all()
         self._thread.join()
-
-    # --------------------------------------------------------------------------------------- in its thread
 
     def _run(self) -> None:
         while (questions := self._next()) is not None:
@@ -238,7 +226,9 @@ class Directory:
                 self._remote.ping()
                 self._breaker.worked()
             found = self._ask(questions)
-            self._measure()
+            if time.monotonic() >= self._sized + SIZED:
+                self._sized = time.monotonic()
+                self.size = self._remote.size()
         except RefusedError as error:  # the next look is not to ask again at once
             self._counts.add(refused=1)
             if not questions:
@@ -266,34 +256,23 @@ class Directory:
         for key, head in zip(wanted, self._remote.heads(wanted), strict=True):
             if head is not None and (record := self._record(key, head)) is not None:
                 records[key] = record
-        found = {
-            question: self._fitting(question, [records[key] for key in keys[question] if key in records])
-            for question in questions
-        }
+        found = {}
+        for question in questions:
+            named = [records[key] for key in keys[question] if key in records]
+            found[question] = tuple(one for one in named if question.startswith("k:") or place_of(one) == question)
         self._counts.add(asked=len(questions), found=sum(map(len, found.values())))
         return found
 
     def _record(self, key: bytes, head: bytes) -> Record | None:
         """Parse a header; an entry whose header is not its own is removed."""
-        try:
+        with suppress(Damaged):
             record = record_of(head, self._identity)
             if record.key == key:
                 return record
-        except Damaged:
-            pass
         _log.warning("an entry of the shared cache is not used: its header is damaged")
         self._counts.add(damaged=1)
         self._remote.delete([key])
         return None
-
-    def _fitting(self, question: str, records: Sequence[Record]) -> tuple[Record, ...]:
-        """Keep the records at the place that was asked for."""
-        return tuple(record for record in records if question.startswith("k:") or place_of(record) == question)
-
-    def _measure(self) -> None:
-        if time.monotonic() >= self._sized + SIZED:
-            self._sized = time.monotonic()
-            self.size = self._remote.size()
 
 
 def by_key(key: bytes) -> str:
@@ -325,7 +304,6 @@ class Outbox:
             return not self._bytes or self._bytes + size <= self._room
 
     def put(self, parcel: Parcel) -> None:
-        """Queue an entry to be written."""
         with self._change:
             self._parcels.append(parcel)
             self._bytes += parcel.size
@@ -354,8 +332,6 @@ class Outbox:
             self._drop("failed")
             self._change.notify_all()
         self._thread.join(seconds)
-
-    # --------------------------------------------------------------------------------------- in its thread
 
     def _run(self) -> None:
         while (work := self._next()) is not None:
@@ -396,18 +372,16 @@ class Outbox:
 
     def _send(self, parcels: Sequence[Parcel], touched: Sequence[bytes]) -> None:
         """Put what is not there; what is counts as an access, since two servers may well compute the same."""
-        heads = self._remote.heads([parcel.key for parcel in parcels])
-        there = [self._same(parcel, head) for parcel, head in zip(parcels, heads, strict=True)]
-        new = [parcel for parcel, kept in zip(parcels, there, strict=True) if not kept]
-        kept = [parcel.key for parcel, is_kept in zip(parcels, there, strict=True) if is_kept]
+        new, kept = list[Parcel](), list[bytes]()
+        for parcel, head in zip(parcels, self._remote.heads([parcel.key for parcel in parcels]), strict=True):
+            same = False
+            with suppress(Damaged):
+                same = head is not None and record_of(head, self._identity) == record_of(parcel.head, self._identity)
+            if same:
+                kept.append(parcel.key)
+            else:
+                new.append(parcel)
         evicted = self._remote.put(new)
         if keys := [*touched, *kept]:
             self._remote.touch(keys)
         self._counts.add(writes=len(new), written_bytes=sum(p.size for p in new), kept=len(kept), evicted=evicted)
-
-    def _same(self, parcel: Parcel, head: bytes | None) -> bool:
-        """True if the entry with this key has the same record; the disk tier checks the same."""
-        try:
-            return head is not None and record_of(head, self._identity) == record_of(parcel.head, self._identity)
-        except Damaged:
-            return False

@@ -19,7 +19,7 @@ from functools import partial
 from heapq import nlargest
 from typing import TypeVar
 
-from ragjax.cluster.router import ROUTERS, Learn, Need, Router, forget, found_of
+from ragjax.cluster.router import ROUTERS, Need, Router, forget, found_of
 from ragjax.cluster.transport import Begun, Call, Card, Status, Transport
 from ragjax.core import (
     Answer,
@@ -29,7 +29,6 @@ from ragjax.core import (
     EngineOptions,
     Event,
     Grounded,
-    Holding,
     Inventory,
     LostError,
     OverloadError,
@@ -117,7 +116,13 @@ class Preparers:
         Raises:
             OverloadError: if there are more.
         """
-        self._begin(most)
+        with self._lock:
+            now = time.perf_counter()
+            if self._present >= most:
+                message = f"{self._present} requests are being prepared; try again later"
+                raise OverloadError(message, retry_after=self._overload.retry_after(now))
+            self._present += 1
+            self._overload.begin(now)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
@@ -128,15 +133,6 @@ class Preparers:
     def close(self) -> None:
         """Begin nothing more; what waits is cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _begin(self, most: int) -> None:
-        with self._lock:
-            now = time.perf_counter()
-            if self._present >= most:
-                message = f"{self._present} requests are being prepared; try again later"
-                raise OverloadError(message, retry_after=self._overload.retry_after(now))
-            self._present += 1
-            self._overload.begin(now)
 
 
 class Fleet:
@@ -181,26 +177,20 @@ class Fleet:
         self._thread = threading.Thread(target=self._watch, name="ragjax-fleet", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------------------------ what it is
-
     @property
     def embedding_model(self) -> str:
-        """Name of the sentence encoder."""
         return ENCODER
 
     @property
     def knowledge_names(self) -> tuple[str, ...]:
-        """Names of the knowledge bases; the first is the default one."""
         return self.knowledge.bases.names
 
     @property
     def graph_names(self) -> tuple[str, ...]:
-        """Names of the knowledge graphs; the first is the default one."""
         return self.knowledge.graphs.names
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """Names of the reuse strategies a request may ask for."""
         return (AUTO, *self._composer.strategies)
 
     @property
@@ -220,18 +210,13 @@ class Fleet:
 
     @property
     def default_strategy(self) -> str:
-        """Its strategy."""
         return self.default_setting.strategy
 
     def pieces(self, tokens: Tokens) -> list[str]:
-        """See `Engine.pieces`."""
         return self._composer.tokenizer.pieces(tokens)
 
     def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
-        """See `Engine.embed`."""
         return self.knowledge.embed(texts, check)
-
-    # --------------------------------------------------------------------------------- its replicas
 
     def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:
         """Call `observer` with strategy and divergence of each replayed request, in a thread."""
@@ -265,19 +250,15 @@ class Fleet:
         """Ask the replicas how they are, and then how many there should be: that may fail when all are gone."""
         self._statuses = sorted(self._transport.statuses(), key=lambda one: one.rank)
         self._count = replace(self._count, up=len(self._statuses))
-        self._note_fault()
+        found = next((one for one in self._statuses if one.fault is not None), None)
+        if found is not None and self._fault is None:  # nothing that any replica keeps is trusted any more
+            self._fault = found.fault
+            _log.error("replica %d: %s", found.rank, found.fault)
         observer = self._observer
         for strategy, seen in (shadow for one in self._statuses for shadow in one.shadows):
             if observer is not None:
                 observer(strategy, seen)
         self._count = replace(self._count, wanted=self._transport.wanted())
-
-    def _note_fault(self) -> None:
-        """Once a replica has found kept KV wrong, nothing that any of them keeps is trusted."""
-        found = next((one for one in self._statuses if one.fault is not None), None)
-        if found is not None and self._fault is None:
-            self._fault = found.fault
-            _log.error("replica %d: %s", found.rank, found.fault)
 
     def _watch(self) -> None:
         while not self._closed.wait(PERIOD):
@@ -285,8 +266,6 @@ class Fleet:
                 self.look()
             except Exception:  # the next look may find them
                 _log.warning("the replicas cannot be asked how they are", exc_info=True)
-
-    # -------------------------------------------------------------------------------------- requests
 
     async def submit(self, request: Request) -> AsyncGenerator[Event, None]:
         """See `Engine.submit`. A request without text yet goes to another replica if its own is lost.
@@ -326,17 +305,13 @@ class Fleet:
         asked = request if rag is request.rag else replace(request, rag=rag)
         try:
             work = partial(self._composer.checked(cancellation.check).ground, asked)
-            made = await self._preparers.run(work, self._room)
+            room = max(self._count.up, 1) * (self._max_queue + 1)  # as many as idle replicas take
+            made = await self._preparers.run(work, room)
         finally:
             cancellation.cancel()  # of effect only if the thread is still at work
         if asked is not request and self._fault is not None:
             made = replace(made, notices=(*made.notices, self._fault))
         return asked, made
-
-    @property
-    def _room(self) -> int:
-        """Requests that may be prepared at a time: as many as all replicas take when they have none."""
-        return max(self._count.up, 1) * (self._max_queue + 1)
 
     def _after_fault(self, rag: Rag | None) -> Rag | None:
         """The request's `rag`, but with full attention if it names no strategy and kept KV was found wrong.
@@ -369,7 +344,12 @@ class Fleet:
                 async with aclosing(self._transport.serve(call)) as items:
                     async for item in items:
                         if isinstance(item, Begun):
-                            learn = self._sent(need, item.replica, attempts)
+                            with self._lock:
+                                self._count_in(attempts, item.replica)
+                                count, seconds = self._routing.get(item.replica, (0, 0.0))
+                                self._routing[item.replica] = count + 1, seconds + attempts.routing_s
+                                attempts.routing_s = 0.0
+                                learn = self._router.sent(need, item.replica)
                         elif isinstance(item, OverloadError):
                             attempts.refuse(attempts.counted, item)
                             refused = True
@@ -377,7 +357,9 @@ class Fleet:
                             raise item
                         else:
                             if isinstance(item, Answer):
-                                self._learn(learn, found_of(made.prompt, item.segments)[: len(need.pieces)])
+                                found = found_of(made.prompt, item.segments)[: len(need.pieces)]
+                                with self._lock:
+                                    learn(found)
                             yield item
             except (LostError, ClosedError):
                 attempts.losers.add(attempts.counted)
@@ -403,18 +385,6 @@ class Fleet:
             forget(self._routing, names)
         attempts.routing_s += time.perf_counter() - begin
         return order
-
-    def _sent(self, need: Need, replica: str, attempts: _Attempts) -> Learn:
-        with self._lock:
-            self._count_in(attempts, replica)
-            count, seconds = self._routing.get(replica, (0, 0.0))
-            self._routing[replica] = count + 1, seconds + attempts.routing_s
-            attempts.routing_s = 0.0
-            return self._router.sent(need, replica)
-
-    def _learn(self, learn: Learn, found: Sequence[int]) -> None:
-        with self._lock:
-            learn(found)
 
     def _count_in(self, attempts: _Attempts, replica: str) -> None:
         """Move the request's load to this replica ("" removes it); the caller holds the lock."""
@@ -455,18 +425,16 @@ def merged(seen: Mapping[int, Inventory]) -> Inventory:
         tokens=dict(tokens),
         used=dict(used),
         nodes=sum(one.nodes for one in seen.values()),
-        holdings=tuple(_named(holding, rank) for holding, rank in largest),
+        holdings=tuple(
+            replace(one, id=f"{rank}/{one.id}", parent=None if one.parent is None else f"{rank}/{one.parent}")
+            for one, rank in largest
+        ),
         whole=all(one.whole for one in seen.values()),
         departures=tuple(sorted((d for one in seen.values() for d in one.departures), key=lambda d: d.age)[:LATEST]),
         requests=tuple(sorted((r for one in seen.values() for r in one.requests), key=lambda r: r.age)[:LATEST]),
         shared=next(iter(shared), None),
         replicas={str(rank): one for rank, one in seen.items()},
     )
-
-
-def _named(holding: Holding, rank: int) -> Holding:
-    parent = None if holding.parent is None else f"{rank}/{holding.parent}"
-    return replace(holding, id=f"{rank}/{holding.id}", parent=parent)
 
 
 def fleet_of(options: EngineOptions, transport: Transport, router: str) -> Fleet:

@@ -199,9 +199,8 @@ class RedisServer:
                 self._client.eval("return 1", 0)
         except RemoteError as error:
             cause = error.__cause__
-            if isinstance(cause, redis.AuthenticationError | redis.exceptions.NoPermissionError) or _wants_password(
-                cause
-            ):
+            refused = isinstance(cause, redis.AuthenticationError | redis.exceptions.NoPermissionError)
+            if refused or str(cause).startswith(("NOAUTH", "WRONGPASS")):
                 raise ConfigError(f"the shared cache {self.address} refuses user and password: {cause}") from None
             if isinstance(cause, redis.InvalidResponse | redis.ResponseError):
                 raise ConfigError(
@@ -248,7 +247,7 @@ class RedisServer:
             self._client.eval(_DELETE, 0, self._prefix, *(key.hex() for key in keys))
 
     def size(self) -> tuple[int, int]:
-        """Number of the entries, and their bytes."""
+        """The number of entries, and their bytes."""
         with _telling(), self._client.pipeline(transaction=False) as pipe:
             pipe.zcard(self._prefix + "ages")
             pipe.get(self._prefix + "bytes")
@@ -288,7 +287,3 @@ def _telling() -> Iterator[None]:
         raise RemoteError(str(error) or type(error).__name__) from error
     except redis.RedisError as error:
         raise RefusedError(str(error)) from error
-
-
-def _wants_password(error: BaseException | None) -> bool:
-    return str(error).startswith(("NOAUTH", "WRONGPASS"))

@@ -53,6 +53,9 @@ class RemoteTier(SharedTier):
         max_bytes: bound on all entries of the server.
         timeout: seconds that a request waits for the server.
         breaker: of the server; None: a new one.
+
+    Raises:
+        ConfigError: the server is none of ours, or wants another password.
     """
 
     def __init__(
@@ -72,30 +75,18 @@ class RemoteTier(SharedTier):
         self._max_bytes = max_bytes
         self._breaker = breaker or Breaker(remote.address)
         self._counts = TierCounts()
-        self._begin()
+        try:
+            remote.ping()
+        except RemoteError as error:  # the tier is off, and the server is probed again
+            self._breaker.failed(error)
         self._directory = Directory(remote, identity, self._breaker, self._counts)
         self._outbox = Outbox(remote, identity, self._breaker, self._counts)
 
-    def _begin(self) -> None:
-        """See whether the server is there; without it the tier is off, and probed again.
-
-        Raises:
-            ConfigError: it is none of ours, or wants another password.
-        """
-        try:
-            self._remote.ping()
-        except RemoteError as error:
-            self._breaker.failed(error)
-
     def listen(self, notify: Callable[[], None]) -> None:
-        """Call `notify`, in any thread, when questions are answered."""
         self._directory.notify = notify
 
-    # ------------------------------------------------------------------------------------ the index
-
     def find(self, key: bytes) -> Record | None:
-        """The entry with this key."""
-        found = self._disk.find(key) if self._disk is not None else None
+        found = None if self._disk is None else self._disk.find(key)
         return found or next(iter(self._directory.known(by_key(key))), None)
 
     def children(self, place: bytes, tokens: bytes) -> Sequence[Record]:
@@ -103,12 +94,10 @@ class RemoteTier(SharedTier):
         return _together(near, self._directory.known(continuation_place(place, first_of(tokens))))
 
     def chunks(self, place: bytes) -> Sequence[Record]:
-        """Approximate entries whose place is `place`, those of the disk first."""
         near = self._disk.chunks(place) if self._disk is not None else ()
         return _together(near, self._directory.known(chunk_place(place)))
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note an access, of ancestors last: what was touched longest ago leaves first."""
         if self._disk is not None:
             self._disk.touch(keys)
         if self._breaker.on:
@@ -122,8 +111,6 @@ class RemoteTier(SharedTier):
 
     def serves(self, key: bytes) -> bool:
         return self._disk is None or self._disk.find(key) is None
-
-    # ------------------------------------------------------------------------------------ the bytes
 
     def write(self, record: Record, arrays: Arrays) -> int:
         """Keep an entry on disk, and have it written to the server; returns its bytes.
@@ -156,24 +143,11 @@ class RemoteTier(SharedTier):
         else:
             yield from self._fetch(key, count, expected)
 
-    # ------------------------------------------------------------------------------------ upkeep
-
     def standing(self) -> Standing:
-        """State of the tier, without waiting."""
-        counts, dropped = self._counts.read()
-        entries, size = self._directory.size
         breaker = self._breaker
-        return Standing(
-            address=self._remote.address,
-            on=breaker.on,
-            error=breaker.error,
-            entries=entries,
-            bytes=size,
-            max_bytes=self._max_bytes,
-            changes=breaker.changes,
-            counts=counts,
-            dropped=dropped,
-        )
+        entries, size = self._directory.size
+        limits = self._max_bytes, breaker.changes
+        return Standing(self._remote.address, breaker.on, breaker.error, entries, size, *limits, *self._counts.read())
 
     def flush(self, seconds: float = CLOSING) -> bool:
         """Wait until what was to be written is on the server, or dropped; whether it is, after so many seconds."""
@@ -228,19 +202,15 @@ class RemoteTier(SharedTier):
                 raise Missing(f"{key.hex()}: another process has replaced it since it was looked up")
             yield from reader.shares(count)
         except Damaged as error:
-            self._condemn(key, error)
+            _log.warning("entry %s of the shared cache is not used: %s", key.hex(), error)
+            self._counts.add(damaged=1)
+            self._directory.forget(key)
+            try:
+                self._remote.delete([key])  # for all
+            except RemoteError as failure:
+                self._breaker.failed(failure)
             raise
         self._counts.add(reads=1, read_bytes=reader.size)
-
-    def _condemn(self, key: bytes, why: Damaged) -> None:
-        """A damaged entry is removed, for all."""
-        _log.warning("entry %s of the shared cache is not used: %s", key.hex(), why)
-        self._counts.add(damaged=1)
-        self._directory.forget(key)
-        try:
-            self._remote.delete([key])
-        except RemoteError as error:
-            self._breaker.failed(error)
 
 
 def _together(near: Sequence[Record], far: Sequence[Record]) -> Sequence[Record]:

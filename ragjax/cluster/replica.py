@@ -44,23 +44,14 @@ class Replica:
             yield error
 
     def card(self) -> Card:
-        engine = self._engine
-        return Card(
-            engine.model_name,
-            engine.context_length,
-            engine.identity,
-            engine.dtype,
-            engine.strategies,
-            engine.limits,
-        )
+        of = self._engine
+        return Card(of.model_name, of.context_length, of.identity, of.dtype, of.strategies, of.limits)
 
     def status(self) -> Status:
         """The status now; each replay is reported once."""
         shadows = tuple(self._shadows.popleft() for _ in range(len(self._shadows)))
-        return Status(self.name, self.rank, self._engine.stats(), self._contract.pick, self._fault(), shadows)
-
-    def _fault(self) -> str | None:
-        return next(iter(self._contract.notices), None) if self._contract.faulted else None
+        fault = next(iter(self._contract.notices), None) if self._contract.faulted else None
+        return Status(self.name, self.rank, self._engine.stats(), self._contract.pick, fault, shadows)
 
     def inventory(self, tenant: str) -> tuple[int, Inventory]:
         """Its rank, and what its cache holds of a tenant's KV."""

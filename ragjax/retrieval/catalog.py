@@ -78,29 +78,24 @@ class Catalog:
         self._database = exclusive(place, _prepare, f"delete {place}: uploaded files are lost")
 
     def close(self) -> None:
-        """Release the file."""
         with self._lock:
             self._database.close()
 
-    # ---------------------------------------------------------------------------------------------- files
-
     def add_file(self, tenant: str, file: File, content: bytes, quota: int, least: int) -> bool:
-        """Keep a file; False: the tenant's files would have more bytes than the quota.
-
-        least: bytes that a file counts as, at least.
-        """
-        values = (file.id, tenant, file.name, file.purpose, file.size, file.created, content, file.expires)
+        """Keep a file, which counts as `least` bytes at least; False: the tenant's files would exceed the quota."""
+        values: tuple[Any, ...] = (
+            file.id, tenant, file.name, file.purpose, file.size, file.created, content, file.expires,
+        )  # fmt: skip
         sql = (
             f"insert into files ({_KEPT}, checksum) select ?, ?, ?, ?, ?, ?, ?, ?, ?"
             " where (select coalesce(sum(max(size, ?)), 0) from files where tenant = ?) + max(?, ?) <= ?"
         )
         with self._changing() as database:
-            return (
-                database.execute(sql, (*values, checksum(values), least, tenant, file.size, least, quota)).rowcount == 1
-            )
+            values = (*values, checksum(values), least, tenant, file.size, least, quota)
+            return database.execute(sql, values).rowcount == 1
 
     def files(self, tenant: str, purpose: str | None = None, part: Slice = WHOLE) -> list[File]:
-        """A tenant's files, the oldest first. purpose: those of it alone."""
+        """A tenant's files of one purpose or of any, the oldest first."""
         values = {"tenant": tenant, "purpose": purpose}
         sql = f"{_FILE} where tenant = :tenant and (:purpose is null or purpose = :purpose)"
         return [File(*row) for row in self._part(sql, "files where id = :id", values, part)]
@@ -152,8 +147,6 @@ class Catalog:
             database.execute("delete from files where id = ?", (file,))
         return stores
 
-    # --------------------------------------------------------------------------------------------- stores
-
     def add_store(self, tenant: str, store: Store, most: int) -> bool:
         """Keep a new store; False: the tenant has as many as it may."""
         values = (store.name, store.active, store.days, json.dumps(store.metadata), store.description, store.expired)
@@ -172,7 +165,6 @@ class Catalog:
             return database.execute(sql, values).rowcount == 1
 
     def expire_store(self, store: str) -> None:
-        """Note that a store has expired."""
         with self._changing() as database:
             database.execute("update stores set expired = 1 where id = ?", (store,))
 
@@ -189,7 +181,6 @@ class Catalog:
         return next((_store(row) for row in self._rows(f"{_STORE} where tenant = ? and id = ?", tenant, store)), None)
 
     def touch(self, store: str, now: int) -> None:
-        """Note that a store was used."""
         with self._changing() as database:
             database.execute("update stores set active = ? where id = ?", (now, store))
 
@@ -197,8 +188,6 @@ class Catalog:
         """Forget a store and what is attached to it."""
         with self._changing() as database:
             database.execute("delete from stores where id = ?", (store,))
-
-    # ---------------------------------------------------------------------------------------- attachments
 
     def attach(self, attachments: list[Attachment], quota: int, least: int) -> bool:
         """Keep attachments to a store, all or none; one that was there is replaced.
@@ -257,7 +246,6 @@ class Catalog:
         return [store for (store,) in self._rows("select store from attachments where file = ?", file)]
 
     def detach(self, store: str, file: str) -> None:
-        """Forget an attachment."""
         with self._changing() as database:
             database.execute("delete from attachments where store = ? and file = ?", (store, file))
 

@@ -123,7 +123,7 @@ def _run(database: sqlite3.Connection, statements: str) -> None:
 
 
 def index_path(directory: Path | None) -> Path | None:
-    """Path of the saved vector index of a directory's chunks; None without a directory."""
+    """The file of a directory's vector index."""
     return None if directory is None else directory / "index.npz"
 
 
@@ -131,8 +131,13 @@ def open_index(database: sqlite3.Connection, directory: Path | None, kind: Index
     """The saved index and the stored chunks that it lacks; a new one if it holds any that is not stored."""
     numbers = {number for (number,) in database.execute("select number from chunks")}
     path = index_path(directory)
-    index = None if path is None else _saved_index(path, kind, dim)
-    if index is None or not index.ids <= numbers:
+    index = None
+    if path is not None and path.exists():
+        try:
+            index = VectorIndex.load(path)
+        except ConfigError as error:
+            _log.warning("%s", error)
+    if index is None or index.kind is not kind or index.dim != dim or not index.ids <= numbers:
         index = VectorIndex(kind, dim)
         if path is not None:
             path.unlink(missing_ok=True)  # it must not fit later: the numbers of a transaction that was lost come again
@@ -146,18 +151,6 @@ def open_index(database: sqlite3.Connection, directory: Path | None, kind: Index
         if path is not None:
             index.save(path)
     return index
-
-
-def _saved_index(path: Path, kind: IndexKind, dim: int) -> VectorIndex | None:
-    """The index in the file, or None if it is of another kind or cannot be read."""
-    if not path.exists():
-        return None
-    try:
-        index = VectorIndex.load(path)
-    except ConfigError as error:
-        _log.warning("%s", error)
-        return None
-    return index if index.kind is kind and index.dim == dim else None
 
 
 def insert(database: sqlite3.Connection, chunk: Chunk, embedding: NDArray[np.float32]) -> int:
@@ -175,42 +168,15 @@ def measure(database: sqlite3.Connection, document_ids: Iterable[str]) -> None:
     database.executemany(sql, [(document_id,) for document_id in document_ids])
 
 
-def remove(database: sqlite3.Connection, document_ids: Iterable[str]) -> None:
-    """Delete documents, their chunks and their sizes."""
-    ids = [(document_id,) for document_id in document_ids]
-    database.executemany("delete from documents where id = ?", ids)
-    database.executemany("delete from sizes where document_id = ?", ids)  # no key binds a table of another database
-
-
-def sizes(
-    database: sqlite3.Connection, count: int, after: str | None, before: str | None, last: bool
-) -> list[tuple[str, int]]:
-    """Documents and their sizes by id, as `KnowledgeBase.sizes` has it."""
-    bounds = [(sign, bound) for sign, bound in ((">", after), ("<", before)) if bound is not None]
-    where = " and ".join(f"document_id {sign} ?" for sign, _ in bounds) or "true"
-    sql = f"select document_id, size from sizes where {where} order by document_id {'desc' if last else 'asc'} limit ?"
-    found = database.execute(sql, (*(bound for _, bound in bounds), count)).fetchall()
-    return found[::-1] if last else found
-
-
 def numbers(database: sqlite3.Connection, document_id: str) -> list[int]:
     """Numbers of a document's chunks."""
     return [row[0] for row in database.execute("select number from chunks where document_id = ?", (document_id,))]
-
-
-def unmark(database: sqlite3.Connection, neighbour: int) -> list[int]:
-    """Take the marks from the chunks that were fused behind a neighbour; returns their numbers."""
-    sql = "delete from fused where number in (select number from neighbours where neighbour = ?) returning number"
-    return [number for (number,) in database.execute(sql, (neighbour,)).fetchall()]
 
 
 def chunk_of(row: tuple[int, str, str, str, str, bytes, bytes]) -> tuple[int, Chunk]:
     """A chunk and its number, from a row of `CHUNK`."""
     number, chunk_id, document_id, title, text, tokens, behind = row
     return number, Chunk(chunk_id, document_id, title, text, np.frombuffer(tokens, np.int32), behind)
-
-
-# --------------------------------------------------------------------------------------- neighbours
 
 
 def nearest_chunks(

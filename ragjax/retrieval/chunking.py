@@ -55,7 +55,9 @@ class Chunker:
 
     def chunk_steps(self, document: Document) -> Generator[None, None, tuple[Chunk, ...]]:
         """Do the work of `chunks` in steps of about a second."""
-        heading = self._heading(document.title)
+        heading = " ".join(document.title[:_BLOCK_CHARS].split())
+        if heading:
+            heading = TextSplitter.from_callback(self._count, self.max_tokens // 3).chunks(heading)[0] + "\n"
         pieces = yield from self._pieces(document.text, heading)
         made: list[Chunk] = []
         for n, text in enumerate(f"{heading}{piece}\n\n" for piece in pieces):
@@ -73,13 +75,6 @@ class Chunker:
             if count > limit:
                 return True
         return False
-
-    def _heading(self, title: str) -> str:
-        title = " ".join(title[:_BLOCK_CHARS].split())
-        if not title:
-            return ""
-        splitter = TextSplitter.from_callback(self._count, self.max_tokens // 3)
-        return splitter.chunks(title)[0] + "\n"
 
     def _pieces(self, text: str, heading: str) -> Generator[None, None, list[str]]:
         pieces: list[str] = []

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from ragjax.core import ConfigError, DamageError
@@ -36,7 +35,8 @@ def exclusive(
             place.parent.mkdir(parents=True, exist_ok=True)
         level: Literal["DEFERRED"] | None = "DEFERRED" if implicit else None
         database = sqlite3.connect(place or ":memory:", timeout=1.0, isolation_level=level, check_same_thread=False)
-        database.text_factory = _text
+        # damaged text can be read, and then is not what it should be; `sqlite3` would raise while rows are fetched
+        database.text_factory = lambda stored: stored.decode("utf-8", "replace")
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(f"{place}: cannot be opened: {error}") from error
     try:
@@ -100,11 +100,6 @@ def _columns(database: sqlite3.Connection, table: str) -> set[tuple[str, str, in
     return {(name, kind, needed) for _, name, kind, needed, *_ in database.execute(f"pragma table_info({table})")}
 
 
-def _text(stored: bytes) -> str:
-    """Damaged text can be read, and then is not what it should be; `sqlite3` would raise while rows are fetched."""
-    return stored.decode("utf-8", "replace")
-
-
 def checksum(parts: Iterable[object]) -> bytes:
     """16 bytes that tell values, in this order, from others: bytes as they are, all else as its text."""
     digest = hashlib.blake2b(digest_size=16)
@@ -125,9 +120,7 @@ class FairLock:
         with self._door:
             self._lock.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.release()
 
 
@@ -146,7 +139,13 @@ def verify_sealed(folder: Path) -> dict[str, str]:
         DamageError: a file is gone, or is not as it was.
         OSError: a file cannot be read.
     """
-    state, digests = _read_seal(folder / _SEAL) if (folder / _SEAL).exists() else (_OPEN, {})
+    state, digests, place = _OPEN, dict[str, str](), folder / _SEAL
+    if place.exists():
+        body, _, own = place.read_bytes().decode("ascii", "replace").rpartition("\n")
+        if own != hashlib.blake2b(body.encode(), digest_size=16).hexdigest():
+            raise DamageError(f"{_SEAL} is not as it was written")
+        state, *lines = body.split("\n")
+        digests = {name: digest for name, _, digest in (line.rpartition(" ") for line in lines)}
     found = _file_digests(folder)
     for name, digest in digests.items():
         if found.get(name, digest) != digest:
@@ -167,24 +166,14 @@ def seal(folder: Path) -> None:
 
 
 def _file_digests(folder: Path) -> dict[str, str]:
-    return {path.name: _file_digest(path) for pattern in _KEPT for path in sorted(folder.glob(pattern))}
-
-
-def _read_seal(place: Path) -> tuple[str, dict[str, str]]:
-    text = place.read_bytes().decode("ascii", "replace")
-    body, _, own = text.rpartition("\n")
-    if own != hashlib.blake2b(body.encode(), digest_size=16).hexdigest():
-        raise DamageError(f"{place.name} is not as it was written")
-    state, *lines = body.split("\n")
-    return state, {name: digest for name, _, digest in (line.rpartition(" ") for line in lines)}
+    found = {}
+    for path in (path for pattern in _KEPT for path in sorted(folder.glob(pattern))):
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    return found
 
 
 def _write_seal(folder: Path, state: str, digests: Mapping[str, str]) -> None:
     body = "\n".join([state, *(f"{name} {digest}" for name, digest in digests.items())])
     with durable_path(folder / _SEAL) as part:
         part.write_text(f"{body}\n{hashlib.blake2b(body.encode(), digest_size=16).hexdigest()}", encoding="ascii")
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

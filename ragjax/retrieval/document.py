@@ -57,10 +57,6 @@ def load(source: str | Path, *, max_bytes: int = MAX_BYTES) -> Loaded:
         raise ConfigError(f"{source}: give a folder of documents or a .jsonl file")
     else:
         raise ConfigError(f"{source}: no such folder or file")
-    return _without_empty(source, found)
-
-
-def _without_empty(source: Path, found: list[Document]) -> Loaded:
     documents = tuple(document for document in found if document.text)
     if not documents:
         raise ConfigError(f"{source}: no document with text in it")
@@ -69,9 +65,6 @@ def _without_empty(source: Path, found: list[Document]) -> Loaded:
         shown = ", ".join(empty[:5]) + (", …" if len(empty) > 5 else "")
         _log.warning("%s: left out %d document(s) without text: %s", source, len(empty), shown)
     return Loaded(documents, len(empty))
-
-
-# ----------------------------------------------------------------------------------------------- JSONL
 
 
 def _from_jsonl(path: Path, max_bytes: int) -> Iterator[Document]:
@@ -135,9 +128,6 @@ def _string(entry: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
-# ---------------------------------------------------------------------------------------------- folder
-
-
 def _from_folder(folder: Path, max_bytes: int) -> list[Document]:
     names = sorted(_walk(folder))
     chosen = [name for name in names if Path(name).suffix.lower() in _READERS]
@@ -146,8 +136,9 @@ def _from_folder(folder: Path, max_bytes: int) -> list[Document]:
         raise ConfigError(f"{folder}: no documents: put {', '.join(_READERS)} files into it")
     if others:
         _log.warning("%s: not loaded: %s", folder, ", ".join(f"{n} {kind}" for kind, n in sorted(others.items())))
-    ids = _ids(chosen)
-    return [_from_file(folder / name, ids[name], max_bytes) for name in chosen]
+    stems = {name: name[: -len(Path(name).suffix)] for name in chosen}
+    uses = Counter(stems.values()) + Counter(chosen)  # a stem is an id where no other file can be meant by it
+    return [_from_file(folder / name, stem if uses[stem] == 1 else name, max_bytes) for name, stem in stems.items()]
 
 
 def _walk(folder: Path) -> Iterator[str]:
@@ -163,13 +154,6 @@ def _walk(folder: Path) -> Iterator[str]:
         for name in files:
             if not name.startswith("."):
                 yield Path(parent, name).relative_to(folder).as_posix()
-
-
-def _ids(names: list[str]) -> dict[str, str]:
-    """The path without its suffix where no other file can be meant by it, else the path."""
-    stems = {name: name[: -len(Path(name).suffix)] for name in names}
-    uses = Counter(stems.values()) + Counter(names)
-    return {name: stem if uses[stem] == 1 else name for name, stem in stems.items()}
 
 
 def _from_file(path: Path, document_id: str, max_bytes: int) -> Document:

@@ -12,7 +12,6 @@ import sqlite3
 import threading
 import unicodedata
 from collections.abc import Callable, Container, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -52,7 +51,9 @@ class EntityIndex:
         self._names: dict[int, str] = {}
         remedy = "delete it, and the names are embedded again"
         self._database = exclusive(place, lambda database: _prepare(database, encoder.identity), remedy)
-        self._load()
+        if rows := self._database.execute("select number, name, embedding from names order by number").fetchall():
+            vectors = np.frombuffer(b"".join(row[2] for row in rows), np.float32).reshape(len(rows), encoder.dim)
+            self._keep([(number, name) for number, name, _ in rows], vectors)
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -103,16 +104,8 @@ class EntityIndex:
         return [(self._names[number], score) for number, score in found if number != NONE and number in self._names]
 
     def close(self) -> None:
-        """Release the file. Using the index afterwards is an error."""
         with self._writing:
             self._database.close()
-
-    def _load(self) -> None:
-        rows = self._database.execute("select number, name, embedding from names order by number").fetchall()
-        if not rows:
-            return
-        vectors = np.frombuffer(b"".join(row[2] for row in rows), np.float32).reshape(len(rows), self._encoder.dim)
-        self._keep([(number, name) for number, name, _ in rows], vectors)
 
     def _store(self, names: list[str], vectors: Vectors) -> None:
         known = [(name, row.tobytes()) for name, row in zip(names, vectors, strict=True)]
@@ -133,27 +126,17 @@ def _prepare(database: sqlite3.Connection, identity: str) -> None:
         if add_column(database, "names", "checksum", "blob"):
             database.execute("delete from names")  # nothing tells whether they are as they were written
         compare_schema(database, _SCHEMA)
-        _fit(database, identity)
+        stored = next((row[0] for row in database.execute("select identity from encoder")), None)
+        if stored != identity:
+            if stored is not None:
+                _log.warning("the names of the graph were embedded by another encoder; they are embedded again")
+            database.execute("delete from names")
+            database.execute("delete from encoder")
+            database.execute("insert into encoder values (?)", (identity,))
     for name, embedding, known in database.execute("select name, embedding, checksum from names"):
         if known != checksum((name, embedding)):
             raise sqlite3.DatabaseError("a name is not as it was written")
 
-
-def _fit(database: sqlite3.Connection, identity: str) -> None:
-    """Drop the embeddings of another encoder."""
-    stored = None
-    with suppress(TypeError):
-        (stored,) = database.execute("select identity from encoder").fetchone()
-    if stored == identity:
-        return
-    if stored is not None:
-        _log.warning("the names of the graph were embedded by another encoder; they are embedded again")
-    database.execute("delete from names")
-    database.execute("delete from encoder")
-    database.execute("insert into encoder values (?)", (identity,))
-
-
-# ------------------------------------------------------------------------------------- names in texts
 
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # kana and Han: each character is a word
 _WORD = re.compile(f"[{_UNSPACED}]|[^\\W_{_UNSPACED}]+")

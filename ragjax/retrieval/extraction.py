@@ -92,42 +92,29 @@ def extract(
     done = _done(out)
     digests = {chunk.id: _digest(chunk) for chunk in chunks}
     todo = [chunk for chunk in chunks if digests[chunk.id] not in done]
-    tally = _Tally()
+    triples = malformed = dropped = 0
     try:
         with (
             out.open("a", encoding="utf-8") as file,
             tqdm(total=len(todo), desc="extracting", unit="chunk", disable=not progress) as bar,
         ):
             for chunk, answer in _answers(todo, ask, concurrency):
-                line = tally.line_of(chunk, parse_triples(answer), answer)
-                if line is not None:
-                    file.write(line)
+                parsed = parse_triples(answer)
+                if parsed.is_malformed:
+                    malformed += 1
+                    _log.warning("%s: no triples in the answer %r", chunk.id, answer[:SHOWN])
+                else:
+                    triples += len(parsed.triples)
+                    dropped += parsed.dropped
+                    entry = {"chunk": chunk.id, "digest": digests[chunk.id], "triples": parsed.triples}
+                    file.write(json.dumps(entry, ensure_ascii=False) + "\n")
                     file.flush()
                 bar.update()
         _drop_superseded(out, digests)
     except OSError as error:
         raise ConfigError(f"--out: {out} cannot be written: {error.strerror}") from error
-    return ExtractionReport(
-        len(todo), len(chunks) - len(todo), tally.triples, tally.malformed, tally.dropped, time.perf_counter() - began
-    )
-
-
-@dataclass
-class _Tally:
-    triples: int = 0
-    malformed: int = 0
-    dropped: int = 0
-
-    def line_of(self, chunk: Chunk, parsed: ParsedTriples, answer: str) -> str | None:
-        """Count an answer, and return its line of the output; None if it holds no triples."""
-        if parsed.is_malformed:
-            self.malformed += 1
-            _log.warning("%s: no triples in the answer %r", chunk.id, answer[:SHOWN])
-            return None
-        self.triples += len(parsed.triples)
-        self.dropped += parsed.dropped
-        entry = {"chunk": chunk.id, "digest": _digest(chunk), "triples": parsed.triples}
-        return json.dumps(entry, ensure_ascii=False) + "\n"
+    seconds = time.perf_counter() - began
+    return ExtractionReport(len(todo), len(chunks) - len(todo), triples, malformed, dropped, seconds)
 
 
 def _answers(chunks: Sequence[Chunk], ask: Callable[[str], str], concurrency: int) -> Iterator[tuple[Chunk, str]]:
@@ -189,9 +176,6 @@ def _digest(chunk: Chunk) -> str:
     return hashlib.blake2b(f"{chunk.id}\0{chunk.text}".encode(), digest_size=16).hexdigest()
 
 
-# ----------------------------------------------------------------------------------------- endpoint
-
-
 class EndpointError(RagjaxError):
     """The endpoint cannot be reached, or refuses; the message says what it said."""
 
@@ -228,7 +212,10 @@ class Endpoint:
             if isinstance(reply, httpx.Response) and reply.status_code not in _AGAIN:
                 return self._content(reply)
             pause = _asked_wait(reply) or min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT)
-            _log.warning("%s; asking again in %g s", _trouble(reply), pause)
+            trouble = f"cannot be reached ({reply})"
+            if isinstance(reply, httpx.Response):
+                trouble = f"answered {reply.status_code}"
+            _log.warning("the endpoint %s; asking again in %g s", trouble, pause)
             self.sleep(pause)
         reply = self._post(body)
         if isinstance(reply, httpx.Response):
@@ -258,18 +245,10 @@ class Endpoint:
         return content if isinstance(content, str) else ""
 
 
-def _trouble(reply: httpx.Response | httpx.TransportError) -> str:
-    if isinstance(reply, httpx.Response):
-        return f"the endpoint answered {reply.status_code}"
-    return f"the endpoint cannot be reached ({reply})"
-
-
 def _asked_wait(reply: httpx.Response | httpx.TransportError) -> float | None:
     """Seconds that the server asks to wait, if it does."""
-    if not isinstance(reply, httpx.Response):
-        return None
     with suppress(KeyError, ValueError):  # it may be a date, too
-        seconds = float(reply.headers["retry-after"])
+        seconds = float(reply.headers["retry-after"]) if isinstance(reply, httpx.Response) else 0.0
         return min(seconds, _LONGEST_WAIT) if seconds > 0 else None
     return None
 
@@ -279,9 +258,6 @@ def _said(reply: httpx.Response) -> str:
     with suppress(ValueError, LookupError, TypeError):
         text = str(reply.json()["error"]["message"])
     return " ".join(text.split())[:SHOWN] or "(nothing)"
-
-
-# ------------------------------------------------------------------------------------------ answers
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import numpy as np
@@ -137,21 +137,16 @@ class KnowledgeGraph:
     def __enter__(self) -> KnowledgeGraph:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __len__(self) -> int:
-        """Number of triples."""
         return len(self._store)
 
     @property
     def entities(self) -> int:
         """Number of entities."""
         return len(self._index)
-
-    # ------------------------------------------------------------------------------------------ writing
 
     def add(self, items: Iterable[Triple | Alias], progress: Callable[[str, int], None] | None = None) -> Imported:
         """Store triples and aliases, and embed the names of new entities. What is there already costs little.
@@ -162,18 +157,23 @@ class KnowledgeGraph:
             RequestError: a name is blank or not valid Unicode. What stands before it may be stored.
             ConfigError: from `ragjax.retrieval.triple_files.read_triples`, if the items are read by it.
         """
+        tell = progress or (lambda what, done: None)
         triples = new = entities = aliases = 0
         with self._writing:
             for batch in batches(items, BATCH):
                 facts = [item for item in batch if isinstance(item, Triple)]
                 new += self._store.add_triples(facts)
                 triples += len(facts)
-                _tell(progress, "triples", triples)
+                tell("triples", triples)
                 others = [item for item in batch if isinstance(item, Alias)]
                 aliases += self._store.add_aliases(others)
                 for alias in others:
                     self._lexicon.add_alias(alias)
-                entities += self._add_names(facts, entities, progress)
+                names = dict.fromkeys(name for fact in facts for name in (fact.head, fact.tail))
+                fresh = [name for name in names if name not in self._index]
+                entities += self._index.add_names(fresh, partial(_shifted, tell, entities))
+                for name in fresh:
+                    self._lexicon.add_entity(name)
         return Imported(triples, new, triples - new, entities, aliases)
 
     def delete(self, triples: Iterable[Triple]) -> int:
@@ -193,16 +193,6 @@ class KnowledgeGraph:
             return 0
         edges = (edge for entity in self._store.entities() for edge in self._store.edges(entity, len(self._store)))
         return self.delete([edge for edge in edges if edge not in triples])
-
-    def _add_names(self, facts: Sequence[Triple], before: int, progress: Callable[[str, int], None] | None) -> int:
-        names = dict.fromkeys(name for fact in facts for name in (fact.head, fact.tail))
-        fresh = [name for name in names if name not in self._index]
-        new = self._index.add_names(fresh, lambda done: _tell(progress, "names", before + done))
-        for name in fresh:
-            self._lexicon.add_entity(name)
-        return new
-
-    # ------------------------------------------------------------------------------------------ reading
 
     def link(self, question: str, limit: int = 10) -> tuple[Entity, ...]:
         """The entities that a question is about, at most `limit`.
@@ -253,10 +243,7 @@ class KnowledgeGraph:
         return tuple(Subgraph(name, serialize(found, serialization)) for name, found in chosen if found)
 
     def _known(self, entities: Iterable[str]) -> list[str]:
-        found: dict[str, None] = {}
-        for name in entities:
-            found.update(dict.fromkeys(self._meant(name)))
-        return list(found)
+        return list(dict.fromkeys(entity for name in entities for entity in self._meant(name)))
 
     def _meant(self, name: str) -> tuple[str, ...]:
         if name in self._index:
@@ -319,9 +306,8 @@ class _CachedEncoder:
         return np.stack([known[text] for text in texts])
 
 
-def _tell(progress: Callable[[str, int], None] | None, what: str, done: int) -> None:
-    if progress is not None:
-        progress(what, done)
+def _shifted(tell: Callable[[str, int], None], before: int, done: int) -> None:
+    tell("names", before + done)
 
 
 def _check(hops: int, paths: int) -> None:

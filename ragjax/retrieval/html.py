@@ -63,44 +63,25 @@ def decode(data: bytes, path: Path, first_line: int = 1) -> str:
 
 
 def read_text(data: bytes, path: Path) -> tuple[str, str]:
-    """No title, and the text.
-
-    Raises:
-        ConfigError: as `decode`.
-    """
+    """No title, and the text; raises as `decode`."""
     return "", decode(data, path)
 
 
 def read_markdown(data: bytes, path: Path) -> tuple[str, str]:
-    """The first heading ("" if there is none), and the text, without a heading that opens it.
+    """The first heading ("" if there is none) outside fenced code, and the text, without a heading that opens it.
 
-    Raises:
-        ConfigError: as `decode`.
+    Raises as `decode`.
     """
     text = decode(data, path).strip()
-    heading = _first_heading(text)
-    if heading is None:
-        return "", text
-    return _title(heading["title"]), text[heading.end() :] if heading.start() == 0 else text
-
-
-def _first_heading(text: str) -> re.Match[str] | None:
-    """The first ATX heading outside fenced code."""
     fences = [found.span() for found in _FENCED.finditer(text)]
     begins = [begin for begin, _ in fences]
     for heading in _HEADING.finditer(text):
         before = bisect_right(begins, heading.start())
         if not before or fences[before - 1][1] <= heading.start():
-            return heading
-    return None
-
-
-def _title(line: str) -> str:
-    """Without the marks that close a heading; of marks alone the first stays."""
-    return line.rstrip().rstrip("#").rstrip() or line[0]
-
-
-# --------------------------------------------------------------------------------------------- HTML
+            line = heading["title"]
+            title = line.rstrip().rstrip("#").rstrip() or line[0]  # of closing marks alone the first stays
+            return title, text[heading.end() :] if heading.start() == 0 else text
+    return "", text
 
 
 def read_html(data: bytes, path: Path) -> tuple[str, str]:

@@ -53,20 +53,12 @@ class IndexKind(StrEnum):
     IVF = "ivf"
     HNSW = "hnsw"
 
-    @classmethod
-    def parse(cls, name: str) -> IndexKind:
-        """The kind of that name, or a ConfigError that lists them."""
-        try:
-            return cls(name)
-        except ValueError:
-            raise ConfigError(f"unknown index {name!r}; use one of {', '.join(cls)}") from None
-
 
 class VectorIndex:
     """Vectors float32 [dim], each under an id of its own, searched by inner product."""
 
     def __init__(self, kind: IndexKind | str, dim: int):
-        self.kind = IndexKind.parse(kind)
+        self.kind = IndexKind(kind)
         self.dim = dim
         self._lock = threading.Lock()
         self._ids: set[int] = set()
@@ -80,7 +72,6 @@ class VectorIndex:
 
     @property
     def ids(self) -> frozenset[int]:
-        """The ids of all vectors."""
         with self._lock:
             return frozenset(self._ids)
 
@@ -98,19 +89,23 @@ class VectorIndex:
         self.update(remove=ids, ids=np.empty(0, np.int64), vectors=np.empty((0, self.dim), np.float32))
 
     def update(self, remove: Iterable[int], ids: Ids, vectors: Vectors) -> None:
-        """Remove, then add. The removed are gone before the first of the added can be found.
-
-        Raises:
-            ValueError: wrong shapes, an id to remove that is absent, an id to add that is present or negative.
-        """
-        gone = set(remove)
-        self._check(gone, ids, vectors)
-        self._remove(gone)
+        """Remove, then add. The removed are gone before the first of the added can be found."""
+        self._remove(set(remove))
         if self._dead.intersection(ids.tolist()):
             self._rebuild()
         for start in range(0, len(ids), _SLICE):
-            self._add(ids[start : start + _SLICE], vectors[start : start + _SLICE])
-        if self._is_stale():
+            some = slice(start, start + _SLICE)
+            with self._lock:
+                self._faiss.add_with_ids(
+                    np.ascontiguousarray(vectors[some], np.float32), np.ascontiguousarray(ids[some], np.int64)
+                )
+                self._ids.update(ids[some].tolist())
+                self._version += 1
+        if self.kind is IndexKind.HNSW:
+            stale = len(self._dead) > len(self._ids)
+        else:
+            stale = self.kind is IndexKind.IVF and len(self) >= max(TRAIN_AT, 4 * self._trained_on)
+        if stale:
             self._rebuild()
 
     def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
@@ -119,7 +114,7 @@ class VectorIndex:
         Best first, equal scores of a single query by id. Where fewer than k vectors are known the rest has the id NONE
         and the score -inf.
         """
-        queries_QE = self._checked(queries, k)
+        queries_QE = np.ascontiguousarray(np.atleast_2d(queries), np.float32)
         if len(queries_QE) == 1:
             with self._lock, _one_thread():
                 scores_K, ids_K = self._search_one(queries_QE, k)
@@ -133,7 +128,7 @@ class VectorIndex:
 
         Ids that are absent are passed over.
         """
-        query_1E = self._checked(query, k)
+        query_1E = np.ascontiguousarray(query[None], np.float32)
         with self._lock, _one_thread():
             ids_N = np.array([number for number in ids.tolist() if number in self._ids], np.int64)
 
@@ -150,10 +145,16 @@ class VectorIndex:
         of candidates grow to that of `search`; together they take (n + 1) / 2 times as long as the last of them.
         When the index changes between two stages, a plain search is the last one.
         """
-        query_1E = self._checked(query, k)
-        if query.ndim != 1 or n < 1:
-            raise ValueError(f"one query and at least 1 stage are needed, not {query.shape} and {n}")
-        return self._stages(query_1E, k, n)
+        query_1E = np.ascontiguousarray(query[None], np.float32)
+        begun: tuple[int, Iterator[IndexStage]] | None = None
+        final = False
+        while not final:
+            with self._lock, _one_thread():  # held by stages alone, so that a writer gets in between
+                begun = begun or (self._version, self._cut(query_1E, k, n))
+                same = begun[0] == self._version
+                stage = next(begun[1]) if same else IndexStage.from_results(self._search_one(query_1E, k), final=True)
+            yield stage
+            final = stage.final
 
     def save(self, path: str | Path) -> None:
         """Write the index to a file, atomically."""
@@ -174,7 +175,7 @@ class VectorIndex:
         """
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
-                kind, blob, dead = str(stored["kind"]), stored["blob"], stored["dead"]
+                kind, blob, dead = IndexKind(str(stored["kind"])), stored["blob"], stored["dead"]
                 trained_on = int(stored["trained_on"])
             loaded = faiss.deserialize_index(blob)
         except Exception as error:  # zip, numpy and faiss each raise their own
@@ -184,27 +185,6 @@ class VectorIndex:
         index._bury(set(dead.tolist()))
         index._ids = set(_contents(loaded)[0].tolist()) - index._dead
         return index
-
-    # ------------------------------------------------------------------------------------- inner workings
-
-    def _checked(self, queries: Vectors, k: int) -> Vectors:
-        queries_QE = np.ascontiguousarray(np.atleast_2d(queries), np.float32)
-        if queries_QE.shape[1] != self.dim:
-            raise ValueError(f"queries have {queries_QE.shape[1]} dimensions, the index has {self.dim}")
-        if k < 1:
-            raise ValueError(f"k must be at least 1, not {k}")
-        return queries_QE
-
-    def _stages(self, query_1E: Vectors, k: int, n: int) -> Iterator[IndexStage]:
-        begun: tuple[int, Iterator[IndexStage]] | None = None
-        final = False
-        while not final:
-            with self._lock, _one_thread():  # held by stages alone, so that a writer gets in between
-                begun = begun or (self._version, self._cut(query_1E, k, n))
-                same = begun[0] == self._version
-                stage = next(begun[1]) if same else IndexStage.from_results(self._search_one(query_1E, k), final=True)
-            yield stage
-            final = stage.final
 
     def _cut(self, query_1E: Vectors, k: int, n: int) -> Iterator[IndexStage]:
         if self.kind is not IndexKind.HNSW:
@@ -232,15 +212,6 @@ class VectorIndex:
         found: tuple[Vectors, Ids] = self._faiss.search(queries_QE, k, params=beam)
         return found
 
-    def _check(self, gone: set[int], ids: Ids, vectors: Vectors) -> None:
-        new = set(ids.tolist())
-        if vectors.shape != (len(ids), self.dim):
-            raise ValueError(f"{len(ids)} ids, but vectors of shape {vectors.shape}, not ({len(ids)}, {self.dim})")
-        if not gone <= self._ids:
-            raise ValueError(f"not in the index: {sorted(gone - self._ids)[:5]}")
-        if len(new) < len(ids) or new & (self._ids - gone) or min(new, default=0) < 0:
-            raise ValueError("ids to add must be new, distinct and not negative")
-
     def _bury(self, dead: set[int]) -> None:
         """Hide these ids, which the hnsw graph cannot remove, from every search."""
         self._dead = dead
@@ -256,12 +227,6 @@ class VectorIndex:
                 self._bury(self._dead | gone)
             else:
                 self._faiss.remove_ids(np.array(sorted(gone), np.int64))
-
-    def _add(self, ids: Ids, vectors: Vectors) -> None:
-        with self._lock:
-            self._faiss.add_with_ids(np.ascontiguousarray(vectors, np.float32), np.ascontiguousarray(ids, np.int64))
-            self._ids.update(ids.tolist())
-            self._version += 1
 
     def _search(self, queries_QE: Vectors, k: int) -> tuple[Vectors, Ids]:
         if self.kind is not IndexKind.HNSW:
@@ -297,13 +262,6 @@ class VectorIndex:
         ids_N, vectors_NE = _contents(self._faiss)
         alive_N = ~np.isin(ids_N, np.array(sorted(self._dead), np.int64))
         return ids_N[alive_N], vectors_NE[alive_N]
-
-    def _is_stale(self) -> bool:
-        if self.kind is IndexKind.HNSW:
-            return len(self._dead) > len(self._ids)
-        if self.kind is IndexKind.IVF:
-            return len(self) >= max(TRAIN_AT, 4 * self._trained_on)
-        return False
 
     def _rebuild(self) -> None:
         """Build afresh from the living vectors; only the writer changes what is read here, so no lock is held."""
@@ -346,7 +304,7 @@ def _hnsw(dim: int) -> Any:
 
 
 def _ivf(vectors_NE: Vectors) -> Any:
-    """Trained lists, empty; as many as balance finding lists against scanning them."""
+    """Trained lists, empty; as many of them as balance finding lists against scanning them."""
     n, dim = vectors_NE.shape
     lists = math.isqrt(n)
     index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, lists, faiss.METRIC_INNER_PRODUCT)
@@ -376,9 +334,6 @@ def _list_contents(index: Any) -> tuple[Ids, Vectors]:
         ids.append(faiss.rev_swig_ptr(index.invlists.get_ids(number), size).copy())
         vectors.append(codes.view(np.float32).reshape(size, index.d).copy())
     return np.concatenate(ids), np.concatenate(vectors)
-
-
-# ------------------------------------------------------------------------------------------- stages
 
 
 @dataclass(frozen=True)

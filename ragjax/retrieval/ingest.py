@@ -7,7 +7,6 @@ import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -144,13 +143,13 @@ class Ingest:
     def _gone(self, store: str, file: str) -> bool:
         return self._catalog.attachment(store, file) is None
 
-    def _check(self, attachment: Attachment) -> None:
-        if self._gone(attachment.store, attachment.file):
-            raise _DetachedError
-
     def _fill(self, attachment: Attachment, content: bytes) -> Generator[None, None, Attachment]:
         name, file = self._catalog.name(attachment.file), attachment.file
-        check = partial(self._check, attachment)
+
+        def check() -> None:
+            if self._gone(attachment.store, file):
+                raise _DetachedError
+
         document = yield from checked(parse_steps(content, Path(name), file), check)
         if not document.text:
             raise ConfigError(f"{name}: there is no text in it")

@@ -10,8 +10,7 @@ What is stored fits one tokenizer, one encoder and one chunk size. Opened with o
 source documents may be gone: the user decides to delete the directory and to add them again.
 
 A chunk whose KV was computed behind its nearest neighbours (FusionRAG, section 3.1) bears a mark: the digest that names
-that KV. The mark goes when any of these neighbours goes, and with it all use of what they told. A chunk of whose own KV
-a part is kept (docs/compression.md) bears the places of that part's tokens.
+that KV. The mark goes when any of these neighbours goes, and with it all use of what they told.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import CHUNK_TOKENS, Chunk, Document, Hit, RequestError, Tokens
+from ragjax.core import CHUNK_TOKENS, Chunk, Document, Hit, RequestError, Tokens, is_unicode
 from ragjax.retrieval import chunk_store
 from ragjax.retrieval.chunk_store import nearest_chunks
 from ragjax.retrieval.chunking import Chunker, finish
@@ -83,12 +81,6 @@ class SearchStage:
     final: bool
 
 
-@dataclass(frozen=True)
-class _CutDocument:
-    document: Document
-    chunks: tuple[Chunk, ...]
-
-
 class KnowledgeBase:
     """Documents that can be searched by meaning. Any thread may read and write.
 
@@ -136,16 +128,14 @@ class KnowledgeBase:
     ) -> KnowledgeBase:
         """Open the knowledge base kept in a directory, made if need be; None keeps it in memory.
 
-        encode_tokens: text → int32 [n] tokens of the serving model; none added, no special ones parsed.
-        model_key: identity of the serving model's tokenizer.
-        max_tokens: limit of a chunk.
-        name: what errors call it.
+        encode_tokens: text → tokens of the serving model; none added, no special ones parsed. model_key: identity of
+        its tokenizer. max_tokens: of a chunk. name: what errors call it.
 
         Raises:
             ConfigError: the directory is of another model, encoder or chunk size, broken, or in use by another process.
         """
         chunker = Chunker(encode_tokens, max_tokens)
-        kind = IndexKind.parse(index_kind)
+        kind = IndexKind(index_kind)
         place = None if directory is None else Path(directory)
         settings = {
             "format": chunk_store.FORMAT,
@@ -172,12 +162,8 @@ class KnowledgeBase:
     def __enter__(self) -> KnowledgeBase:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    # ------------------------------------------------------------------------------------------ writing
 
     def add(
         self,
@@ -216,11 +202,10 @@ class KnowledgeBase:
         known = self._digests(document.id for document in documents)
         changed = [document for document in documents if known.get(document.id) != _digest(document, max_tokens)]
         done = len(documents) - len(changed)
-        batch: list[_CutDocument] = []
+        batch: list[tuple[Document, tuple[Chunk, ...]]] = []
         for document in changed:
-            chunks = yield from chunker.chunk_steps(document)
-            batch.append(_CutDocument(document, chunks))
-            if document is not changed[-1] and sum(len(prepared.chunks) for prepared in batch) < _BATCH_CHUNKS:
+            batch.append((document, (yield from chunker.chunk_steps(document))))
+            if document is not changed[-1] and sum(len(chunks) for _, chunks in batch) < _BATCH_CHUNKS:
                 continue
             yield from self._store(batch, max_tokens, check)
             done += len(batch)
@@ -271,11 +256,11 @@ class KnowledgeBase:
         return True
 
     def _store(
-        self, batch: Sequence[_CutDocument], max_tokens: int | None, check: Callable[[], None]
+        self, batch: Sequence[tuple[Document, tuple[Chunk, ...]]], max_tokens: int | None, check: Callable[[], None]
     ) -> Generator[None, None, None]:
-        chunks = [chunk for prepared in batch for chunk in prepared.chunks]
+        chunks = [chunk for _, cut in batch for chunk in cut]
         embeddings = yield from self._embeddings([chunk.text for chunk in chunks])
-        rows = [(prepared.document.id, _digest(prepared.document, max_tokens)) for prepared in batch]
+        rows = [(document.id, _digest(document, max_tokens)) for document, _ in batch]
         with self._writing:
             check()
             with self._transaction() as database:
@@ -287,18 +272,15 @@ class KnowledgeBase:
             self.changes += 1
             self._update_index(gone)
             self._unindexed.update(numbers)
-        self._index_stored(numbers, embeddings)
-
-    def _index_stored(self, numbers: Sequence[int], embeddings: Vectors) -> None:
-        """Put chunks into the index. Others may write between its parts, and delete some of them."""
+        # others may write between the parts that are put into the index, and delete some of them
         for start in range(0, len(numbers), _BATCH_CHUNKS):
             with self._writing:
                 if self._closed:  # the next start puts them there
                     return
                 end = min(start + _BATCH_CHUNKS, len(numbers))
-                rows = [i for i in range(start, end) if numbers[i] in self._unindexed]
+                left = [i for i in range(start, end) if numbers[i] in self._unindexed]
                 self._unindexed.difference_update(numbers[start:end])
-                self._update_index((), [numbers[i] for i in rows], embeddings[rows])
+                self._update_index((), [numbers[i] for i in left], embeddings[left])
 
     def _embeddings(self, texts: Sequence[str]) -> Generator[None, None, Vectors]:
         """Embed texts, float32 [len(texts), dim]; texts of like length together, as the encoder pads less then."""
@@ -314,8 +296,11 @@ class KnowledgeBase:
     def _forget(self, database: sqlite3.Connection, document_ids: Sequence[str]) -> list[int]:
         """Delete what is stored of these documents, and marks that rest on it; returns the numbers of their chunks."""
         gone = [number for document_id in document_ids for number in chunk_store.numbers(database, document_id)]
-        unmarked = [number for neighbour in gone for number in chunk_store.unmark(database, neighbour)]
-        chunk_store.remove(database, document_ids)
+        sql = "delete from fused where number in (select number from neighbours where neighbour = ?) returning number"
+        unmarked = [row[0] for neighbour in gone for row in database.execute(sql, (neighbour,)).fetchall()]
+        ids = [(document_id,) for document_id in document_ids]
+        database.executemany("delete from documents where id = ?", ids)
+        database.executemany("delete from sizes where document_id = ?", ids)  # no key binds a temporary table
         self.changes += bool(gone)
         self._extent = None
         for number in (*gone, *unmarked):
@@ -324,7 +309,6 @@ class KnowledgeBase:
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """The connection, for one thread at a time."""
         with self._reading:
             if self._closed:
                 reason = f"knowledge base {self.name!r} is gone: name another one"
@@ -357,8 +341,6 @@ class KnowledgeBase:
             self._unsaved = 0
         except OSError as error:
             _log.warning("%s: not saved, and built again at the next start: %s", self._index_path, error)
-
-    # ------------------------------------------------------------------------------------------ reading
 
     def search(
         self, question: str, k: int, *, within: Container[str] | None = None, min_score: float | None = None
@@ -394,12 +376,10 @@ class KnowledgeBase:
         Raises:
             RequestError: as `search`, at once.
         """
-        count = self._searchable(question, k)
-        return self._stages(question, count, n) if count else iter((SearchStage((), True),))
-
-    def _stages(self, question: str, count: int, n: int) -> Iterator[SearchStage]:
-        for stage in self._index.stages(self._encoder.encode([question])[0], count, n):
-            yield SearchStage(self._hits(stage.ids, stage.scores), stage.final)
+        if not (count := self._searchable(question, k)):
+            return iter((SearchStage((), True),))
+        stages = self._index.stages(self._encoder.encode([question])[0], count, n)
+        return (SearchStage(self._hits(stage.ids, stage.scores), stage.final) for stage in stages)
 
     def _searchable(self, question: str, k: int) -> int:
         """Number of chunks to search for: faiss makes room for k results, however few there are."""
@@ -458,12 +438,7 @@ class KnowledgeBase:
 
         Similarity is that of the embeddings, as far as the index finds it (`VectorIndex.exact`). What has a chunk's
         very tokens tells nothing new and is no neighbour of it; and of several equal ones only the first is taken.
-
-        Raises:
-            ValueError: if n is not positive.
         """
-        if n < 1:
-            raise ValueError(f"a chunk has at least 1 neighbour, not {n}")
         found: dict[int, tuple[int, ...]] = {}
         own = self.numbers if numbers is None else tuple(numbers)
         for begin in range(0, len(own), _QUERIES):
@@ -479,7 +454,6 @@ class KnowledgeBase:
 
     @property
     def document_ids(self) -> frozenset[str]:
-        """The ids of all documents."""
         with self._opened():
             return frozenset(row[0] for row in self._database.execute("select id from documents"))
 
@@ -491,8 +465,13 @@ class KnowledgeBase:
         count: of documents, at most; -1: all. after, before: ids that they stand behind and before (None: no bound).
         last: whether they are the last ones within these bounds, else the first.
         """
+        bounds = [(sign, bound) for sign, bound in ((">", after), ("<", before)) if bound is not None]
+        where = " and ".join(f"document_id {sign} ?" for sign, _ in bounds) or "true"
+        order = "desc" if last else "asc"
+        sql = f"select document_id, size from sizes where {where} order by document_id {order} limit ?"
         with self._opened():
-            return chunk_store.sizes(self._database, count, after, before, last)
+            found = self._database.execute(sql, (*(bound for _, bound in bounds), count)).fetchall()
+        return found[::-1] if last else found
 
     def size(self, document_id: str) -> int | None:
         """Bytes of the text and tokens of a document's chunks; None: it is not there."""
@@ -510,7 +489,6 @@ class KnowledgeBase:
             return self._extent
 
     def __len__(self) -> int:
-        """Number of chunks."""
         return len(self._index)
 
     def __contains__(self, document_id: str) -> bool:
@@ -548,11 +526,7 @@ class KnowledgeBase:
 
 
 def _fitting(hits: Iterable[Hit], least: float, within: Container[str] | None = None) -> tuple[Hit, ...]:
-    """Hits of at least this score and of these documents."""
     return tuple(hit for hit in hits if hit.score >= least and (within is None or hit.chunk.document_id in within))
-
-
-# --------------------------------------------------------------------------------------------- documents
 
 
 def _check(documents: Sequence[Document]) -> None:
@@ -564,10 +538,8 @@ def _check(documents: Sequence[Document]) -> None:
             raise RequestError(f"document {document.id!r} is given twice", param="documents")
         if not document.text.strip():
             raise RequestError(f"document {document.id!r} has no text", param="documents")
-        try:
-            "".join((document.id, document.title, document.text)).encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(f"document {document.id!r} is not valid Unicode: {error}", param="documents") from error
+        if not is_unicode(document.id + document.title + document.text):
+            raise RequestError(f"document {document.id!r} is not valid Unicode", param="documents")
         seen.add(document.id)
 
 
@@ -579,10 +551,7 @@ def _digest(document: Document, max_tokens: int | None) -> bytes:
 
 @dataclass(frozen=True)
 class BasePart:
-    """One of the knowledge bases of a search.
-
-    within: ids of its documents that may be found; None: all.
-    """
+    """One of the knowledge bases of a search. within: ids of its documents that may be found; None: all."""
 
     base: KnowledgeBase
     within: frozenset[str] | None = None

@@ -85,7 +85,9 @@ class Library:
         self.expire()
         kept = self._catalog.owners()
         owners = {store: tenant for store, tenant in kept.items() if not self._expired(tenant, store)}
-        self._sweep(set(owners))
+        for folder in () if self._directory is None else self._directory.iterdir():
+            if _ID.fullmatch(folder.name) and folder.name not in owners:  # the process ended before it was deleted
+                shutil.rmtree(folder, ignore_errors=True)
         for store, tenant in owners.items():
             base = self._bases.make(store, tenant)
             wanted = {
@@ -106,8 +108,6 @@ class Library:
         """Stop reading files. What was not finished goes on when the library is opened again."""
         self._ingest.close()
         self._catalog.close()
-
-    # ---------------------------------------------------------------------------------------------- files
 
     def upload(self, tenant: str, name: str, purpose: str, content: bytes, seconds: int | None = None) -> File:
         """Keep a file. seconds: until it expires; None: it does not.
@@ -141,19 +141,12 @@ class Library:
         return file
 
     def files(self, tenant: str, purpose: str | None = None, part: Slice = WHOLE) -> list[File]:
-        """List files, the oldest first, or a part of them.
-
-        purpose: only files of this purpose.
-        """
+        """Files of one purpose or of any, the oldest first, or a part of them."""
         self.expire()
         return self._catalog.files(tenant, purpose, part)
 
     def file(self, tenant: str, file: str) -> File:
-        """One file.
-
-        Raises:
-            MissingError: if it is not there.
-        """
+        """One file; raises MissingError if it is not there."""
         self.expire()
         found = self._catalog.file(tenant, file)
         if found is None:
@@ -161,12 +154,7 @@ class Library:
         return found
 
     def content(self, tenant: str, file: str) -> bytes:
-        """A file's bytes.
-
-        Raises:
-            MissingError: if it is not there.
-            DamageError: if they are not as they were uploaded; other files are not concerned.
-        """
+        """A file's bytes; raises as `file`, and DamageError if they are not as they were uploaded."""
         return self._catalog.content(self.file(tenant, file).id) or b""
 
     @property
@@ -192,8 +180,6 @@ class Library:
             self._due = self._catalog.next_expiry()
         for store, file in gone:
             self._ingest.forget(store, file)
-
-    # --------------------------------------------------------------------------------------------- stores
 
     def create(
         self,
@@ -236,17 +222,13 @@ class Library:
         return found[max(0, len(found) - part.count) :] if part.last else found[: part.count]
 
     def store(self, tenant: str, store: str) -> Store:
-        """One store.
-
-        Raises:
-            MissingError: if it is not there.
-        """
+        """One store; raises MissingError if it is not there."""
         found = self._catalog.store(tenant, store)
         if found is not None:
             return self._looked_at(found)
         if store in self._bases.names:
             return self._own(store)
-        raise self._missing(store)
+        raise _missing(store)
 
     def update(self, tenant: str, store: str, **changes: object) -> Store:
         """Change name, days, metadata or description of a store; an expired one stays so.
@@ -256,7 +238,7 @@ class Library:
         """
         changed = replace(self._changeable(tenant, store), **changes)  # type: ignore[arg-type]
         if not self._catalog.change_store(changed):
-            raise self._missing(store)
+            raise _missing(store)
         return changed
 
     def delete(self, tenant: str, store: str) -> None:
@@ -266,18 +248,12 @@ class Library:
         self._drop(store)
 
     def use(self, tenant: str, store: str) -> None:
-        """Note that a store is used, if this is one.
-
-        Raises:
-            RequestError: if it has expired.
-        """
+        """Note that a store is used, if this is one; raises RequestError if it has expired."""
         self.expire()
         kept = self._catalog.store(tenant, store)
         if kept is not None:
             self._check(self._looked_at(kept))
             self._catalog.touch(store, int(self._now()))
-
-    # ---------------------------------------------------------------------------------------- attachments
 
     def attach(self, tenant: str, attachments: Sequence[Attachment]) -> None:
         """Put files into a store, all of the same; they are read and embedded one behind another, later.
@@ -322,11 +298,7 @@ class Library:
         return [self._own_document(store, file, size) for file, size in found]
 
     def attachment(self, tenant: str, store: str, file: str) -> Attachment:
-        """A file in a store.
-
-        Raises:
-            MissingError: if it is not there.
-        """
+        """A file in a store; raises MissingError if it is not there."""
         self.expire()
         found: Attachment | None
         if self.store(tenant, store).own:
@@ -339,11 +311,7 @@ class Library:
         return found
 
     def detach(self, tenant: str, store: str, file: str) -> None:
-        """Take a file out of a store.
-
-        Raises:
-            RequestError: if it is not there, or the store cannot be changed.
-        """
+        """Take a file out of a store; raises as `update` and `attachment`."""
         self._changeable(tenant, store)
         self.attachment(tenant, store, file)
         self._catalog.detach(store, file)
@@ -370,8 +338,6 @@ class Library:
             documents, size = self._bases.get(store).extent
             return Counts(completed=documents), size
         return self._catalog.counts(store)
-
-    # -------------------------------------------------------------------------------------------- searches
 
     def passages(self, tenant: str, store: str, file: str) -> tuple[Chunk, ...]:
         """The chunks of a file in a store, in order. One that is not read yet has none.
@@ -429,8 +395,7 @@ class Library:
             chunks = self._bases.get(store).document(chunk_id.rpartition("#")[0])
         except RequestError:
             return None
-        found = next((chunk for chunk in chunks if chunk.id == chunk_id), None)
-        return None if found is None else self._passage(tenant, store, found, score)
+        return next((self._passage(tenant, store, chunk, score) for chunk in chunks if chunk.id == chunk_id), None)
 
     def _passage(self, tenant: str, store: str, chunk: Chunk, score: float) -> Passage:
         file = self._catalog.file(tenant, chunk.document_id)
@@ -438,22 +403,12 @@ class Library:
         name = chunk.title or chunk.document_id if file is None else file.name
         return Passage(chunk, score, name, {} if attachment is None else attachment.attributes)
 
-    # ------------------------------------------------------------------------------------------ the rules
-
     def _drop(self, store: str) -> None:
         """Close a store if it is open, and delete its folder."""
         with suppress(RequestError):  # it expired before, or before it was opened
             self._bases.drop(store)
         if self._directory is not None:
             shutil.rmtree(self._directory / store, ignore_errors=True)
-
-    def _sweep(self, known: set[str]) -> None:
-        """Delete the folders of stores that were deleted, or have expired, just before the process ended."""
-        if self._directory is None:
-            return
-        for folder in self._directory.iterdir():
-            if _ID.fullmatch(folder.name) and folder.name not in known:
-                shutil.rmtree(folder, ignore_errors=True)
 
     def _own(self, name: str) -> Store:
         return Store(name, name, self._began, self._began, own=True)
@@ -479,18 +434,17 @@ class Library:
         found = self._catalog.store(tenant, store)
         return found is None or self._looked_at(found).expired
 
-    @staticmethod
-    def _missing(store: str) -> MissingError:
-        return MissingError(f"no vector store {store!r}", param="vector_store_id", code="not_found")
-
     def _looked_at(self, store: Store) -> Store:
         """The store; if its time is over, it expires now."""
         if store.expired or store.expires is None or self._now() < store.expires:
             return store
-        gone = replace(store, expired=True)
         self._catalog.expire_store(store.id)
         self._drop(store.id)
-        return gone
+        return replace(store, expired=True)
+
+
+def _missing(store: str) -> MissingError:
+    return MissingError(f"no vector store {store!r}", param="vector_store_id", code="not_found")
 
 
 def _new_id() -> str:

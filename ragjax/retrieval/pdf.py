@@ -42,13 +42,7 @@ def read_pdf_steps(data: bytes, path: Path) -> Generator[None, None, tuple[str, 
     Raises:
         ConfigError: if it is encrypted, damaged, or over a limit.
     """
-    limits = {
-        "pages": MAX_PAGES,
-        "stream": MAX_STREAM,
-        "chars": MAX_CHARS,
-        "memory": MAX_MEMORY,
-        "seconds": MAX_SECONDS,
-    }
+    limits = dict(pages=MAX_PAGES, stream=MAX_STREAM, chars=MAX_CHARS, memory=MAX_MEMORY, seconds=MAX_SECONDS)
     process = subprocess.Popen(
         (sys.executable, "-P", "-c", _CHILD, json.dumps(limits)),
         stdin=subprocess.PIPE,
@@ -82,9 +76,6 @@ def read_pdf_steps(data: bytes, path: Path) -> Generator[None, None, tuple[str, 
     if reason:
         raise ConfigError(f"{path}: {reason}")
     return "", text
-
-
-# -------------------------------------------------------------------------------- in the process
 
 
 def read_pages(data: bytes, limits: dict[str, Any]) -> tuple[str, str]:

@@ -44,26 +44,19 @@ def read_triples(path: str | Path) -> Iterator[Triple | Alias]:
     return reader(path)
 
 
-# -------------------------------------------------------------------------------------------- lines
-
-
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """Non-blank lines without their ends, each after the place that errors name."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                text = _decode(line, f"{path}:{number}").strip("\r\n")
+                text = line.decode("utf-8-sig").strip("\r\n")
                 if text.strip():
                     yield f"{path}:{number}", text
+    except UnicodeDecodeError as error:
+        byte = line[error.start]
+        raise ConfigError(f"{path}:{number}: not UTF-8 text (byte 0x{byte:02x}); convert the file") from error
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-
-
-def _decode(line: bytes, where: str) -> str:
-    try:
-        return line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: not UTF-8 text (byte 0x{line[error.start]:02x}); convert the file") from error
 
 
 def _from_tsv(path: Path) -> Iterator[Triple]:
@@ -114,15 +107,13 @@ def _name(part: object, field: str, where: str) -> str:
     return name
 
 
-# ---------------------------------------------------------------------------------------- N-Triples
-
-
 def _from_ntriples(path: Path) -> Iterator[Triple | Alias]:
     """Two readings: a label may come after the triples of its IRI."""
     names, aliases = _labels(path)
     for n, quad in enumerate(_quads(path), start=1):
         if quad.predicate.value not in (_LABEL, _ALT_LABEL):
-            parts = [_named(term, names) for term in (quad.subject, quad.predicate, quad.object)]
+            terms = (quad.subject, quad.predicate, quad.object)
+            parts = [t.value if isinstance(t, ox.Literal) else _name_of(_key(t), names) for t in terms]
             yield _triple(parts, f"{path}: triple {n}")
     yield from aliases
 
@@ -152,20 +143,15 @@ def _labels(path: Path) -> tuple[dict[str, str], list[Alias]]:
             labels.setdefault(iri, []).insert(0, text)
         else:
             labels.setdefault(iri, []).append(text)
-    names = _distinct({iri: texts[0] for iri, texts in labels.items()})
+    names: dict[str, str] = {}
+    taken: set[str] = set()
+    for iri, texts in labels.items():
+        if texts[0]:
+            names[iri] = _free_name(texts[0], iri, taken)
+            taken.add(names[iri])
     told = ((iri, text) for table in (labels, others) for iri, texts in table.items() for text in texts if text)
     aliases = [Alias(_name_of(iri, names), text) for iri, text in told]
     return names, [alias for alias in dict.fromkeys(aliases) if alias.name != alias.entity]
-
-
-def _distinct(labels: dict[str, str]) -> dict[str, str]:
-    names: dict[str, str] = {}
-    taken: set[str] = set()
-    for iri, label in labels.items():
-        if label:
-            names[iri] = _free_name(label, iri, taken)
-            taken.add(names[iri])
-    return names
 
 
 def _free_name(label: str, iri: str, taken: set[str]) -> str:
@@ -182,12 +168,6 @@ def _free_name(label: str, iri: str, taken: set[str]) -> str:
 
 def _key(term: object) -> str:
     return term.value if isinstance(term, ox.NamedNode) else str(term)
-
-
-def _named(term: object, names: dict[str, str]) -> str:
-    if isinstance(term, ox.Literal):
-        return term.value
-    return _name_of(_key(term), names)
 
 
 def _name_of(key: str, names: dict[str, str]) -> str:

@@ -152,8 +152,6 @@ def _wrong(message: str) -> RequestError:
     return RequestError(message, param="rag.graph.relation_paths", code="invalid_value")
 
 
-# --------------------------------------------------------------------------------------------- store
-
 BATCH = 50_000
 """Triples that are stored together: what a kill can cost, and what memory an import takes."""
 
@@ -235,16 +233,15 @@ class OxigraphStore:
         Raises:
             RequestError: a name is blank or not valid Unicode. Up to BATCH triples before it may be stored or not.
         """
-        return sum(map(self._add, batches(triples, BATCH)))
-
-    def _add(self, batch: list[Triple]) -> int:
-        quads = dict.fromkeys(self._quad(triple) for triple in batch)
-        with self._writing:
-            fresh = [quad for quad in quads if quad not in self._live]
-            with self._reading():
-                (self._live.bulk_extend if len(fresh) >= _BULK else self._live.extend)(fresh)
-            self._count += len(fresh)
-        return len(fresh)
+        before = self._count
+        for batch in batches(triples, BATCH):
+            quads = dict.fromkeys(self._quad(triple) for triple in batch)
+            with self._writing:
+                fresh = [quad for quad in quads if quad not in self._live]
+                with self._reading():
+                    (self._live.bulk_extend if len(fresh) >= _BULK else self._live.extend)(fresh)
+                self._count += len(fresh)
+        return self._count - before
 
     def delete_triples(self, triples: Iterable[Triple]) -> int:
         """Remove triples, and say how many were there."""
@@ -258,7 +255,6 @@ class OxigraphStore:
         return gone
 
     def __len__(self) -> int:
-        """Number of triples."""
         return self._count
 
     def entities(self) -> Iterator[str]:

@@ -182,26 +182,6 @@ def test_broken_files_are_refused(content: bytes | None, tmp_path: Path) -> None
         VectorIndex.load(path)
 
 
-def test_misuse_is_refused() -> None:
-    vectors = _vectors(4)
-    index = _filled(IndexKind.FLAT, vectors)
-    for call, message in (
-        (lambda: index.add(np.array([2]), vectors[:1]), "must be new"),
-        (lambda: index.add(np.array([8, 8]), vectors[:2]), "must be new"),
-        (lambda: index.add(np.array([-1]), vectors[:1]), "must be new"),
-        (lambda: index.add(np.array([8]), vectors[:2]), "vectors of shape"),
-        (lambda: index.add(np.array([8]), vectors[:1, :5]), "vectors of shape"),
-        (lambda: index.remove([9]), "not in the index"),
-        (lambda: index.search(vectors[0, :5], 1), "dimensions"),
-        (lambda: index.search(vectors[0], 0), "at least 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-    assert len(index) == 4
-    with pytest.raises(ConfigError, match="unknown index 'tree'; use one of flat, ivf, hnsw"):
-        VectorIndex("tree", DIM)
-
-
 @pytest.mark.slow
 @KINDS
 def test_searches_while_writing(kind: IndexKind) -> None:

@@ -141,10 +141,3 @@ def test_a_search_for_nothing_is_refused_at_once() -> None:
         base.add(ISLANDS)
         with pytest.raises(RequestError, match="question is empty"):
             base.stages(" ", 1, 4)
-
-
-def test_refusals() -> None:
-    index = VectorIndex("flat", DIM)
-    for query, k, n in ((np.zeros(3), 1, 1), (np.zeros((2, DIM)), 1, 1), (np.zeros(DIM), 0, 1), (np.zeros(DIM), 1, 0)):
-        with pytest.raises(ValueError):
-            index.stages(query.astype(np.float32), k, n)

@@ -58,11 +58,7 @@ class Replica:
         return self.rank, self._engine.inventory(tenant)
 
     def check(self) -> None:
-        """Check that the replica can serve.
-
-        Raises:
-            ClosedError: if its engine has ended.
-        """
+        """Check that the replica can serve. Raises ClosedError if its engine has ended."""
         if self._engine.closed:
             raise ClosedError("the engine of this replica has ended")
 

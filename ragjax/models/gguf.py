@@ -6,6 +6,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from ragjax.models.config import (
     rope_divisors,
     token_ids,
 )
-from ragjax.models.tensors import Array, Checkpoint, Shape, Tensors, check_tensors, split_fused
+from ragjax.models.tensors import Array, Checkpoint, Shape, Stored, Tensors, check_tensors, split_fused
 
 # GGUF keys below the architecture's prefix that are read, that say nothing, or that must have one value.
 _READ_NAMES = """
@@ -210,6 +211,8 @@ class _Header:
 
 def open_gguf(path: Path) -> Checkpoint:
     """Open a .gguf file, as `weights.open_checkpoint` does."""
+    from gguf import GGMLQuantizationType
+
     metadata, stored = read_gguf(path)
     bare = read_config(metadata, tie_embeddings="output.weight" not in stored)
     config = bare
@@ -217,33 +220,26 @@ def open_gguf(path: Path) -> Checkpoint:
         scaling = _rope_scaling(_read_tensor(path, stored.pop(_ROPE), _ROPE), bare, path)
         config = replace(bare, rope_scaling=scaling)
     if _SHORT in stored:
-        stored.pop(_LONG, None)
-        config = _with_long_rope(bare, metadata, _read_tensor(path, stored.pop(_SHORT), _SHORT))
-    own = OWN_LAYER_NAMES.get(config.family, {})
-    names = {name: _name_of(name, {**LAYER_NAMES, **own}, path) for name in stored}
-    tensors = Tensors(
-        {names[name]: _loader(path, name, names[name], tensor, config) for name, tensor in stored.items()},
-        {names[name]: tensor.shape for name, tensor in stored.items()},
-        {names[name]: _kind_name(tensor.kind) for name, tensor in stored.items()},
-    )
+        stored.pop(_LONG, None)  # LongRoPE is read up to the first length, for which the short factors are
+        prefix = f"{config.family}.rope.scaling."
+        original = integer(metadata, prefix + "original_context_length")
+        factors = tuple(map(_shortest, _read_tensor(path, stored.pop(_SHORT), _SHORT)))
+        scaled = LongRope(factors, number(metadata, prefix + "attn_factor", 1.0))
+        config = replace(bare, rope_scaling=scaled, context_length=min(config.context_length, original))
+    names = {**LAYER_NAMES, **OWN_LAYER_NAMES.get(config.family, {})}
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if config.family == "llama" else {}
+    found: dict[str, Stored] = {}
+    for name, tensor in stored.items():
+        target = _name_of(name, names, path)
+        load: Callable[[], Array] = partial(_read_tensor, path, tensor, name)
+        if (count := heads.get(target.split(".")[-2])) is not None:
+            load = partial(_read_rows, path, tensor, name, count)
+        found[target] = Stored(load, tensor.shape, GGMLQuantizationType(tensor.kind).name)
+    tensors = Tensors(found)
     if config.family == "phi3":
         tensors = split_fused(tensors, config, path)
     check_tensors(tensors.shapes, config, path)
     return Checkpoint(config, tensors, quantized=True)
-
-
-def _with_long_rope(config: ModelConfig, metadata: Mapping[str, Any], short_R: NDArray[np.float32]) -> ModelConfig:
-    """LongRoPE up to the first length, for which the short factors are."""
-    prefix = f"{config.family}.rope.scaling."
-    original = integer(metadata, prefix + "original_context_length")
-    scaling = LongRope(tuple(map(_shortest, short_R)), number(metadata, prefix + "attn_factor", 1.0))
-    return replace(config, rope_scaling=scaling, context_length=min(config.context_length, original))
-
-
-def _kind_name(kind: int) -> str:
-    from gguf import GGMLQuantizationType
-
-    return GGMLQuantizationType(kind).name
 
 
 def _name_of(name: str, layer_names: Mapping[str, str], path: Path) -> str:
@@ -253,13 +249,6 @@ def _name_of(name: str, layer_names: Mapping[str, str], path: Path) -> str:
     if match is None or match[2] not in layer_names:
         raise ConfigError(f"{path}: unexpected tensor {name}")
     return f"model.layers.{match[1]}.{layer_names[match[2]]}.{match[3]}"
-
-
-def _loader(path: Path, name: str, target: str, tensor: TensorEntry, config: ModelConfig) -> Callable[[], Array]:
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(target.split(".")[-2])
-    if config.family != "llama" or heads is None:
-        return lambda: _read_tensor(path, tensor, name)
-    return lambda: unpermute_rope_rows(_read_tensor(path, tensor, name), heads)
 
 
 def _read_tensor(path: Path, tensor: TensorEntry, name: str) -> NDArray[np.float32]:
@@ -273,6 +262,10 @@ def _read_tensor(path: Path, tensor: TensorEntry, name: str) -> NDArray[np.float
         return dequantize(rows, kind).reshape(tensor.shape).astype(np.float32, copy=False)
     except NotImplementedError as error:
         raise ConfigError(f"{path}: tensor {name} has type {kind.name}, which cannot be dequantised") from error
+
+
+def _read_rows(path: Path, tensor: TensorEntry, name: str, heads: int) -> Array:
+    return unpermute_rope_rows(_read_tensor(path, tensor, name), heads)
 
 
 def unpermute_rope_rows(weight: Array, heads: int) -> Array:
@@ -295,9 +288,6 @@ def _rope_scaling(divisors: NDArray[np.float32], config: ModelConfig, path: Path
     if not np.allclose(divisors, rope_divisors(inv_freq_R, scaling), rtol=1e-4):
         raise ConfigError(f"{path}: tensor {_ROPE} is not Llama-3.1 RoPE scaling, the only kind supported")
     return scaling
-
-
-# ------------------------------------------------------------------------------------- configuration
 
 
 def read_config(metadata: Mapping[str, Any], *, tie_embeddings: bool) -> ModelConfig:
@@ -324,12 +314,23 @@ def read_config(metadata: Mapping[str, Any], *, tie_embeddings: bool) -> ModelCo
     whole = turned == head_dim or architecture == "phi3"
     check(whole, prefix + "rope.dimension_count", turned, f"{head_dim}, the head dimension")
     layers = integer(metadata, prefix + "block_count")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    vocab_size = integer(metadata, prefix + "vocab_size", None if tokens is None else len(tokens))
+    listed = tokens is None or len(tokens) == vocab_size
+    check(listed, prefix + "vocab_size", vocab_size, "the number of tokens listed")
+    # of the sequence, and of a turn or message where the file names them
+    ends = [e for kind in ("eos", "eot", "eom") for e in token_ids(metadata, f"tokenizer.ggml.{kind}_token_id")]
+    context = integer(metadata, prefix + "context_length")
+    # the windows of files older than their key, as llama.cpp has them
+    phi3_window = _PHI3_4K_WINDOW if context == _PHI3_4K else 0
+    old_window = {"gemma2": GEMMA_WINDOW, "phi3": phi3_window}.get(architecture, 0)
+    window = integer(metadata, prefix + "attention.sliding_window", old_window)
     own = _gemma2(metadata, layers, hidden, heads, head_dim) if architecture == "gemma2" else {}
     return ModelConfig(
         **own,
         rotary_dim=None if turned == head_dim else turned,
         family=cast(Family, architecture),
-        vocab_size=_vocab_size(metadata, prefix),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=integer(metadata, prefix + "feed_forward_length"),
         num_layers=layers,
@@ -342,8 +343,8 @@ def read_config(metadata: Mapping[str, Any], *, tie_embeddings: bool) -> ModelCo
         tie_embeddings=tie_embeddings,
         qkv_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
-        context_length=_context_length(metadata, prefix),
-        eos_ids=_eos_ids(metadata),
+        context_length=min(context, window) if window > 0 else context,
+        eos_ids=tuple(dict.fromkeys(ends)),
         bos_id=next(iter(token_ids(metadata, "tokenizer.ggml.bos_token_id")), None),
     )
 
@@ -358,20 +359,6 @@ def _gemma2(metadata: Mapping[str, Any], layers: int, hidden: int, heads: int, h
         "attention_cap": number(metadata, "gemma2.attn_logit_softcapping", GEMMA_ATTENTION_CAP),
         "logit_cap": number(metadata, "gemma2.final_logit_softcapping", GEMMA_LOGIT_CAP),
     }
-
-
-def _context_length(metadata: Mapping[str, Any], prefix: str) -> int:
-    """Tokens up to which every layer sees everything."""
-    whole = integer(metadata, prefix + "context_length")
-    window = integer(metadata, prefix + "attention.sliding_window", _window(prefix.removesuffix("."), whole))
-    return min(whole, window) if window > 0 else whole
-
-
-def _window(architecture: str, context: int) -> int:
-    """The window of files older than its key, as llama.cpp has it; 0: none."""
-    if architecture == "gemma2":
-        return GEMMA_WINDOW
-    return _PHI3_4K_WINDOW if architecture == "phi3" and context == _PHI3_4K else 0
 
 
 def _refuse_unsupported(metadata: Mapping[str, Any], prefix: str) -> None:
@@ -391,17 +378,3 @@ def _refuse_unsupported(metadata: Mapping[str, Any], prefix: str) -> None:
 def _shortest(value: float) -> float:
     """Recover the decimal meant by a number stored as float32: 1e-5, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
-
-
-def _vocab_size(metadata: Mapping[str, Any], prefix: str) -> int:
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    size = integer(metadata, prefix + "vocab_size", None if tokens is None else len(tokens))
-    check(tokens is None or len(tokens) == size, prefix + "vocab_size", size, "the number of tokens listed")
-    return size
-
-
-def _eos_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """End tokens: of the sequence, and of a turn or message where the file names them."""
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = [token for key in keys for token in token_ids(metadata, f"tokenizer.ggml.{key}")]
-    return tuple(dict.fromkeys(ids))

@@ -11,10 +11,11 @@ import json
 import logging
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -37,7 +38,16 @@ from ragjax.models.config import (
     token_ids,
 )
 from ragjax.models.quantization import read_scheme, section_of, widened
-from ragjax.models.tensors import Array, Checkpoint, Shape, Tensors, check_tensors, expected_shapes, raised, split_fused
+from ragjax.models.tensors import (
+    Array,
+    Checkpoint,
+    Stored,
+    Tensors,
+    check_tensors,
+    expected_shapes,
+    raised,
+    split_fused,
+)
 
 SAFETENSORS_DTYPES: Mapping[str, DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 """The dtypes that are read, by their names in the format."""
@@ -130,7 +140,10 @@ def open_directory(path: Path) -> Checkpoint:
         config = replace(config, eos_ids=tuple(dict.fromkeys(config.eos_ids + extra)))
     stored = open_safetensors(weight_files(path), frozenset(SAFETENSORS_DTYPES) if scheme is None else _PACKED_DTYPES)
     if scheme is not None:
-        stored = _without_zero_biases(widened(stored, scheme, path), config)
+        stored = widened(stored, scheme, path)
+        expected = expected_shapes(config)
+        biases = (name for name in stored if name.endswith(".bias") and name not in expected)
+        stored = stored.without([name for name in biases if not np.any(stored[name])])  # early AutoGPTQ gave all a bias
     if config.family == "phi3":
         stored = split_fused(stored, config, path)
     if config.family == "gemma2":
@@ -186,29 +199,23 @@ def open_safetensors(files: list[Path], dtypes: frozenset[str] = frozenset(SAFET
     """Tensors of safetensors files, of these dtypes. Raises ConfigError that names the file and what it cannot read."""
     from safetensors import SafetensorError, safe_open
 
-    load: dict[str, Callable[[], Array]] = {}
-    shapes: dict[str, Shape] = {}
-    stored: dict[str, str] = {}
+    stored: dict[str, Stored] = {}
     for file in files:
         try:
             handle: Any = safe_open(file, framework="np")
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file}: truncated or not a safetensors file: {error}") from error
         for name in handle.keys():  # noqa: SIM118 (not a mapping)
-            if name in load:
+            if name in stored:
                 raise ConfigError(f"{file}: tensor {name} is in another file as well")
             view = handle.get_slice(name)
-            shapes[name], stored[name] = tuple(view.get_shape()), view.get_dtype()
-            if stored[name] not in dtypes:
-                raise ConfigError(f"{file}: tensor {name} has unsupported type {stored[name]}")
-            load[name] = _loader(handle, file, name, stored[name])
-    return Tensors(load, shapes, stored)
-
-
-def _loader(handle: Any, file: Path, name: str, dtype: str) -> Callable[[], Array]:
-    if dtype == _FLOAT8:  # which safetensors does not give to NumPy
-        return lambda: _read_float8(file, name)
-    return lambda: cast(Array, handle.get_tensor(name))
+            dtype = view.get_dtype()
+            if dtype not in dtypes:
+                raise ConfigError(f"{file}: tensor {name} has unsupported type {dtype}")
+            # safetensors gives no float8 to NumPy
+            load = partial(_read_float8, file, name) if dtype == _FLOAT8 else partial(handle.get_tensor, name)
+            stored[name] = Stored(load, tuple(view.get_shape()), dtype)
+    return Tensors(stored)
 
 
 def _read_float8(file: Path, name: str) -> Array:
@@ -218,13 +225,6 @@ def _read_float8(file: Path, name: str) -> Array:
         start, end = entry["data_offsets"]
         stream.seek(8 + length + start)
         return np.frombuffer(stream.read(end - start), ml_dtypes.float8_e4m3fn).reshape(entry["shape"])
-
-
-def _without_zero_biases(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Leave out biases that add nothing: early AutoGPTQ gave one to every matrix."""
-    expected = expected_shapes(config)
-    extra = (name for name in tensors if name.endswith(".bias") and name not in expected)
-    return tensors.without(name for name in extra if not np.any(tensors[name]))
 
 
 def _drop_redundant(tensors: Tensors, config: ModelConfig, where: Path) -> Tensors:
@@ -237,9 +237,6 @@ def _drop_redundant(tensors: Tensors, config: ModelConfig, where: Path) -> Tenso
             )
         dropped.add("lm_head.weight")
     return tensors.without(dropped)
-
-
-# ----------------------------------------------------------------------------------- configuration
 
 
 def read_config(mapping: Mapping[str, Any]) -> ModelConfig:
@@ -334,16 +331,12 @@ def _sliding_window(mapping: Mapping[str, Any], family: Family) -> int | None:
     if window is None:
         return None
     check(isinstance(window, int) and window >= 1, "sliding_window", window, "a whole number of at least 1, or null")
-    if family in ("qwen2", "qwen3") and not _slides(mapping, layer_types):
-        return None
-    return int(window)
-
-
-def _slides(mapping: Mapping[str, Any], layer_types: Sequence[str]) -> bool:
-    """True if some layer of a Qwen model slides; its window is given even where none does."""
-    if not flag(mapping, "use_sliding_window"):
-        return False
+    if family not in ("qwen2", "qwen3"):
+        return int(window)
+    slides = flag(mapping, "use_sliding_window")  # Qwen's window is given even where no layer slides
     if layer_types:
-        return "sliding_attention" in layer_types
-    layers = integer(mapping, "num_hidden_layers")
-    return integer(mapping, "max_window_layers", layers - 1) < layers
+        slides &= "sliding_attention" in layer_types
+    elif slides:
+        layers = integer(mapping, "num_hidden_layers")
+        slides = integer(mapping, "max_window_layers", layers - 1) < layers
+    return int(window) if slides else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from ragjax.core import ConfigError
 from ragjax.models.config import check
-from ragjax.models.tensors import Array, Shape, Tensors
+from ragjax.models.tensors import Array, Shape, Stored, Tensors
 
 PLAIN_DTYPES = frozenset({"F32", "F16", "BF16"})
 """What a tensor may have that no scheme has to widen, by its name in safetensors."""
@@ -59,31 +60,29 @@ def widened(stored: Tensors, scheme: Scheme, where: Path) -> Tensors:
         if part in scheme.parts:
             modules.setdefault(module, {})[part] = name
     packed = {
-        m: parts for m, parts in modules.items() if scheme.stores({p: stored.dtypes[n] for p, n in parts.items()})
+        m: parts
+        for m, parts in modules.items()
+        if scheme.stores({part: stored.stored[name].dtype for part, name in parts.items()})
     }
     taken = {name for parts in packed.values() for name in parts.values()}
-    plain = stored.without(taken | {name for name in stored if name.rpartition(".")[2] in scheme.unused})
-    for name, dtype in plain.dtypes.items():
-        if dtype not in PLAIN_DTYPES:
-            raise ConfigError(f"{where}: tensor {name} of type {dtype} has no place in a matrix of {scheme.title}")
-    return Tensors(
-        plain.loaders | {f"{m}.weight": _loader(scheme, stored, parts) for m, parts in packed.items()},
-        plain.shapes | {f"{m}.weight": _shape(scheme, stored, m, parts, where) for m, parts in packed.items()},
-        plain.dtypes | {f"{m}.weight": scheme.title for m in packed},
-    )
+    found = dict(stored.without(taken | {name for name in stored if name.rpartition(".")[2] in scheme.unused}).stored)
+    for name, tensor in found.items():
+        if tensor.dtype not in PLAIN_DTYPES:
+            reason = f"tensor {name} of type {tensor.dtype} has no place in a matrix of {scheme.title}"
+            raise ConfigError(f"{where}: {reason}")
 
+    def load(parts: Mapping[str, str]) -> Array:
+        return scheme.widen({part: stored[name] for part, name in parts.items()})
 
-def _loader(scheme: Scheme, stored: Tensors, parts: Mapping[str, str]) -> Callable[[], Array]:
-    return lambda: scheme.widen({part: stored[name] for part, name in parts.items()})
-
-
-def _shape(scheme: Scheme, stored: Tensors, module: str, parts: Mapping[str, str], where: Path) -> Shape:
-    try:
-        return scheme.shape({part: stored.shapes[name] for part, name in parts.items()})
-    except KeyError as error:
-        raise ConfigError(f"{where}: tensor {module}.{error.args[0]} is missing") from error
-    except ValueError as error:
-        raise ConfigError(f"{where}: tensor {module}.{error}") from error
+    for module, parts in packed.items():
+        try:
+            shape = scheme.shape({part: stored.shapes[name] for part, name in parts.items()})
+        except KeyError as error:
+            raise ConfigError(f"{where}: tensor {module}.{error.args[0]} is missing") from error
+        except ValueError as error:
+            raise ConfigError(f"{where}: tensor {module}.{error}") from error
+        found[f"{module}.weight"] = Stored(partial(load, parts), shape, scheme.title)
+    return Tensors(found)
 
 
 def fit(part: str, found: Shape, wanted: Shape) -> None:
@@ -105,11 +104,7 @@ def setting(section: Mapping[str, Any], key: str, allowed: tuple[Any, ...], defa
 
 
 def group_size(section: Mapping[str, Any], key: str = "group_size") -> int:
-    """Inputs that share a scale; 0 for all of a row.
-
-    Raises:
-        ConfigError: if it is no such number.
-    """
+    """Inputs that share a scale; 0 for all of a row. Raises ConfigError if it is no such number."""
     size = section.get(key, 128)
     valid = isinstance(size, int) and not isinstance(size, bool) and (size >= 1 or size == -1)
     check(valid, f"quantization_config.{key}", size, "a whole number of at least 1, or -1")
@@ -155,7 +150,6 @@ class Scaled(Scheme):
         return dtypes.get("weight") == self._dtype or not dtypes.keys().isdisjoint(_SCALES)
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """[out, in]."""
         name = _scale_of(shapes)
         outputs, inputs = shapes["weight"]
         found = shapes[name]
@@ -167,7 +161,6 @@ class Scaled(Scheme):
         return outputs, inputs
 
     def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
-        """Products of q and its scale."""
         weight_OI = parts["weight"].astype(np.float32)
         scale = parts[_scale_of(parts)].astype(np.float32)
         if not self._block:
@@ -197,7 +190,6 @@ def read_block(section: Mapping[str, Any], key: str) -> tuple[int, int] | None:
 
 
 def read_fp8(section: Mapping[str, Any]) -> Scaled:
-    """From `quantization_config`. Raises ConfigError that names the field which cannot be honoured."""
     setting(section, "fmt", (None, "e4m3"))
     return Scaled("float", read_block(section, "weight_block_size"))
 
@@ -228,11 +220,9 @@ class Packed(Scheme):
         self.title = f"compressed-tensors, {bits} bits, {f'groups of {group}' if group else 'a scale per output'}"
 
     def stores(self, dtypes: Mapping[str, str]) -> bool:
-        """Wherever there is a weight_packed."""
         return "weight_packed" in dtypes
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """[out, in]."""
         outputs, words = shapes["weight_packed"]
         inputs = words * 32 // self._bits
         groups = -(-inputs // (self._group or inputs))
@@ -276,7 +266,6 @@ def read_compressed(section: Mapping[str, Any]) -> Scheme:
 
 
 def _read_group(name: str, group: Any, layout: str) -> Scheme:
-    """Read the storage format of one group's modules."""
     where = f"config_groups.{name}.weights"
     weights: Any = group.get("weights") if isinstance(group, Mapping) else None
     check(isinstance(weights, Mapping), f"quantization_config.{where}", weights, "an object")
@@ -322,11 +311,9 @@ class Awq(Scheme):
         self.title = f"AWQ, 4 bits, {f'groups of {group}' if group else 'a scale per output'}"
 
     def stores(self, dtypes: Mapping[str, str]) -> bool:
-        """Wherever there is a qweight."""
         return "qweight" in dtypes
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """[out, in]."""
         inputs, words = shapes["qweight"]
         groups = inputs // (self._group or inputs)
         if self._group and inputs % self._group:
@@ -351,7 +338,6 @@ def _outputs(packed: Array) -> NDArray[np.uint8]:
 
 
 def read_awq(section: Mapping[str, Any]) -> Awq:
-    """From `quantization_config`. Raises ConfigError that names the field which cannot be honoured."""
     setting(section, "bits", (4,), 4)
     setting(section, "zero_point", (True,), True)
     version = section.get("version", "gemm")
@@ -382,11 +368,9 @@ class Gptq(Scheme):
         self.title = f"GPTQ, {bits} bits, {f'groups of {group}' if group else 'a scale per output'}"
 
     def stores(self, dtypes: Mapping[str, str]) -> bool:
-        """Wherever there is a qweight."""
         return "qweight" in dtypes
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """[out, in]."""
         words, outputs = shapes["qweight"]
         inputs = words * 32 // self._bits
         groups = -(-inputs // (self._group or inputs))
@@ -402,19 +386,14 @@ class Gptq(Scheme):
         if self._less_one:
             zero_OG = (zero_OG + np.uint8(1)) & np.uint8(2**self._bits - 1)
         weight_OI = unpack(parts["qweight"].T, self._bits).astype(np.float32)
-        group_I = self._groups(parts, weight_OI.shape[1])
+        inputs = weight_OI.shape[1]
+        group_I = parts["g_idx"] if "g_idx" in parts else np.arange(inputs) // (self._group or inputs)
         weight_OI -= zero_OG[:, group_I]
         weight_OI *= scale_OG[:, group_I]
         return weight_OI
 
-    def _groups(self, parts: Mapping[str, Array], inputs: int) -> Array:
-        if "g_idx" in parts:
-            return parts["g_idx"]
-        return np.arange(inputs) // (self._group or inputs)
-
 
 def read_gptq(section: Mapping[str, Any]) -> Gptq:
-    """From `quantization_config`. Raises ConfigError that names the field which cannot be honoured."""
     bits = setting(section, "bits", (4, 8))
     layout = section.get("checkpoint_format", section.get("format", "gptq"))
     check(layout in _FORMATS, "quantization_config.checkpoint_format", layout, f"one of {', '.join(_FORMATS)}")
@@ -425,6 +404,7 @@ def read_gptq(section: Mapping[str, Any]) -> Gptq:
     return Gptq(bits, group_size(section), ordered=ordered, less_one=layout == "gptq")
 
 
+# each raises ConfigError that names the field which cannot be honoured
 READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": read_awq,
     "gptq": read_gptq,

@@ -44,11 +44,7 @@ class Summary:
 
     @staticmethod
     def of(model: LocalModel) -> Summary:
-        """Read it; no weights are read.
-
-        Raises:
-            ConfigError: with the reason for which it cannot be served.
-        """
+        """Read it; no weights are read. Raises ConfigError with the reason for which it cannot be served."""
         checkpoint = open_checkpoint(model.path)
         tokenizer = Tokenizer.load(model.path)
         tokenizer.check(checkpoint.config)
@@ -77,7 +73,7 @@ def _storage(tensors: Tensors, path: Path) -> str:
     """The type that most numbers of the matrices have."""
     count: Counter[str] = Counter()
     for name, shape in tensors.shapes.items():
-        count[tensors.dtypes[name]] += prod(shape)
+        count[tensors.stored[name].dtype] += prod(shape)
     kind = count.most_common(1)[0][0]
     return kind if path.is_dir() else f"GGUF, {kind}"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +22,36 @@ Array = NDArray[Any]
 Shape = tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a file. load: reads it; shape: what it will be; dtype: how it is stored, in the format's words."""
+
+    load: Callable[[], Array]
+    shape: Shape
+    dtype: str
+
+
 class Tensors(Mapping[str, Array]):
     """Tensors by Hugging Face name, read (and dequantised) each time one is asked for."""
 
-    def __init__(
-        self, loaders: Mapping[str, Callable[[], Array]], shapes: Mapping[str, Shape], dtypes: Mapping[str, str]
-    ):
-        """A loader reads a tensor, `shapes` says what it will be, `dtypes` how it is stored, in the format's words."""
-        self.loaders = dict(loaders)
-        self.shapes = dict(shapes)
-        self.dtypes = dict(dtypes)
+    def __init__(self, stored: Mapping[str, Stored]):
+        self.stored = stored
+        self.shapes = {name: one.shape for name, one in stored.items()}
 
     def __getitem__(self, name: str) -> Array:
         """Read one tensor: as stored, or float32 where the file is quantised."""
-        return self.loaders[name]()
+        return self.stored[name].load()
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
-        return iter(self.loaders)
+        return iter(self.stored)
 
     def __len__(self) -> int:
-        """Count the tensors."""
-        return len(self.loaders)
+        return len(self.stored)
 
     def without(self, names: Iterable[str]) -> Tensors:
         """The tensors but these."""
         left_out = frozenset(names)
-        kept = [name for name in self if name not in left_out]
-        return Tensors(
-            {name: self.loaders[name] for name in kept},
-            {name: self.shapes[name] for name in kept},
-            {name: self.dtypes[name] for name in kept},
-        )
+        return Tensors({name: one for name, one in self.stored.items() if name not in left_out})
 
 
 @dataclass(frozen=True)
@@ -75,35 +74,35 @@ def split_fused(tensors: Tensors, config: ModelConfig, where: Path) -> Tensors:
         "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
         "gate_up_proj": {"gate_proj": inner, "up_proj": inner},
     }
-    loaders, shapes, dtypes = {}, {}, {}
-    fused = [name for name in tensors if name.split(".")[-2:-1] and name.split(".")[-2] in layouts]
-    for name in fused:
-        module = name.split(".")[-2]
-        rows, first = tensors.shapes[name][0], 0
-        if rows != sum(layouts[module].values()):
-            raise ConfigError(f"{where}: tensor {name} has {rows} rows, expected {sum(layouts[module].values())}")
-        for part, count in layouts[module].items():
-            target = name.replace(module, part)
-            loaders[target] = _rows_of(tensors.loaders[name], first, first + count)
-            shapes[target] = (count, *tensors.shapes[name][1:])
-            dtypes[target] = tensors.dtypes[name]
-            first += count
-    kept = tensors.without(fused)
-    return Tensors(kept.loaders | loaders, kept.shapes | shapes, kept.dtypes | dtypes)
+    split: dict[str, Stored] = {}
+    for name, whole in tensors.stored.items():
+        parts = layouts.get((*name.split("."), "")[-3], {})
+        if not parts:
+            split[name] = whole
+        elif whole.shape[0] != sum(parts.values()):
+            raise ConfigError(f"{where}: tensor {name} has {whole.shape[0]} rows, expected {sum(parts.values())}")
+        end = 0
+        for part, count in parts.items():
+            begin, end = end, end + count
+            rows = partial(_rows, whole, begin, end)
+            split[name.replace(name.split(".")[-2], part)] = Stored(rows, (count, *whole.shape[1:]), whole.dtype)
+    return Tensors(split)
 
 
 def raised(tensors: Tensors, amount: float, ending: str) -> Tensors:
     """The tensors with `amount` added to those whose name ends so, which become float32."""
-    loaders = {name: _plus(load, amount) if name.endswith(ending) else load for name, load in tensors.loaders.items()}
-    return Tensors(loaders, tensors.shapes, tensors.dtypes)
+
+    def load(stored: Stored) -> Array:
+        return stored.load().astype(np.float32) + np.float32(amount)
+
+    changed = {
+        name: replace(one, load=partial(load, one)) for name, one in tensors.stored.items() if name.endswith(ending)
+    }
+    return Tensors({**tensors.stored, **changed})
 
 
-def _plus(load: Callable[[], Array], amount: float) -> Callable[[], Array]:
-    return lambda: load().astype(np.float32) + np.float32(amount)
-
-
-def _rows_of(load: Callable[[], Array], begin: int, end: int) -> Callable[[], Array]:
-    return lambda: load()[begin:end]
+def _rows(stored: Stored, begin: int, end: int) -> Array:
+    return stored.load()[begin:end]
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:

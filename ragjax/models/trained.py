@@ -36,11 +36,7 @@ def load_model(model: LocalModel, dtype: DTypeLike, cache_dir: str | Path) -> De
 
 
 def load_trained(file: str | Path) -> Adapter | PacketFile:
-    """Load an adapter or packet.
-
-    Raises:
-        ConfigError: if it is neither.
-    """
+    """Load an adapter or packet. Raises ConfigError if it is neither."""
     return PacketFile.load(file) if _read(file)[0]["format"] == PACKET_FORMAT else Adapter.load(file)
 
 
@@ -114,11 +110,7 @@ class Adapter:
 
     @staticmethod
     def load(file: str | Path) -> Adapter:
-        """Read a file of `train.lora.Lora.save`.
-
-        Raises:
-            ConfigError: if it is no such file.
-        """
+        """Read a file of `train.lora.Lora.save`. Raises ConfigError if it is no such file."""
         about, tensors = _read(file)
         if about.pop("format") != LORA_FORMAT:
             raise ConfigError(f"{file}: not a LoRA adapter of ragjax")
@@ -156,11 +148,7 @@ class Adapter:
         return merged
 
     def apply(self, decoder: Decoder) -> None:
-        """Change a decoder's matrices in place, in their dtype.
-
-        Raises:
-            ConfigError: as `merged`.
-        """
+        """Change a decoder's matrices in place, in their dtype. Raises ConfigError as `merged`."""
         for name in self.pairs:
             weights = [getattr(layer, name) for layer in decoder.layers]
             merged_LOI = self.merged(name, jnp.stack([weight[...] for weight in weights]))
@@ -194,11 +182,7 @@ class PacketFile:
 
     @staticmethod
     def load(file: str | Path) -> PacketFile:
-        """Read a file of `train.soft.Soft.save`.
-
-        Raises:
-            ConfigError: if it is no such file.
-        """
+        """Read a file of `train.soft.Soft.save`. Raises ConfigError if it is no such file."""
         about, tensors = _read(file)
         if about.pop("format") != PACKET_FORMAT:
             raise ConfigError(f"{file}: not a packet of ragjax")
@@ -212,11 +196,7 @@ class PacketFile:
         return Wrapper.of(vocabulary, len(self.header_HE), len(self.trailer_HE))
 
     def apply(self, decoder: Decoder) -> None:
-        """Give a decoder these embeddings, in place.
-
-        Raises:
-            ConfigError: if its width is another.
-        """
+        """Give a decoder these embeddings, in place. Raises ConfigError if its width is another."""
         rows_SE = np.concatenate([self.header_HE, self.trailer_HE])
         if rows_SE.shape[1] != decoder.config.hidden_size:
             raise ConfigError(

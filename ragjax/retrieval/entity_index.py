@@ -82,11 +82,7 @@ class EntityIndex:
         return done
 
     def remove_names(self, names: Iterable[str]) -> None:
-        """Forget names; those that are not there do not matter.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Forget names; those that are not there do not matter. Raises ConfigError if the file cannot be written."""
         with self._writing:
             gone = {number: name for name in names if (number := self._numbers.pop(name, None)) is not None}
             for number in gone:

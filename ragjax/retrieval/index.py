@@ -168,11 +168,7 @@ class VectorIndex:
 
     @classmethod
     def load(cls, path: str | Path) -> VectorIndex:
-        """Read what `save` wrote.
-
-        Raises:
-            ConfigError: the file is missing, broken or of another program.
-        """
+        """Read what `save` wrote. Raises ConfigError if the file is missing, broken or of another program."""
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
                 kind, blob, dead = IndexKind(str(stored["kind"])), stored["blob"], stored["dead"]

@@ -408,11 +408,7 @@ class KnowledgeBase:
         return not missing
 
     def document(self, document_id: str) -> tuple[Chunk, ...]:
-        """A stored document's chunks, in order.
-
-        Raises:
-            RequestError: the id is unknown.
-        """
+        """A stored document's chunks, in order. Raises RequestError if the id is unknown."""
         with self._opened():
             rows = self._database.execute(
                 f"{chunk_store.CHUNK} where document_id = ? order by number", (document_id,)

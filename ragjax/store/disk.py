@@ -175,11 +175,7 @@ class DiskStore:
         self._journal.count(reads=1, read_bytes=size)
 
     def forget(self, key: bytes) -> None:
-        """Remove an entry, if there is one.
-
-        Raises:
-            WriteError: it could not be removed.
-        """
+        """Remove an entry, if there is one. Raises WriteError if it could not be removed."""
         with _failing(WriteError, f"{self._name(key)} cannot be removed"), self._index.change() as index:
             self._remove(index, key)
 

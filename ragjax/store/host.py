@@ -41,11 +41,7 @@ class HostEntry:
         return sum(x.nbytes for x in (self.arrays or {}).values())
 
     def read(self) -> Arrays:
-        """The arrays of an entry that is ready.
-
-        Raises:
-            OSError: if its save failed.
-        """
+        """The arrays of an entry that is ready. Raises OSError if its save failed."""
         if self.arrays is None:
             raise OSError(f"the host entry was never saved: {self.error}")
         return self.arrays

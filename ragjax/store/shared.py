@@ -65,11 +65,7 @@ def register_tier(*schemes: str) -> Callable[[Opener], Opener]:
 
 
 def open_shared(url: str, identity: bytes, kind: AtRest, disk: DiskStore | None) -> SharedTier:
-    """The tier at an address.
-
-    Raises:
-        ConfigError: if no tier is registered for it, or it cannot be used.
-    """
+    """The tier at an address. Raises ConfigError if no tier is registered for it, or it cannot be used."""
     scheme = url.partition("://")[0]
     if scheme not in _OPENERS:
         known = ", ".join(f"{name}://" for name in _OPENERS) or "none"

@@ -30,7 +30,7 @@ from ragjax.models import weights
 from ragjax.models.config import Family, LongRope, ModelConfig, RopeScaling
 from ragjax.models.decoder import Decoder
 from ragjax.models.gguf import read_gguf, unpermute_rope_rows
-from ragjax.models.tensors import Checkpoint, Tensors, expected_shapes
+from ragjax.models.tensors import Checkpoint, Stored, Tensors, expected_shapes
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 
 Array = NDArray[Any]
@@ -526,9 +526,8 @@ def test_cache_is_keyed_by_weights_and_dtype(tmp_path: Path, monkeypatch: pytest
 
 def quantized(config: ModelConfig) -> Checkpoint:
     """A checkpoint whose weights are all zero, and said to be quantised."""
-    shapes = expected_shapes(config)
-    loaders = {name: partial(np.zeros, shape, np.float32) for name, shape in shapes.items()}
-    return Checkpoint(config, Tensors(loaders, shapes, dict.fromkeys(shapes, "F32")), quantized=True)
+    zeros = {n: Stored(partial(np.zeros, s, np.float32), s, "F32") for n, s in expected_shapes(config).items()}
+    return Checkpoint(config, Tensors(zeros), quantized=True)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from ragjax.engine import Engine
 from ragjax.schedule.batch import rows_of
 from ragjax.schedule.scheduler import Preload
 from ragjax.schedule.state import RequestState
-from ragjax.store.encoding import Arrays
+from ragjax.store.codec import Arrays
 from ragjax.store.load import Disk
 
 COLUMNS = ("tier", "disk_mb_s", "context_tokens", "new_tokens", "rounds", "device_ms", "whole_ms", "layers_ms",

@@ -15,8 +15,7 @@ from ragjax.engine.grounding import BROUGHT, Grounding, overlong, too_long
 from ragjax.engine.knowledge import Knowledge, KnowledgeRegistry
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting import chat, facts
-from ragjax.prompting.passage import Cutter
-from ragjax.prompting.recognition import Recognition
+from ragjax.prompting.recognition import Cutter, Recognition
 from ragjax.quality.contract import AUTO, Contract
 from ragjax.quality.report import PREFIX
 from ragjax.retrieval.graph import KnowledgeGraph

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ragjax.core import Chunk, Document, Hit, Rag, Request, RequestError
 from ragjax.engine.knowledge import KnowledgeRegistry
-from ragjax.prompting.passage import Cutter, brings_passages
+from ragjax.prompting.recognition import Cutter, brings_passages
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import BasePart, KnowledgeBase, SearchStage, search_parts
 

@@ -5,6 +5,12 @@ reaches over its ends; in this alone a prompt differs from the whole text encode
 chunks. Text of messages is encoded as plain text, and a piece of the template is a passage only if it has no control
 token, as a list of tools has none.
 
+A text is cut at blank lines, at lines that only separate (rules, tags), around labels ("Context:", "[2]",
+"Document 3:"), and at separators of one's own. A piece that is long enough is a passage; everything else, separators
+and labels included, is text between passages. So a passage is the same wherever it stands, and whatever stands beside
+it. A piece that is too long is cut where its content says so (content-defined chunking: Muthitacharoen et al., SOSP
+2001; the hash is FastCDC's gear, Xia et al., ATC 2016, over words), so that words are cut alike behind other words.
+
 Exact strategies gain nothing from such cuts. For them the tokens stay those of the whole, and passages are told apart
 along the tokens, for the account alone (`along`).
 """
@@ -12,16 +18,145 @@ along the tokens, for the account alone (`along`).
 from __future__ import annotations
 
 import hashlib
+import re
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, groupby
 
 import numpy as np
 
-from ragjax.core import Kind, Segment, Tokens
+from ragjax.core import ConfigError, Kind, Message, Segment, Tokens
 from ragjax.models.chat_template import Pieces
 from ragjax.models.tokenizer import Tokenizer
-from ragjax.prompting.passage import Cutter
+
+LEAST = 160
+"""Characters of the shortest passage: about 40 tokens of English, for which pages and a look-up pay."""
+
+MOST = 4096
+"""Characters of the longest one; longer pieces are cut by content."""
+
+_NAMED = (
+    "context|documents?|docs?|passages?|sources?|chunks?|results?|texts?|snippets?|references?|question|query|answer"
+)
+# Runs of blanks are possessive (*+): two neighbouring ones would be tried in all ways, in quadratic time.
+_LABEL = rf"(?:\[\d+\]:?|(?:helpful +)?(?:{_NAMED})[ \t]*+(?:(?:#?\d+|\[\d+\])[ \t]*+)?:)[ \t]*\n?"
+_BREAKS = (
+    r"\r?\n(?:[ \t]*\r?\n)+",  # blank lines
+    r"(?:^|(?<=\n))[ \t]*+(?:([-=*_#])\1{2,}+[ \t]*+|(?:</?[A-Za-z][^<>\n]*>[ \t]*+)+)(?:\r?\n|$)",  # rules, tags
+    rf"(?:^|(?<=\n))[ \t]*+(?i:{_LABEL})",
+)
+_ORDINAL = re.compile(r"\(?\d+[.)]\s+")
+_WORD = re.compile(r"[\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff]\s*|[^\s\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff]+\s*")
+_SENTENCE_END = re.compile(r"""[.!?\u3002\uff01\uff1f]["')\]\u201d]*\s*$""")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of a text: a passage, or what stands between passages. special: as in `Pieces`."""
+
+    text: str
+    passage: bool
+    special: bool = False
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """Cuts texts into parts. Deterministic: what is cut depends on the text alone.
+
+    separators: texts at which it cuts besides. least, most: characters of a passage.
+
+    Raises:
+        ConfigError: for a separator that is empty, or sizes that cannot be.
+    """
+
+    separators: tuple[str, ...] = ()
+    least: int = LEAST
+    most: int = MOST
+
+    def __post_init__(self) -> None:
+        if not all(separator.strip() or "\n" in separator for separator in self.separators):
+            raise ConfigError("a separator of passages needs a line break, or more than white space")
+        if not 1 <= self.least <= self.most // 2:
+            raise ConfigError(f"passages of {self.least} to {self.most} characters: the least is at most half the most")
+
+    def parts(self, text: str, spared: Collection[str] = ()) -> list[Part]:
+        """The text in parts, which spell it. spared: stripped pieces that are no passages, the question for one."""
+        parts: list[Part] = []
+        for piece in self._pieces(text):
+            body = piece.strip()
+            ordinal = _ORDINAL.match(body)
+            if ordinal is not None and body not in spared:  # "2. " says where it stands, not what it is
+                body = body[ordinal.end() :]
+            if len(body) < self.least or body in spared:
+                parts.append(Part(piece, False))
+                continue
+            begin = piece.index(body)
+            parts += [Part(piece[:begin], False), *self._sized(body), Part(piece[begin + len(body) :], False)]
+        return [*_merged(parts)]
+
+    def last(self, text: str) -> str:
+        """The last piece that is not blank, stripped; where texts end with it, it is the question."""
+        bodies = (piece.strip() for piece in self._pieces(text))
+        return next((body for body in reversed([*bodies]) if body), "")
+
+    @cached_property
+    def _break(self) -> re.Pattern[str]:
+        literal = map(re.escape, sorted(self.separators, key=len, reverse=True))
+        return re.compile("|".join((*literal, *_BREAKS)))
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """Pieces and what separates them, in turn; they spell the text."""
+        at = 0
+        for found in self._break.finditer(text):
+            yield text[at : found.start()]
+            yield text[found.start() : found.end()]
+            at = found.end()
+        yield text[at:]
+
+    def _sized(self, body: str) -> Iterator[Part]:
+        """A piece as passages of at most `most` characters, with the white space between them."""
+        for part in self._by_content(body):
+            core = part.rstrip()
+            yield Part(core, True)
+            if len(core) < len(part):
+                yield Part(part[len(core) :], False)
+
+    def _by_content(self, body: str) -> Iterator[str]:
+        """Cut behind words whose hash, of them and the words before, says so; at ends of sentences more readily."""
+        if len(body) <= self.most:
+            yield body
+            return
+        begin, end, gear = 0, 0, 0
+        for found in _WORD.finditer(body):
+            word = found[0]
+            if found.end() - begin > self.most and end > begin:  # no place was found in time
+                yield body[begin:end]
+                begin = end
+            end = found.end()
+            gear = (2 * gear + zlib.crc32(word.encode("utf-8", "replace"))) & 0xFFFFFFFF
+            chance = 8 if _SENTENCE_END.search(word) else 256
+            if end - begin >= self.least and (gear >> 16) % chance == 0 and len(body) - end >= self.least:
+                yield body[begin:end]
+                begin = end
+        yield body[begin:]
+
+
+def brings_passages(cutter: Cutter, messages: Sequence[Message]) -> bool:
+    """True if a message of the user or of a tool has a passage besides its last piece: the client has retrieved."""
+    said = (message.content for message in messages if message.role in ("user", "tool"))
+    return any(part.passage for text in said for part in cutter.parts(text, {cutter.last(text)}))
+
+
+def _merged(parts: Sequence[Part]) -> Iterator[Part]:
+    """The same, with text between passages in one part."""
+    for passage, run in groupby(parts, lambda part: part.passage):
+        if passage:
+            yield from run
+        elif text := "".join(part.text for part in run):
+            yield Part(text, False)
+
 
 TITLE = 60
 """Characters of a passage that name it."""
@@ -40,15 +175,6 @@ class Recognition:
     exact: bool = False
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A run of one piece. special: as in `Pieces`."""
-
-    text: str
-    special: bool
-    passage: bool
-
-
 def recognise(
     tokenizer: Tokenizer,
     pieces: Pieces,
@@ -65,7 +191,7 @@ def recognise(
     which passages are computed (0: there is none); public: whether its KV may serve every tenant. continued: whether
     the pieces go on from text before them.
     """
-    cuts = [[_Part(text, special, False)] for text, special in pieces[:opening]]
+    cuts = [[Part(text, False, special)] for text, special in pieces[:opening]]
     found = [_cut(tokenizer, piece, recognition.cutter, spared) for piece in pieces[opening:]]
     kept = _longest([part for cut in found for part in cut], recognition.most)
     cuts += [[replace(part, passage=part.passage and part.text in kept) for part in cut] for cut in found]
@@ -81,15 +207,15 @@ def questions(cutter: Cutter, texts: Iterable[str]) -> frozenset[str]:
     return frozenset(filter(None, map(cutter.last, texts)))
 
 
-def _cut(tokenizer: Tokenizer, piece: tuple[str, bool], cutter: Cutter, spared: Collection[str]) -> list[_Part]:
+def _cut(tokenizer: Tokenizer, piece: tuple[str, bool], cutter: Cutter, spared: Collection[str]) -> list[Part]:
     text, special = piece
-    parts = [_Part(part.text, special, part.passage) for part in cutter.parts(text, spared)]
-    if not special:
-        return parts
-    return [_Part(p.text, True, p.passage and tokenizer.names_control(p.text) is None) for p in parts]
+    return [
+        replace(part, special=special, passage=part.passage and not (special and tokenizer.names_control(part.text)))
+        for part in cutter.parts(text, spared)
+    ]
 
 
-def _longest(parts: Sequence[_Part], most: int) -> frozenset[str]:
+def _longest(parts: Sequence[Part], most: int) -> frozenset[str]:
     """Texts of the longest passages, `most` of them at most, however often each stands there."""
     passages = sorted((part.text for part in parts if part.passage), key=len, reverse=True)
     if len(passages) <= most:
@@ -101,7 +227,7 @@ Runs = list[tuple[Tokens, str | None]]
 """Tokens in order, and what each run spells if it is a passage."""
 
 
-def _alone(tokenizer: Tokenizer, cuts: Sequence[Sequence[_Part]], continued: bool) -> Runs:
+def _alone(tokenizer: Tokenizer, cuts: Sequence[Sequence[Part]], continued: bool) -> Runs:
     """Every passage encoded by itself."""
     runs: Runs = []
     for part in (part for cut in cuts for part in cut):
@@ -111,7 +237,7 @@ def _alone(tokenizer: Tokenizer, cuts: Sequence[Sequence[_Part]], continued: boo
     return runs
 
 
-def _whole(tokenizer: Tokenizer, cuts: Sequence[Sequence[_Part]], continued: bool) -> Runs:
+def _whole(tokenizer: Tokenizer, cuts: Sequence[Sequence[Part]], continued: bool) -> Runs:
     """Every piece encoded in one go, its passages told apart along its tokens."""
     whole = [("".join(part.text for part in cut), cut[0].special) for cut in cuts]
     runs: Runs = []
@@ -120,7 +246,7 @@ def _whole(tokenizer: Tokenizer, cuts: Sequence[Sequence[_Part]], continued: boo
     return runs
 
 
-def along(tokenizer: Tokenizer, tokens: Tokens, cut: Sequence[_Part]) -> Iterator[tuple[Tokens, str | None]]:
+def along(tokenizer: Tokenizer, tokens: Tokens, cut: Sequence[Part]) -> Iterator[tuple[Tokens, str | None]]:
     """The tokens (int32 [n]) of a text at its parts; a token that reaches over an end belongs to the part before."""
     ends_N = np.cumsum([len(tokenizer.token_bytes(int(token))) for token in tokens])
     lengths = [len(part.text.encode()) for part in cut]

@@ -83,7 +83,11 @@ class DiskStore:
         self._retired: list[Index] = []
         self._tried = time.monotonic()
         self._index = self._repair.open()
-        self._shrink()
+        try:
+            with self._index.change() as index:
+                self._make_room(index, max_bytes)
+        except (OSError, sqlite3.Error) as error:
+            _log.warning("%s: no room can be made: %s", folder, reason(error))
 
     @classmethod
     def open(cls, directory: str | Path, identity: bytes, *, about: Mapping[str, str], max_bytes: int) -> DiskStore:
@@ -115,8 +119,6 @@ class DiskStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------------------------ the index
-
     def find(self, key: bytes) -> Record | None:
         found = self._asked(lambda index: index.find(key), None)
         return None if found is None else found[0]
@@ -129,8 +131,6 @@ class DiskStore:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._journal.touch(keys)
-
-    # ------------------------------------------------------------------------------------ the bytes
 
     def write(self, record: Record, arrays: Arrays) -> int:
         """Keep an entry, if it is not kept already; returns its file's bytes. Others leave where room is needed.
@@ -178,8 +178,6 @@ class DiskStore:
         """Remove an entry, if there is one. Raises WriteError if it could not be removed."""
         with _failing(WriteError, f"{self._name(key)} cannot be removed"), self._index.change() as index:
             self._remove(index, key)
-
-    # ------------------------------------------------------------------------------------ upkeep
 
     def stats(self) -> Stats:
         entries, size = self._asked(lambda index: index.total(), (0, 0))
@@ -229,8 +227,6 @@ class DiskStore:
         for index in (*self._retired, self._index):
             index.close()
         self._repair.close()
-
-    # ------------------------------------------------------------------------------------ reading
 
     def _fetch(
         self, key: bytes, count: int, expected: Record | None = None
@@ -286,8 +282,6 @@ class DiskStore:
                 index.drop(key)
                 self._journal.set_aside(path)
         return self._journal.blame(path, why)
-
-    # ------------------------------------------------------------------------------------ writing
 
     def _kept(self, record: Record) -> int:
         """The file's bytes if this very entry is kept already, which then counts as an access; else 0."""
@@ -345,15 +339,6 @@ class DiskStore:
         """Within a change: no other process can write the entry between the two."""
         index.drop(key)
         self._files.entry(key).unlink(missing_ok=True)
-
-    def _shrink(self) -> None:
-        try:
-            with self._index.change() as index:
-                self._make_room(index, self._max_bytes)
-        except (OSError, sqlite3.Error) as error:
-            _log.warning("%s: no room can be made: %s", self.folder, reason(error))
-
-    # ------------------------------------------------------------------------------------ accesses, and a broken index
 
     def _flush(self) -> None:
         def pass_on(index: Index) -> None:

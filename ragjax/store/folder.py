@@ -64,7 +64,6 @@ class Folder:
 
     @property
     def index(self) -> Path:
-        """The file of the index."""
         return self.path / "index.sqlite"
 
     def lock(self) -> FileLock:
@@ -222,17 +221,14 @@ def link(source: Path, target: Path) -> None:
         old, new = Folder(path), Folder(claim(target, manifest)[0])
         for file in old.files():
             key = old.key(file)
-            if key is not None:
-                _place(file, new.entry(key))
-
-
-def _place(source: Path, path: Path) -> None:
-    """Link a file to `path` unless something is there; copy it where links are not supported."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, path)
-    except (FileExistsError, FileNotFoundError):  # it is there already, or has left its cache meanwhile
-        return
-    except OSError:
-        with draft(path, [source.read_bytes()]) as copy:
-            copy.replace(path)
+            if key is None:
+                continue
+            place = new.entry(key)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(file, place)
+            except (FileExistsError, FileNotFoundError):  # it is there already, or has left its cache meanwhile
+                continue
+            except OSError:  # no links here
+                with draft(place, [file.read_bytes()]) as copy:
+                    copy.replace(place)

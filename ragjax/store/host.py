@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Sharding
 from numpy.typing import NDArray
 
+from ragjax.store.codec import Arrays
 from ragjax.store.device import Excerpt
-from ragjax.store.encoding import Arrays
 
 PINNED = "pinned_host"
 

@@ -118,11 +118,9 @@ class Index:
         return [_record(row) for row in self._connection.execute(_CHILDREN, (*asked, *asked)).fetchall()]
 
     def chunks(self, place: bytes) -> list[Record]:
-        """Approximate entries whose place is `place`, oldest first."""
         return [_record(row) for row in self._connection.execute(_CHUNKS, (place,)).fetchall()]
 
     def all_keys(self) -> list[bytes]:
-        """The keys of all entries."""
         return [key for (key,) in self._connection.execute("SELECT key FROM entry").fetchall()]
 
     def total(self) -> tuple[int, int]:
@@ -155,12 +153,10 @@ class Index:
     def add(self, record: Record, size: int, accessed: int) -> None:
         """Add an entry whose file takes `size` bytes; one of the same key stays as it is."""
         fields = (record.key, record.place, record.tokens, record.provenance, record.method, record.local_start)
-        first = first_of(record.tokens)
-        rest = (record.lossy, record.meta, size, accessed, first)
+        rest = (record.lossy, record.meta, size, accessed, first_of(record.tokens))
         self._connection.execute(_ADD, fields + rest)
 
     def drop(self, key: bytes) -> None:
-        """Drop the entry with this key, if there is one."""
         self._connection.execute("DELETE FROM entry WHERE key = ?", (key,))
 
     def touch(self, accessed: Iterable[tuple[bytes, int]]) -> None:

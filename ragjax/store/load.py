@@ -23,9 +23,8 @@ from ragjax.core import Run
 from ragjax.core.tiers import Copy, Load, Record
 from ragjax.models.config import ModelConfig
 from ragjax.store import host
-from ragjax.store.codec import Codec, cut, layers
+from ragjax.store.codec import Arrays, Codec, cut, layers
 from ragjax.store.device import Excerpt, cuts
-from ragjax.store.encoding import Arrays
 from ragjax.store.host import HostEntry
 
 

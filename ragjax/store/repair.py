@@ -74,12 +74,10 @@ class Journal:
         self._now = 0
 
     def count(self, **more: int) -> None:
-        """Add to counters."""
         with self._lock:
             self._counts.update(more)
 
     def counts(self) -> Mapping[str, int]:
-        """The counters, by name."""
         with self._lock:
             return dict(self._counts)
 
@@ -97,24 +95,21 @@ class Journal:
         self._folder.set_aside(path, self.tick())
 
     def flaws(self) -> tuple[Flaw, ...]:
-        """The flaws found so far, oldest first."""
         with self._lock:
             return tuple(self._flaws)
 
     def tick(self) -> int:
         """A time later than all before, ns."""
         with self._lock:
-            return self._tick()
-
-    def _tick(self) -> int:
-        self._now = max(self._now + 1, time.time_ns())
-        return self._now
+            self._now = max(self._now + 1, time.time_ns())
+            return self._now
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note an access to each entry, in this order."""
-        with self._lock:
-            for key in keys:
-                self._touched[key] = self._tick()
+        for key in keys:
+            when = self.tick()
+            with self._lock:
+                self._touched[key] = when
 
     @property
     def touched(self) -> int:
@@ -160,7 +155,15 @@ class Repair:
             if Manifest.read(self._folder.path) is None:
                 self._manifest.write(self._folder.path)
             with self._folder.lock():
-                index = self._rebuilt()
+                try:
+                    index = self._opened(self._folder.index)
+                except sqlite3.OperationalError:
+                    raise
+                except sqlite3.DatabaseError as error:
+                    self._journal.blame(self._folder.index, f"it is rebuilt: {error}")
+                    self._journal.set_aside(self._folder.index)
+                    # SQLite drops the write-ahead log of a database that is gone
+                    index = self._opened(self._folder.index)
         except (OSError, sqlite3.Error, Damaged) as error:
             self.refusal = f"it can only be read from: {reason(error)}"
             return None
@@ -180,7 +183,11 @@ class Repair:
         for path in self._folder.files():
             key = self._folder.key(path)
             if key is None:
-                self._clear(path)
+                if is_draft(path):
+                    remove_draft(path)
+                else:
+                    self._journal.blame(path, "it is no entry, or not where it belongs")
+                    self._journal.set_aside(path)
             elif key in rows:
                 rows.discard(key)
             else:
@@ -198,18 +205,6 @@ class Repair:
             if not self._folder.entry(key).exists():
                 index.drop(key)
 
-    def _rebuilt(self) -> Index:
-        path = self._folder.index
-        try:
-            return self._opened(path)
-        except sqlite3.OperationalError:
-            raise
-        except sqlite3.DatabaseError as error:
-            self._journal.blame(path, f"it is rebuilt: {error}")
-        self._journal.set_aside(path)
-        # SQLite drops the write-ahead log of a database that is gone.
-        return self._opened(path)
-
     def _opened(self, path: Path) -> Index:
         index = Index(path)
         try:
@@ -218,13 +213,6 @@ class Repair:
             index.close()
             raise
         return index
-
-    def _clear(self, path: Path) -> None:
-        if is_draft(path):
-            remove_draft(path)
-            return
-        self._journal.blame(path, "it is no entry, or not where it belongs")
-        self._journal.set_aside(path)
 
     def _adopt(self, index: Index, path: Path) -> None:
         """Within a change: enter a file by what its header says."""

@@ -199,8 +199,6 @@ class KVTransfer(TransferEngine):
         for threads in (self._loaders, self._readers, self._fillers, self._savers, self._writers):
             threads.shutdown(wait=wait, cancel_futures=True)
 
-    # ------------------------------------------------------------------------------ in the owner's thread
-
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the transfer engine is closed")
@@ -250,8 +248,6 @@ class KVTransfer(TransferEngine):
             return Done(begun.job, outcome, seconds=seconds)
         return Done(begun.job, None, outcome.bytes, seconds, outcome.loss)
 
-    # --------------------------------------------------------------------------------------- in any thread
-
     def _when_ready(self, threads: ThreadPoolExecutor, begun: _Begun, work: Callable[[], _Outcome]) -> None:
         """Submit the work once the entries that it reads have arrived, or failed."""
         missing = len(begun.keeps)
@@ -297,8 +293,6 @@ class KVTransfer(TransferEngine):
             if isinstance(begun.job, Write):
                 self._backlog -= self.size(begun.job.copy.length)
             self._change.notify_all()
-
-    # ------------------------------------------------------------------------------------------ in workers
 
     def _save(self, job: Save, entry: HostEntry, snapshot: Snapshot) -> _Outcome:
         with self._meter.measure("device_to_host"):

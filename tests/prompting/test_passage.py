@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragjax.core import ConfigError, Message
-from ragjax.prompting.passage import LEAST, MOST, Cutter, brings_passages
+from ragjax.prompting.recognition import LEAST, MOST, Cutter, brings_passages
 from tests.support.stuffed import BAKERY, DOCUMENTS, HARBOUR, PROMPTS
 
 CUTTER = Cutter()

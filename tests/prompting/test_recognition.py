@@ -17,8 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from ragjax.core import Chunk, Hit, Kind, Message, Tool, Tools
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting.chat import chat_prompt, text_prompt
-from ragjax.prompting.passage import Cutter
-from ragjax.prompting.recognition import Recognition
+from ragjax.prompting.recognition import Cutter, Recognition
 from tests.support import tiny
 from tests.support.stuffed import DOCUMENTS, PROMPTS
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ragjax.store import entry
-from ragjax.store.codec import Codec, cut, kind_of, layers, length
-from ragjax.store.encoding import Arrays
+from ragjax.store.codec import Arrays, Codec, cut, kind_of, layers, length
 from ragjax.store.entry import Damaged
 from tests.support.disks import IDENTITY, decode, digest, flip, open_store, path_of, record_of
 

@@ -26,8 +26,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from ray.serve.schema import ReplicaState
 
 from ragjax.cluster.fleet import Fleet, fleet_of
-from ragjax.cluster.replica import Replica, check_room, load, needs
-from ragjax.cluster.transport import Call, Card, Item, Status
+from ragjax.cluster.replica import Call, Card, Item, Replica, Status, check_room, load, needs
 from ragjax.core import ConfigError, EngineOptions, Inventory, LostError
 
 _log = logging.getLogger(__name__)
@@ -138,14 +137,13 @@ class RayTransport:
         return card
 
     def statuses(self) -> Sequence[Status]:
-        """See `Transport.statuses`; leaves out replicas that do not answer in time."""
         return self._broadcast("status")
 
     def inventories(self, tenant: str) -> dict[int, Inventory]:
-        """See `Transport.inventories`; leaves out replicas that do not answer in time."""
         return dict(self._broadcast("inventory", tenant))
 
     def _broadcast(self, method: str, *arguments: object) -> list[Any]:
+        """What the replicas answer that do so in time."""
         try:
             found = self._handle.broadcast(method, *arguments).results(timeout_s=ANSWER, return_exceptions=True)
         except (RayError, DeploymentUnavailableError, TimeoutError) as error:
@@ -160,7 +158,6 @@ class RayTransport:
         return sum(number for state, number in states.items() if state not in ending)
 
     def close(self) -> None:
-        """Close the transport; the deployment stays."""
         self._handle.shutdown()
 
 
@@ -173,13 +170,16 @@ class Started(RayTransport):
             if own:
                 check_room(count, options.tensor_parallel, ray.cluster_resources())
             super().__init__(serve.run(deployment(options, count, grace), name=APP, route_prefix=None))
-        except RuntimeError as error:
-            reason = _reason(error)
+        except BaseException as error:
+            application = serve.status().applications.get(APP)  # none, if it failed before it was registered
             _stop(own)
-            raise ConfigError(f"the replicas do not start: {reason}") from error
-        except BaseException:
-            _stop(own)
-            raise
+            if not isinstance(error, RuntimeError):
+                raise
+            # an error of Ray Serve holds tracebacks, in which the engine's message is looked for
+            told = () if application is None else application.deployments.values()
+            message = "\n".join((str(error), *(one.message for one in told)))
+            found = re.findall(r"^(?:ragjax\.)\S*Error: (.+)$", message, re.MULTILINE)
+            raise ConfigError(f"the replicas do not start: {found[-1] if found else message}") from error
 
     def close(self) -> None:
         _stop(self._own)
@@ -243,12 +243,3 @@ def _stop(own: bool) -> None:
         else:
             serve.delete(APP)
     ray.shutdown()
-
-
-def _reason(error: RuntimeError) -> str:
-    """Find the engine's message in an error of Ray Serve, which holds tracebacks."""
-    application = serve.status().applications.get(APP)  # none, if it failed before it was registered
-    told = () if application is None else application.deployments.values()
-    message = "\n".join((str(error), *(one.message for one in told)))
-    found = re.findall(r"^(?:ragjax\.)\S*Error: (.+)$", message, re.MULTILINE)
-    return found[-1] if found else message

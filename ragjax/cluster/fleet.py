@@ -19,8 +19,8 @@ from functools import partial
 from heapq import nlargest
 from typing import TypeVar
 
+from ragjax.cluster.replica import Begun, Call, Card, Status, Transport
 from ragjax.cluster.router import ROUTERS, Need, Router, forget, found_of
-from ragjax.cluster.transport import Begun, Call, Card, Status, Transport
 from ragjax.core import (
     Answer,
     ClosedError,

@@ -1,22 +1,120 @@
-"""One engine that serves requests whose prompts were made elsewhere."""
+"""One engine that serves requests whose prompts were made elsewhere, and the messages between it and its fleet."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ragjax.cluster.remote  # noqa: F401 # registers the shared tier
-from ragjax.cluster.transport import Begun, Call, Card, Item, Status
-from ragjax.core import ClosedError, ConfigError, Divergence, EngineOptions, Inventory, RagjaxError
+from ragjax.core import (
+    ClosedError,
+    ConfigError,
+    Divergence,
+    EngineOptions,
+    Event,
+    Inventory,
+    RagjaxError,
+    Request,
+    StepLimits,
+)
 from ragjax.engine import Engine
+from ragjax.engine.stats import Stats
+from ragjax.quality.report import Setting
 from ragjax.store.folder import link
 
 _log = logging.getLogger(__name__)
+
+Choose = Callable[[Collection[str]], Sequence[str]]
+"""Names of replicas that run, to the same in the order in which they are to be tried."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """The model, as every replica has it."""
+
+    model_name: str
+    context_length: int  # most tokens of a prompt and its answer
+    identity: bytes  # digest of what KV depends on besides tokens
+    dtype: str  # of weights and KV
+    strategies: tuple[str, ...]
+    limits: StepLimits  # what one step can read
+
+
+@dataclass
+class Call:
+    """A request on its way to a replica; its prompt is made. choose: which replica; it stays with the fleet."""
+
+    request: Request
+    choose: Choose | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Call, (self.request, None)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A replica of this name has the request."""
+
+    replica: str
+
+
+Item = Begun | Event | RagjaxError
+"""What comes back: the replica, events, and after them an error if there was one."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """Periodic report of a replica.
+
+    name: of this process; one that takes its place has another. rank: from 0 on, which its successor has too.
+    pick: the setting that `auto` picks. fault: what its answers say of one that was labelled exact and is not; None: it
+    found none. shadows: strategies and divergences of replays since the last.
+    """
+
+    name: str
+    rank: int
+    stats: Stats
+    pick: Setting
+    fault: str | None = None
+    shadows: tuple[tuple[str, Divergence], ...] = ()
+
+
+class Transport(Protocol):
+    """Reaches the replicas that run. All but `serve` may wait, and are called by threads."""
+
+    def serve(self, call: Call) -> AsyncGenerator[Item, None]:
+        """Serve a request at one replica; closing the iterator cancels it there.
+
+        Raises:
+            LostError: if the replica went away.
+        """
+        ...
+
+    def card(self) -> Card:
+        """Description of the model by any replica; waits until one runs."""
+        ...
+
+    def statuses(self) -> Sequence[Status]:
+        """Current status of each replica."""
+        ...
+
+    def inventories(self, tenant: str) -> Mapping[int, Inventory]:
+        """KV of a tenant in each replica's cache, by rank."""
+        ...
+
+    def wanted(self) -> int:
+        """The number of replicas there should be."""
+        ...
+
+    def close(self) -> None:
+        """Let go of them."""
+        ...
+
 
 SHADOWS = 256
 """Replays that are kept until the fleet asks; older ones are dropped."""
@@ -85,8 +183,8 @@ def needs(devices: int, resources: Mapping[str, float], flags: str) -> dict[str,
 def check_room(count: int, devices: int, resources: Mapping[str, float]) -> None:
     """Raise ConfigError if replicas over so many devices each do not fit a machine: Ray would wait for another one."""
     one = needs(devices, resources, "")
-    for resource, field in (("GPU", "num_gpus"), ("CPU", "num_cpus")):
-        there, wanted = int(resources.get(resource, 0)), count * one.get(field, 0)
+    for resource, name in (("GPU", "num_gpus"), ("CPU", "num_cpus")):
+        there, wanted = int(resources.get(resource, 0)), count * one.get(name, 0)
         if wanted > there:
             each = f" over {devices} devices each" if devices > 1 else ""
             raise ConfigError(

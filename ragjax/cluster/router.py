@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ragjax.cache.node import digest, raw_of
-from ragjax.core import Kind, Prompt, Segment, SegmentReport, Tokens
+from ragjax.core import Kind, Prompt, SegmentReport, Tokens
 
 BLOCK = 16
 """Tokens of a block of `Need.blocks`."""
@@ -55,7 +55,7 @@ class Need:
         chained = exact and not any(segment.kind is Kind.NODE for segment in segments)
         found: list[bytes] = []
         for segment in segments:
-            before = found[-1] if chained and found else _owner(segment, tenant)
+            before = found[-1] if chained and found else b"" if segment.public else tenant.encode()
             found.append(_digest(before, segment.tokens))
         tokens = np.concatenate([segment.tokens for segment in prompt.segments])
         return Need(tuple(found), tuple(map(len, segments)), chained, tokens)
@@ -89,10 +89,6 @@ def found_of(prompt: Prompt, reports: Sequence[SegmentReport]) -> list[int]:
     return found
 
 
-def _owner(segment: Segment, tenant: str) -> bytes:
-    return b"" if segment.public else tenant.encode()
-
-
 def _digest(before: bytes, tokens: Tokens) -> bytes:
     return digest(b"router", before, raw_of(tokens))[:DIGEST]
 
@@ -116,11 +112,7 @@ class Router(ABC):
 
     def sent(self, need: Need, replica: str) -> Learn:
         """The replica has the request. What is returned is to be called when it has answered."""
-        return _nothing
-
-
-def _nothing(found: Sequence[int]) -> None:
-    """Learns nothing."""
+        return lambda found: None
 
 
 def bound(loads: Mapping[str, int], slack: float) -> float:
@@ -198,14 +190,13 @@ class PrefixRouter(Router):
         by_load = self._by_load.order(need, loads)
         if not loads or max(loads.values()) - min(loads.values()) > IMBALANCE:
             return by_load
-        matches = {name: self._match(need, name) for name in loads}
+        matches = {}
+        for name in loads:
+            sent: Mapping[bytes, None] = self._sent.get(name, {})
+            matches[name] = next((i for i, block in enumerate(need.blocks) if block not in sent), len(need.blocks))
         if max(matches.values()) >= MATCH * max(1, len(need.blocks)):
             return sorted(by_load, key=lambda name: -matches[name])
         return sorted(by_load, key=lambda name: len(self._sent.get(name, ())))
-
-    def _match(self, need: Need, name: str) -> int:
-        sent: Mapping[bytes, None] = self._sent.get(name, {})
-        return next((i for i, block in enumerate(need.blocks) if block not in sent), len(need.blocks))
 
     def sent(self, need: Need, replica: str) -> Learn:
         kept = self._sent.setdefault(replica, OrderedDict())
@@ -279,16 +270,13 @@ class Memory:
             self._sent.setdefault(piece, {})[replica] = one.clock
             one.sent[piece] = None
             one.sent.move_to_end(piece)
-        self._trim(replica, one)
-        return ages
-
-    def _trim(self, replica: str, one: _Sent) -> None:
         while one.sent:
             oldest = next(iter(one.sent))
             if len(one.sent) <= MOST_PIECES and one.clock - self._sent[oldest][replica] <= FAR * one.reach:
-                return
+                break
             del one.sent[oldest]
             self._drop(oldest, replica)
+        return ages
 
     def _drop(self, piece: bytes, replica: str) -> None:
         clocks = self._sent[piece]

@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
 
 import jinja2
 from jinja2 import nodes
@@ -74,18 +73,17 @@ class ChatTemplate:
     @cached_property
     def _seats_system(self) -> bool:
         """True if the template shows system messages; some refuse them, some drop them."""
-        probe = (Message("system", ""), Message("user", ""))
-        try:
-            return sentinel(0) in self._render(probe, (sentinel(0), sentinel(1)), True, {})
-        except RequestError:
-            return False
+        return self._shows(0, (Message("system", ""), Message("user", "")), {})
 
     @cached_property
     def knows_tools(self) -> bool:
         """True if the template lists the tools that it is given."""
-        tool = {"type": "function", "function": {"name": sentinel(1), "description": "", "parameters": {}}}
+        tool = {"type": "function", "function": {"name": sentinel(9), "description": "", "parameters": {}}}
+        return self._shows(9, (Message("user", ""),), {"tools": [tool]})
+
+    def _shows(self, index: int, messages: Sequence[Message], variables: Mapping[str, object]) -> bool:
         try:
-            return sentinel(1) in self._render((Message("user", ""),), ("",), True, {"tools": [tool]})
+            return sentinel(index) in self._render(messages, [*map(sentinel, range(len(messages)))], True, variables)
         except RequestError:
             return False
 
@@ -124,7 +122,7 @@ def _compile(template: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
@@ -135,10 +133,6 @@ def _compile(template: str) -> jinja2.Template:
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateRuntimeError(message)
-
-
-def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
 Pieces = list[tuple[str, bool]]

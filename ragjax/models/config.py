@@ -35,13 +35,9 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check(self.factor >= 1.0, "rope_scaling.factor", self.factor, "at least 1")
-        check(self.low_freq_factor > 0.0, "rope_scaling.low_freq_factor", self.low_freq_factor, "above 0")
-        check(
-            self.high_freq_factor > self.low_freq_factor,
-            "rope_scaling.high_freq_factor",
-            self.high_freq_factor,
-            "above low_freq_factor",
-        )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        check(low > 0.0, "rope_scaling.low_freq_factor", low, "above 0")
+        check(high > low, "rope_scaling.high_freq_factor", high, "above low_freq_factor")
         check(self.original_context >= 1, "rope_scaling.original_context", self.original_context, "at least 1")
 
 
@@ -73,6 +69,12 @@ def rope_divisors(inv_freq_R: NDArray[np.float64], scaling: RopeScaling) -> NDAr
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept_R = np.clip((turns_R - low) / (high - low), 0.0, 1.0)
     return 1.0 / (kept_R + (1.0 - kept_R) / scaling.factor)
+
+
+_COUNTS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    "context_length",
+)
 
 
 @dataclass(frozen=True)
@@ -117,16 +119,7 @@ class ModelConfig:
     logit_cap: float | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "context_length",
-        ):
+        for name in _COUNTS:
             value = getattr(self, name)
             check(isinstance(value, int) and value >= 1, name, value, "a whole number of at least 1")
         check(self.num_heads % self.num_kv_heads == 0, "num_heads", self.num_heads, "a multiple of num_kv_heads")
@@ -201,11 +194,7 @@ def check(ok: bool, name: str, value: object, wanted: str) -> None:
 
 def integer(mapping: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Read a whole number, which may be given for each layer as long as the layers agree."""
-    value = mapping.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise ConfigError(f"model configuration: {key} is missing")
+    value = _given(mapping, key, default)
     if isinstance(value, list | tuple) and value and all(item == value[0] for item in value):
         value = value[0]
     check(isinstance(value, int) and not isinstance(value, bool), key, value, "one whole number for all layers")
@@ -214,14 +203,17 @@ def integer(mapping: Mapping[str, Any], key: str, default: int | None = None) ->
 
 def number(mapping: Mapping[str, Any], key: str, default: float | None = None) -> float:
     """Read a finite number."""
-    value = mapping.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise ConfigError(f"model configuration: {key} is missing")
+    value = _given(mapping, key, default)
     check(isinstance(value, int | float) and not isinstance(value, bool), key, value, "a number")
     check(abs(value) < 1e300, key, value, "a finite number")
     return float(value)
+
+
+def _given(mapping: Mapping[str, Any], key: str, default: float | None) -> Any:
+    value = mapping.get(key)
+    if value is None and default is None:
+        raise ConfigError(f"model configuration: {key} is missing")
+    return default if value is None else value
 
 
 def flag(mapping: Mapping[str, Any], key: str) -> bool:
@@ -264,7 +256,12 @@ def read_rope(mapping: Mapping[str, Any], family: Family, head_dim: int) -> Rope
     Raises:
         ConfigError: naming the field that is not supported.
     """
-    where, rope = _section(mapping)
+    forms = [key for key in ("rope_parameters", "rope_scaling") if mapping.get(key)]
+    if len(forms) == 2 and mapping["rope_parameters"] != mapping["rope_scaling"]:
+        raise ConfigError("model configuration: rope_parameters and rope_scaling contradict each other")
+    where = forms[0] if forms else "rope_scaling"
+    rope: Mapping[str, Any] = mapping[where] if forms else {}
+    check(isinstance(rope, Mapping), where, rope, "an object")
     theta = number(rope, "rope_theta", number(mapping, "rope_theta", 10000.0))
     rotary_dim = _rotary_dim(mapping, rope, where, family, head_dim)
     method = rope.get("rope_type", rope.get("type", "default"))
@@ -285,16 +282,6 @@ def read_rope(mapping: Mapping[str, Any], family: Family, head_dim: int) -> Rope
         original_context=integer(rope, "original_max_position_embeddings"),
     )
     return Rope(theta, stretched, rotary_dim)
-
-
-def _section(mapping: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    forms = [key for key in ("rope_parameters", "rope_scaling") if mapping.get(key)]
-    if len(forms) == 2 and mapping["rope_parameters"] != mapping["rope_scaling"]:
-        raise ConfigError("model configuration: rope_parameters and rope_scaling contradict each other")
-    rope: Mapping[str, Any] = mapping[forms[0]] if forms else {}
-    where = forms[0] if forms else "rope_scaling"
-    check(isinstance(rope, Mapping), where, rope, "an object")
-    return where, rope
 
 
 def _rotary_dim(

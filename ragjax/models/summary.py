@@ -25,7 +25,7 @@ from ragjax.models.hub import (
     resolve,
 )
 from ragjax.models.huggingface import read_config, read_json, weight_files
-from ragjax.models.tensors import Tensors, expected_shapes
+from ragjax.models.tensors import expected_shapes
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import open_checkpoint
 
@@ -48,11 +48,15 @@ class Summary:
         checkpoint = open_checkpoint(model.path)
         tokenizer = Tokenizer.load(model.path)
         tokenizer.check(checkpoint.config)
+        count: Counter[str] = Counter()
+        for tensor in checkpoint.tensors.stored.values():
+            count[tensor.dtype] += prod(tensor.shape)
+        kind = count.most_common(1)[0][0]
         files = weight_files(model.path) if model.path.is_dir() else [model.path]
         files += [model.adapter] if model.adapter else []
         return Summary(
             checkpoint.config,
-            _storage(checkpoint.tensors, model.path),
+            kind if model.path.is_dir() else f"GGUF, {kind}",
             sum(file.stat().st_size for file in files),
             tokenizer.has_template,
         )
@@ -67,15 +71,6 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> int:
     """Bytes that its weights take on the device; norms and biases are float32."""
     shapes = expected_shapes(config).values()
     return sum(prod(shape) * (itemsize if len(shape) > 1 else 4) for shape in shapes)
-
-
-def _storage(tensors: Tensors, path: Path) -> str:
-    """The type that most numbers of the matrices have."""
-    count: Counter[str] = Counter()
-    for name, shape in tensors.shapes.items():
-        count[tensors.stored[name].dtype] += prod(shape)
-    kind = count.most_common(1)[0][0]
-    return kind if path.is_dir() else f"GGUF, {kind}"
 
 
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -93,14 +88,11 @@ def device_memory() -> DeviceMemory:
     """Memory of the first device: its allocator's limit; on a CPU the machine's memory, or the container's limit."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
-    return DeviceMemory(device.platform, int(limit) if limit else _host_bytes())
-
-
-def _host_bytes() -> int:
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
-        return min(installed, int(_LIMIT.read_text()))
-    return installed
+    if not limit:
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+            limit = min(limit, int(_LIMIT.read_text()))
+    return DeviceMemory(device.platform, int(limit))
 
 
 @dataclass(frozen=True)

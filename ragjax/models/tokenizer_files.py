@@ -70,7 +70,9 @@ class ByteForm:
             raise ConfigError(
                 f"tokenizer.json: decoder {sorted(kinds)} is not supported, only ByteLevel and ByteFallback"
             )
-        self.prefixes_space = any(_is_prefix(part) for part in _prefix_parts(definition))
+        before = _parts(definition.get("normalizer"), "normalizers")
+        before += _parts(definition.get("pre_tokenizer"), "pretokenizers")
+        self.prefixes_space = any(map(_is_prefix, before))
         self.strips_space = self._alphabet is None and any(
             (part["type"] == "Strip" and part.get("start", 0) > 0) or _is_prefix(part) for part in decoders
         )
@@ -102,12 +104,6 @@ def _parts(component: Mapping[str, Any] | None, inner: str) -> list[Mapping[str,
     if component["type"] == "Sequence":
         return [part for member in component[inner] for part in _parts(member, inner)]
     return [component]
-
-
-def _prefix_parts(definition: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return _parts(definition.get("normalizer"), "normalizers") + _parts(
-        definition.get("pre_tokenizer"), "pretokenizers"
-    )
 
 
 def _is_prefix(part: Mapping[str, Any]) -> bool:

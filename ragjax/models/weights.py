@@ -105,7 +105,10 @@ def load_decoder(path: str | Path, dtype: DTypeLike, cache_dir: str | Path) -> D
 
 def _dequantized(checkpoint: Checkpoint, path: Path, dtype: np.dtype[Any], cache_dir: Path) -> Tensors:
     """Tensors from the cache, which is filled first where it has to be: both starts see the same numbers."""
-    parts = [str(_CACHE_FORMAT).encode(), weights_digest(path, cache_dir), _reading(checkpoint), dtype.name.encode()]
+    # besides the files' bytes these alone determine tensors: an end token or the context's length changes none
+    config, shapes = checkpoint.config, sorted(checkpoint.tensors.shapes.items())
+    reading = json.dumps([config.family, config.num_heads, config.num_kv_heads, shapes]).encode()
+    parts = [str(_CACHE_FORMAT).encode(), weights_digest(path, cache_dir), reading, dtype.name.encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
     directory = cache_dir / "dequantized"
     with cache_writes(cache_dir):
@@ -114,30 +117,12 @@ def _dequantized(checkpoint: Checkpoint, path: Path, dtype: np.dtype[Any], cache
             return open_safetensors(whole[:1])  # without the lock, which a read-only cache cannot have
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory / f"{key}.lock", f"dequantising {path}"):
-            file = _verified(directory, key)
-            if file is None:
-                file = _write_cache(checkpoint, dtype, directory, key)
-            return open_safetensors([file])
-
-
-def _reading(checkpoint: Checkpoint) -> bytes:
-    """Everything besides file bytes that determines the tensors: layout, heads and shapes.
-
-    Other fields of a configuration, such as tokens that end an answer or the length of the context, change no tensor.
-    """
-    config = checkpoint.config
-    shapes = sorted(checkpoint.tensors.shapes.items())
-    return json.dumps([config.family, config.num_heads, config.num_kv_heads, shapes]).encode()
-
-
-def _verified(directory: Path, key: str) -> Path | None:
-    """The cache file of this key whose content has the SHA-256 that its name states; damaged ones are deleted."""
-    for file in _cached(directory, key):
-        if _is_whole(file, key):
-            return file
-        _log.warning("%s is damaged; dequantising the weights again", file)
-        file.unlink(missing_ok=True)
-    return None
+            for file in _cached(directory, key):
+                if _is_whole(file, key):
+                    return open_safetensors([file])
+                _log.warning("%s is damaged; dequantising the weights again", file)
+                file.unlink(missing_ok=True)
+            return open_safetensors([_write_cache(checkpoint, dtype, directory, key)])
 
 
 def _cached(directory: Path, key: str) -> list[Path]:

@@ -294,11 +294,9 @@ class OxigraphStore:
                 self._live.extend(fresh)
         return len(fresh)
 
-    def aliases(self, entity: str | None = None) -> Iterator[Alias]:
-        """The other names of one entity, or of all."""
-        node = None if entity is None else self._node(_ENTITY, entity)
+    def aliases(self) -> Iterator[Alias]:
         with self._reading():
-            for quad in self._live.quads_for_pattern(node, _ALIAS, None, _ALIASES):
+            for quad in self._live.quads_for_pattern(None, _ALIAS, None, _ALIASES):
                 assert isinstance(quad.object, ox.Literal)
                 yield Alias(_decoded(_iri(quad.subject)), quad.object.value)
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from ragjax.cluster.fleet import Fleet, _Attempts
+from ragjax.cluster.replica import Call
 from ragjax.cluster.router import KnowledgeRouter, Need, TwoChoices
-from ragjax.cluster.transport import Call
 from ragjax.core import (
     Answer,
     Attachment,

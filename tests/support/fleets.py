@@ -9,9 +9,8 @@ from contextlib import aclosing, contextmanager
 from functools import cache
 
 from ragjax.cluster.fleet import Fleet, Service
-from ragjax.cluster.replica import Replica
+from ragjax.cluster.replica import Begun, Call, Card, Item, Replica, Status
 from ragjax.cluster.router import RoundRobin, Router
-from ragjax.cluster.transport import Begun, Call, Card, Item, Status
 from ragjax.core import (
     Answer,
     Document,

@@ -73,20 +73,15 @@ T = TypeVar("T")
 
 @dataclass
 class _Attempts:
-    """The attempts to serve one request.
-
-    seen: replicas that ran at the last attempt. routing_s: seconds that choosing one took since one had the request.
-    counted: the replica whose load it counts in ("": none), from when it is chosen on. losers: replicas that lost it.
-    ended: nobody waits for it any more, so no load is to count it.
-    """
+    """The attempts to serve one request."""
 
     lost: int = 0
-    losers: set[str] = field(default_factory=set)
-    ended: bool = False
-    routing_s: float = 0.0
-    counted: str = ""
+    losers: set[str] = field(default_factory=set)  # replicas that lost it
+    ended: bool = False  # nobody waits for it any more, so no load is to count it
+    routing_s: float = 0.0  # seconds that choosing a replica took since one had the request
+    counted: str = ""  # the replica whose load it counts in, from when it is chosen on
     refusals: dict[str, OverloadError] = field(default_factory=dict)
-    seen: frozenset[str] = frozenset()
+    seen: frozenset[str] = frozenset()  # replicas that ran at the last attempt
 
     def lose(self, error: RagjaxError) -> None:
         """A replica went away, and has told the client nothing yet."""
@@ -138,13 +133,7 @@ class Preparers:
 class Fleet:
     """Serves as an engine does: it has the members of `Engine` that the HTTP server uses. Its close ends the transport.
 
-    Args:
-        card: the model that the replicas serve.
-        knowledge: what requests are answered from; the replicas have none.
-        composer: makes the prompts of requests.
-        transport: reaches the replicas.
-        router: chooses the replica of a request.
-        max_queue: requests that may wait at each replica.
+    Requests are answered from `knowledge`, which the replicas do not have. max_queue: requests that may wait at each.
     """
 
     def __init__(

@@ -157,13 +157,8 @@ class RedisServer:
     def open(cls, url: str, identity: bytes, kind: AtRest, *, max_bytes: int, life: int, timeout: float) -> RedisServer:
         """Name a server; nothing is asked of it yet.
 
-        Args:
-            url: redis://[[user]:password@]host[:port][/db], or rediss:// for TLS.
-            identity: digest of all that makes two models' KV differ.
-            kind: the encoding of entries at rest.
-            max_bytes: bound on the entries of this model and encoding.
-            life: seconds that an entry stays after its last access.
-            timeout: seconds that the server may take to accept a connection, and to send or take more bytes.
+        life: seconds that an entry stays after its last access. timeout: seconds that the server may take to accept a
+        connection, and to send or take more bytes. The rest is as of `remote.open_tier`.
 
         Raises:
             ConfigError: the address cannot be used, or the client is not installed.

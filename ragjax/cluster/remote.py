@@ -46,13 +46,8 @@ class RemoteTier(SharedTier):
     What the disk has is read from it. What is written goes to both: to the disk at once, to the server behind. The
     index waits for nobody: of the server it gives what is known, and asks for the rest (`Directory`).
 
-    Args:
-        remote: the entries of one model and encoding on a server.
-        identity: digest of all that makes two models' KV differ.
-        disk: None: there is none.
-        max_bytes: bound on all entries of the server.
-        timeout: seconds that a request waits for the server.
-        breaker: of the server; None: a new one.
+    remote: the entries of one model, `identity`, in one encoding. disk: None: there is none. max_bytes: bound on the
+    server's entries. timeout: seconds that a request waits for the server.
 
     Raises:
         ConfigError: the server is none of ours, or wants another password.

@@ -35,11 +35,7 @@ class ChatTemplate:
         self._special = special
 
     def render(self, messages: Sequence[Message], generation_prompt: bool, variables: Mapping[str, object]) -> str:
-        """The text of a chat; `variables` are passed to the template.
-
-        Raises:
-            RequestError: if the template refuses the messages.
-        """
+        """The text of a chat; `variables` are passed to the template. Raises RequestError if it refuses them."""
         messages, _ = self._seated(messages)
         return self._render(messages, [message.content for message in messages], generation_prompt, variables)
 

@@ -212,11 +212,7 @@ class Tokenizer:
         return token in self._control
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: object) -> str:
-        """Render messages with the model's own chat template; `variables` are passed to it.
-
-        Raises:
-            RequestError: if the model has no template, or as `ChatTemplate.render`.
-        """
+        """Render messages with the model's own chat template; raises as `chat_pieces`."""
         return self._chat_template().render(messages, add_generation_prompt, variables)
 
     def chat_pieces(

@@ -167,7 +167,10 @@ def text_prompt(tokenizer: Tokenizer, text: str | Sequence[int], recognition: Re
         RequestError: if it is empty, or an id has no token.
     """
     if isinstance(text, str) and text and recognition is not None:
-        return _recognised_text(tokenizer, text, recognition)
+        found = recognise(tokenizer, [(text, False)], recognition, questions(recognition.cutter, (text,)))
+        if not tokenizer.add_bos or tokenizer.bos_id is None:
+            return Prompt(found)
+        return Prompt((Segment("system", Kind.SYSTEM, np.array([tokenizer.bos_id], np.int32)), *found))
     if isinstance(text, str):
         tokens = tokenizer.encode(text, special=False)
         if tokenizer.add_bos and tokenizer.bos_id is not None:
@@ -183,13 +186,6 @@ def text_prompt(tokenizer: Tokenizer, text: str | Sequence[int], recognition: Re
     if not len(tokens):
         raise RequestError("the prompt is empty", param="prompt")
     return Prompt((Segment("prompt", Kind.QUERY, tokens),))
-
-
-def _recognised_text(tokenizer: Tokenizer, text: str, recognition: Recognition) -> Prompt:
-    found = recognise(tokenizer, [(text, False)], recognition, questions(recognition.cutter, (text,)))
-    if not tokenizer.add_bos or tokenizer.bos_id is None:
-        return Prompt(found)
-    return Prompt((Segment("system", Kind.SYSTEM, np.array([tokenizer.bos_id], np.int32)), *found))
 
 
 def _end_of_system(tokenizer: Tokenizer, messages: Sequence[Message], pieces: Pieces, tools: Tools | None) -> int:

@@ -2,10 +2,6 @@
 
 DepCache (GraphRAG, sections 2.2, 3.3 and 6.1): the entities of a question are found, for each of them the paths of up
 to two hops are retrieved from the graph, and the 30 most similar to the question are kept.
-
-    graph = KnowledgeGraph.open("graph/", encoder)
-    graph.add(read_triples("facts.tsv"))
-    graph.subgraphs("Who directed the film that Bourvil starred in?")
 """
 
 from __future__ import annotations
@@ -86,8 +82,8 @@ class KnowledgeGraph:
     ):
         """Over a store, which is closed with the graph.
 
-        names: file that keeps the embeddings of entity names; None: they are made at every start.
-        progress: called with the number of names embedded so far; what the file has is not embedded again.
+        names: file that keeps the embeddings of entity names (None: there is none); what it has is not embedded again.
+        progress: called with the number of names embedded so far.
 
         Raises:
             ConfigError: the file cannot be used, or another process has it open.
@@ -109,11 +105,7 @@ class KnowledgeGraph:
     def open(
         cls, directory: str | Path | None, encoder: TextEncoder, progress: Callable[[int], None] | None = None
     ) -> KnowledgeGraph:
-        """The graph kept in a directory, made if need be; None keeps it in memory.
-
-        Raises:
-            ConfigError: the directory cannot be used, or another process has it open.
-        """
+        """The graph kept in a directory, made if need be; None keeps it in memory. Raises as the constructor."""
         if directory is None:
             return cls(OxigraphStore(), encoder, progress=progress)
         directory = Path(directory)

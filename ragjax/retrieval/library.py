@@ -57,10 +57,9 @@ _ID = re.compile(r"vs_[0-9a-f]{24}")
 class Library:
     """Files and stores of tenants ("": of nobody). Any thread may call it; whatever is not the tenant's is not there.
 
-    directory: where the knowledge bases are kept; None keeps all in memory.
-    now: the time in seconds since 1970.
+    directory: where the knowledge bases are kept; None keeps all in memory. now: the time in seconds since 1970.
     quota: most bytes of files of a tenant, each of at least `LEAST_BYTES`; and of the files in its stores, where one
-        counts for each store that it is in.
+    counts for each store that it is in.
 
     Raises:
         ConfigError: what is kept there cannot be used.

@@ -39,10 +39,8 @@ class Flaw:
 class Stats:
     """Entries of the store now, and operations of this process since it opened the store.
 
-    entries, bytes: finished entries, and their files. aside_files, aside_bytes: what lies in `aside`.
-    foreign: folders of this model that were passed over. reads, read_bytes, writes, written_bytes: those that
-    succeeded, and their files. missing: reads of entries that were gone. set_aside: files found damaged or foreign.
-    evicted, evicted_bytes: entries that made room. failed: questions that the index could not answer.
+    foreign: folders of this model that were passed over. missing: reads of entries that were gone. set_aside: files
+    found damaged or foreign. evicted: entries that made room. failed: questions that the index could not answer.
     """
 
     entries: int

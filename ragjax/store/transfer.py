@@ -106,12 +106,10 @@ class KVTransfer(TransferEngine):
         self._arrivals = Arrivals(device, self._codec, disk, self._readers, self._fillers, self._meter)
 
     def size(self, tokens: int) -> int:
-        """Bytes that an entry of so many tokens takes at rest."""
         return self._codec.size(tokens)
 
     @property
     def backlog(self) -> int:
-        """Bytes that wait to be written to disk, and stay in memory until they are."""
         with self._change:
             return self._backlog
 
@@ -119,7 +117,6 @@ class KVTransfer(TransferEngine):
         return self._meter.read()
 
     def save(self, jobs: Sequence[Save]) -> None:
-        """See `TransferEngine`."""
         self._check_open()
         begun = [self._begin(job, [self.host.begin(job.entry)]) for job in jobs]
         try:
@@ -133,7 +130,6 @@ class KVTransfer(TransferEngine):
             self._submit(self._savers, one, partial(self._save, job, one.keeps[0], snapshot))
 
     def write(self, jobs: Sequence[Write]) -> None:
-        """See `TransferEngine`."""
         self._check_open()
         for job in jobs:
             begun = self._begin(job, [self._entry(job.copy)])
@@ -142,7 +138,6 @@ class KVTransfer(TransferEngine):
             self._when_ready(self._writers, begun, partial(self._write, job, begun.keeps[0]))
 
     def load(self, jobs: Sequence[Load]) -> None:
-        """See `TransferEngine`."""
         self._check_open()
         for job in jobs:
             kept = {piece: self._entry(piece) for piece in set(job.pieces) if not isinstance(piece.entry, bytes)}
@@ -151,7 +146,6 @@ class KVTransfer(TransferEngine):
             self._when_ready(self._loaders, begun, partial(self._load, begun, kept))
 
     def give_up(self, number: int) -> None:
-        """Put nothing more of the load of this number into its pages, whenever it arrives, and do not report it."""
         begun = self._loading.pop(number)
         begun.given_up = True
         self._take_back(begun)
@@ -164,12 +158,10 @@ class KVTransfer(TransferEngine):
             _log.warning("pages could not be cleared", exc_info=True)
 
     def forget(self, entries: Iterable[int]) -> None:
-        """Free host entries, each once the jobs begun before have finished."""
         for entry in entries:
             self.host.forget(entry)
 
     def poll(self) -> Sequence[Done]:
-        """Jobs finished since the last call. A load is finished when later steps see its bytes in the pool."""
         with self._change:
             ready, self._ready = self._ready, []
         done = []
@@ -181,7 +173,6 @@ class KVTransfer(TransferEngine):
         return done
 
     def arrived(self) -> Mapping[int, int]:
-        """Leading stages in the pool of each load under way, by number, as of the last `poll`."""
         return {number: begun.stages for number, begun in self._loading.items() if begun.error is None}
 
     def flush(self) -> None:

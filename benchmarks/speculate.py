@@ -165,7 +165,7 @@ def rows(engine: Engine, chosen: Namespace, session: Session) -> Iterator[dict[s
     for stages in (0, chosen.stages):  # what runs first pays for what is lazy
         ask(engine, "Is anybody there?", chosen, stages)
     for kind in chosen.indexes:
-        index = open_index(base._database, None, IndexKind.parse(kind), base._encoder.dim)
+        index = open_index(base._database, None, IndexKind(kind), base._encoder.dim)
         for name in chosen.sets:
             everything = questions(chosen.data, name)
             asked = everything[:: max(len(everything) // chosen.limit, 1)][: chosen.limit]

@@ -187,11 +187,6 @@ class Knowledge:
         for name, source in sources(options.graph).items():
             fill_graph(self.graphs.make(name), name, source, options.progress)
 
-    @property
-    def preprocessed(self) -> bool:
-        """True if the KV of all chunks was computed ahead."""
-        return all(self.bases.get(name).preprocessed for name in self.bases.names)
-
     def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
         """Vectors of texts. check: called before each batch of them; an error of it ends the work.
 

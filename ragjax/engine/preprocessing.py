@@ -452,7 +452,9 @@ class Preparing:
                 one.prepared = sum(engine.holds([chunk.key for chunk in one.planned.values()]))
 
     def _prepare(self, name: str, base: KnowledgeBase, owner: str | None, progress: _Progress) -> None:
-        engine, state = self._engine, base.changes
+        engine, state, asked = self._engine, base.changes, base.take_asked()
+        if progress.state == state and not asked:
+            return
         numbers: Sequence[int] = ()
         if progress.state != state:
             numbers = base.numbers
@@ -463,7 +465,7 @@ class Preparing:
         run = _Run(work, base, self._head, engine.share_knowledge and owner is None)
         began = told = time.monotonic()
         computed = 0
-        for group in run.groups(numbers):
+        for group in run.groups((*asked, *numbers)):
             fitting: dict[int, Job] = {}
             for number, job in group.jobs.items():
                 own, *more = (-(-len(segment) // engine.limits.page_size) for segment in (job.chunk, *job.neighbours))

@@ -399,14 +399,6 @@ class KnowledgeBase:
         self._asked.extendleft(number for number, _ in reversed(found))
         return tuple(Hit(chunks[number], score) for number, score in found if number in chunks)
 
-    @property
-    def preprocessed(self) -> bool:
-        """True if the KV of every chunk is kept as computed behind its neighbours (`mark_fused`)."""
-        query = "select exists(select 1 from chunks where number not in (select number from fused))"
-        with self._opened():
-            (missing,) = self._database.execute(query).fetchone()
-        return not missing
-
     def document(self, document_id: str) -> tuple[Chunk, ...]:
         """A stored document's chunks, in order. Raises RequestError if the id is unknown."""
         with self._opened():

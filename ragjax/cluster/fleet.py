@@ -231,6 +231,12 @@ class Fleet:
     def preprocessed(self, tenants: bool = True) -> None:
         """Replicas preprocess nothing: the documents are here, and the KV is with them."""
 
+    @property
+    def programs_left(self) -> int:
+        """Programs that the replicas still had to make at the last look."""
+        found = (one.stats.get("programs_left", 0.0) for one in self._statuses)
+        return int(sum(left for left in found if isinstance(left, float | int)))
+
     def inventory(self, tenant: str = "") -> Inventory:
         """KV of a tenant in all caches together, and in each; waits for the replicas."""
         return merged(self._transport.inventories(tenant))

@@ -23,7 +23,12 @@ HELP = "/compare STRATEGY asks the last question again, /reset forgets the conve
 KINDS = ("device", "host", "disk", "remote", "computed")
 COLOURS = ("green", "yellow", "magenta", "cyan", "red")
 STYLES = dict(zip(KINDS, zip("█▓▒▚░", COLOURS, strict=True), strict=True))
-PARTS = {"search": "search_exposed", "load": "load", "prefill": "prefill"}  # of the time to the first token
+PARTS = {
+    "search": "search_exposed",
+    "load": "load",
+    "compile": "compile",
+    "prefill": "prefill",
+}  # of the time to the first token
 OTHER = ("▉", "blue")  # a tier that a later server names
 CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
 
@@ -183,7 +188,7 @@ def lines(rag: dict[str, Any], width: int) -> list[Text]:
     told = f"exact to {rag['exact_to']} attention" if exact else "approximate"
     outcome = Text(f"{rag['strategy']}: ").append(told, "green" if exact else "yellow")
     spent = rag["timings_ms"]
-    parts = ", ".join(f"{part} {spent[key]:.0f}" for part, key in PARTS.items() if spent[key] >= 0.5)
+    parts = ", ".join(f"{part} {spent[key]:.0f}" for part, key in PARTS.items() if spent.get(key, 0) >= 0.5)
     times = Text(f"first token after {spent['ttft']:.0f} ms ({parts}), all after {spent['total']:.0f} ms", style="dim")
     return [
         Text(" ").join(strip),

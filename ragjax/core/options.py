@@ -162,7 +162,8 @@ class EngineOptions:
         Place | None, Flag(CACHE, "add every request to FILE, as hashes and sizes (docs/benchmarks.md)", "FILE")
     ] = None
     progress: bool = True  # show progress bars
-    compile: bool = True  # compile all programs now, so that no request waits for one; False for short experiments
+    # compile what the default strategy needs now, and all else while requests run; False: each program at its first use
+    compile: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, lambda _, reason: ConfigError(reason))

@@ -263,6 +263,8 @@ class TokenLogprob:
 class Timings:
     """Milliseconds. ttft runs from the request's arrival to its first token and includes everything.
 
+    compile: what it waited for programs that were not made yet.
+
     search_exposed: the part of `retrieve` that passed before the generation with its results began; all of it, unless
     that began on a guess (`EngineOptions.speculate`).
     """
@@ -273,6 +275,7 @@ class Timings:
     ttft: float = 0.0
     total: float = 0.0
     search_exposed: float = 0.0
+    compile: float = 0.0
 
 
 @dataclass(frozen=True)

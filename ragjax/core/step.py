@@ -116,6 +116,13 @@ class Grid:
         return (*self.entries, self.wide) if requests <= 8 and not shape.mixed else (self.entries[-1], self.wide)
 
     @property
+    def least(self) -> tuple[RowShape, ...]:
+        """Shapes that can answer any prompt: one for decoding tokens, and one for prefill, which is cut to its rows."""
+        decode = [shape for shape in self.rows if shape.block == 1]
+        prefill = [shape for shape in self.rows if shape.block >= PREFILL_ROWS and not shape.mixed]
+        return (decode[0], prefill[0]) if decode and prefill else self.rows
+
+    @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """Rows and entries of all steps."""
         return tuple((shape.rows, entries) for shape in self.rows for entries in self.entries_of(shape))

@@ -56,6 +56,7 @@ from ragjax.engine.knowledge import ENCODER, Knowledge
 from ragjax.engine.loop import Loop
 from ragjax.engine.prepare import Preparation
 from ragjax.engine.preprocessing import Preparing
+from ragjax.engine.provision import Provision
 from ragjax.engine.replay import Replays
 from ragjax.engine.speculation import Pipeline
 from ragjax.engine.stats import Stats, passages_of, stats_of
@@ -109,8 +110,13 @@ class Engine:
             load_timeout=options.storage.load_timeout,
             transfer=parts.transfer,
             recorder=parts.recorder,
+            provider=None if parts.supply is None else Provision(parts.runner, parts.supply),
+            tuning=parts.tuning,
         )
         self._opened = ExitStack()
+        if parts.supply is not None:
+            parts.supply.notify = self._loop.wake
+            self._opened.callback(parts.supply.close)
         for part in (parts.recorder, parts.disk, parts.shared, parts.transfer):  # the last one is closed first
             if part is not None:
                 self._opened.callback(part.close)
@@ -235,8 +241,14 @@ class Engine:
     def stats(self) -> Stats:
         """Counters since the start, and the present queue and pool."""
         figures = stats_of(self._loop, self._cache, self._runner, self.contract, self._parts.disk, self._parts.shared)
+        figures["programs_left"] = self.programs_left
         progress = self.preprocessed()
         return figures if progress is None else figures | passages_of(progress)
+
+    @property
+    def programs_left(self) -> int:
+        """Programs that are still to be made while requests are served."""
+        return 0 if self._parts.supply is None else self._parts.supply.left
 
     def inventory(self, tenant: str = "", most: int = 200) -> Inventory:
         """List a tenant's KV in the cache, its `most` largest nodes, and what of it left and which requests ran lately.

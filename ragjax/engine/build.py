@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,11 @@ from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import Policy
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
-from ragjax.core import Compression, ConfigError, EngineOptions, Grid, Measure, RequestError, StorageOptions
+from ragjax.core import Compression, ConfigError, EngineOptions, Grid, RequestError, StorageOptions
 from ragjax.core.compression import BY_LAYER
 from ragjax.engine.knowledge import Knowledge
 from ragjax.engine.measurement import alpha_of, cost_path, report_of
+from ragjax.engine.provision import least, planned
 from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
 from ragjax.models.executables import Executables
@@ -44,7 +45,9 @@ from ragjax.runner.device import (
     widening_pays,
 )
 from ragjax.runner.mesh import copies_of, host_memory, make_mesh
+from ragjax.runner.programs import Name
 from ragjax.runner.runner import Runner
+from ragjax.runner.supply import Supply
 from ragjax.schedule.order import ORDERS
 from ragjax.schedule.scheduler import StepBudget
 from ragjax.store.disk import DiskStore
@@ -75,6 +78,8 @@ class Parts:
     shared: SharedTier | None = None
     recorder: Recorder | None = None
     budget: StepBudget | None = None
+    supply: Supply | None = None
+    tuning: Iterator[StepBudget | None] | None = None  # measures the budget once all programs are made
     compression: Compression | None = None
     identity: bytes = b""  # digest of what KV depends on besides tokens
 
@@ -137,10 +142,14 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
             whole=whole,
             executables=Executables(cache_dir() / "executables"),
         )
+    default = [chosen[name] for name in contract.strategies]
+    supply = tuning = None
+    step_budget = _budget(options, config)
     with room_for(f"what a step computes, beside {runner.held}", "lower --device-cache-gb"):
         if options.compile:
-            _compile(runner, [chosen[name] for name in contract.strategies], compression, options.progress)
-        step_budget = _budget(options, runner, config)
+            _compile(runner, least(runner, default, compression), options.progress)
+            supply = runner.supply(planned(runner, default, chosen, compression))
+            tuning = None if step_budget.fixed else measured_budget(runner, step_budget.keys)
     transfer = KVTransfer(runner, storage.at_rest, disk=shared or disk)
     quotas = {tenant: int(gigabytes * 2**30) for tenant, gigabytes in storage.quotas.items()}
     disk_bytes = 0 if disk is None else int(storage.disk_gb * 2**30)
@@ -160,6 +169,8 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         shared=shared,
         recorder=recorder,
         budget=step_budget,
+        supply=supply,
+        tuning=tuning,
         compression=compression,
         identity=identity,
     )
@@ -313,8 +324,8 @@ def _grid(config: ModelConfig, context: int, platform: str, copies: int) -> Grid
     return Grid(rows=rows, entries=entries, wide=wide, logits=(2, 8, 64))
 
 
-def _budget(options: EngineOptions, runner: Runner, config: ModelConfig) -> StepBudget:
-    """Budget of a step in which requests decode: as asked, or as measured on this device.
+def _budget(options: EngineOptions, config: ModelConfig) -> StepBudget:
+    """Budget of a step in which requests decode, as asked or before it is measured.
 
     Attention takes 4 operations for each key and dimension of a query head, at about half the speed of the products
     with weights, which take 2 for each weight.
@@ -322,16 +333,25 @@ def _budget(options: EngineOptions, runner: Runner, config: ModelConfig) -> Step
     keys = max(1, config.layer_weights // (4 * config.num_heads * config.head_dim))
     if options.step_tokens:
         return StepBudget(options.step_tokens, keys, fixed=True)
-    if not options.compile:
-        return StepBudget(keys=keys)
+    return StepBudget(keys=keys)
+
+
+def measured_budget(runner: Runner, keys: int) -> Iterator[StepBudget | None]:
+    """The budget as measured on this device; None after each step that was measured before the last one."""
     decode = min(shape.rows for shape in runner.grid.rows if shape.block == 1)
-    mixed = [shape.rows for shape in runner.grid.rows if shape.mixed]
     each = runner.grid.entries[0] // decode
-    plain_s, reading_s = runner.seconds(decode), runner.seconds(decode, each)
+    plain_s = runner.seconds(decode)
+    yield None
+    reading_s = runner.seconds(decode, each)
     key_s = (reading_s - plain_s) / (decode * each * runner.page_size)
-    budget = StepBudget.fitted(plain_s, {rows: runner.seconds(rows) for rows in mixed}, key_s, keys)
+    mixed_s = dict[int, float]()
+    for shape in runner.grid.rows:
+        if shape.mixed:
+            yield None
+            mixed_s[shape.rows] = runner.seconds(shape.rows)
+    budget = StepBudget.fitted(plain_s, mixed_s, key_s, keys)
     _log.info("steps have up to %d tokens for each prompt that is computed while requests decode", budget.tokens)
-    return budget
+    yield budget
 
 
 def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: str) -> bytes:
@@ -359,14 +379,8 @@ def compression_of(options: EngineOptions, served: Iterable[Strategy]) -> Compre
     return compression
 
 
-def _compile(runner: Runner, served: Sequence[Strategy], compression: Compression | None, progress: bool) -> None:
-    """Compile, and run once, what requests need that leave the strategy to the engine."""
-    measures = frozenset[Measure]().union(*(strategy.measures for strategy in served))
-    if compression is not None:
-        measures |= compaction.measures_of(compression)
-    ends = frozenset(strategy.early_end for strategy in served) - {0}
-    total = len(runner.programs(measures, ends, compression))
-    with tqdm(total=total, desc="compiling", unit="program", disable=not progress) as bar:
-        runner.compile(measures, ends, compression, progress=lambda _: bar.update())
-    with tqdm(total=total, desc="warming up", unit="program", disable=not progress) as bar:
-        runner.warm_up(measures, ends, compression, progress=lambda _: bar.update())
+def _compile(runner: Runner, names: Sequence[Name], progress: bool) -> None:
+    """Make programs, and run each once."""
+    with tqdm(total=len(names), desc="compiling", unit="program", disable=not progress) as bar:
+        runner.compile(names, progress=lambda _: bar.update())
+    runner.warm_up(names)

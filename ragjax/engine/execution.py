@@ -102,12 +102,14 @@ class Execution:
     def launch(self, batch: Batch) -> None:
         """Start the computation of a batch and the choice of its tokens on the device."""
         assert self._flight is None
-        began = time.perf_counter()
+        began, waited_s = time.perf_counter(), self._runner.waited_s
         try:
             outcome = self._runner.step(batch.step)
             self._flight = Flight(batch, began, outcome, *self._choose(batch, outcome))
         except Exception as error:
             self._failed(batch.states, error)
+        for state in batch.states:
+            state.times.note_compiled(self._runner.waited_s - waited_s)
 
     def _choose(self, batch: Batch, outcome: StepResult) -> tuple[Logits | None, Sequence[bool], Sampled | None]:
         """Logits of the batch's rows, which of them are wanted on the host, and the tokens chosen by them."""
@@ -356,6 +358,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
             *(() if state.sampler is None else state.sampler.notices),
             *(contract.notices if state.picked or (state.by_default and contract.faulted) else ()),
             *(f"attention not by {refused}" for refused in fallbacks),
+            *_compiled(state),
         ),
         recompute_ratio=state.ratio,
         predicted=_predicted(state, plan, contract),
@@ -366,6 +369,11 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         kept=_kept(state, plan),
         prompt=state.prompt.tokens if state.request.rag is not None and state.request.rag.detail else None,
     )
+
+
+def _compiled(state: RequestState) -> tuple[str, ...]:
+    waited_s = state.times.lacked_ms / 1e3
+    return (f"programs were compiled for this request, which waited {waited_s:.1f} s for them",) if waited_s else ()
 
 
 def _unmeasured(state: RequestState, plan: Plan, contract: Contract) -> tuple[str, ...]:
@@ -408,6 +416,7 @@ def _timings(state: RequestState) -> Timings:
     return Timings(
         retrieve=times.retrieve_ms,
         search_exposed=times.retrieve_ms,
+        compile=times.lacked_ms + times.compiled_ms,
         load=times.load_ms,
         prefill=times.prefill_ms,
         ttft=times.ttft_ms,

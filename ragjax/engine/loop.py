@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from ragjax.cache.cache import KnowledgeCache
@@ -21,7 +21,7 @@ from ragjax.runner.runner import Runner
 from ragjax.schedule.admission import Admission, Allocations
 from ragjax.schedule.order import Order
 from ragjax.schedule.pause import Pauses
-from ragjax.schedule.requests import RESTARTS, Requests, age
+from ragjax.schedule.requests import RESTARTS, Provider, Requests, age
 from ragjax.schedule.scheduler import Scheduler, StepBudget
 from ragjax.schedule.state import RequestState
 from ragjax.store.transfer import KVTransfer
@@ -44,6 +44,8 @@ class Loop:
         max_running: requests that run at a time (0: as many as have room).
         order: in which order requests start (None: as they came).
         budget: of a step in which requests decode.
+        provider: of programs that are made while requests run (None: each is made at its first use).
+        tuning: measures the budget, a step at a time, once all programs are made and while no request is there.
         load_timeout: seconds that a request waits for KV before it computes it.
         request_timeout: seconds without progress after which a request is started again once, then ends (0: none).
 
@@ -67,15 +69,18 @@ class Loop:
         budget: StepBudget | None = None,
         transfer: KVTransfer | None = None,
         recorder: Recorder | None = None,
+        provider: Provider | None = None,
+        tuning: Iterator[StepBudget | None] | None = None,
     ):
-        self.requests = Requests(cache, max_queue=max_queue, order=order)
+        self.requests = Requests(cache, max_queue=max_queue, order=order, provider=provider)
         self.kept = KeptKV(self.requests)
         self._runner = runner
         self._cache = cache
         self._replays = replays
         self._transfer = transfer
         self._recorder = recorder
-        self._scheduler = Scheduler(self.requests, runner.grid, runner.page_size, budget)
+        self._provider, self._tuning = provider, tuning
+        self._scheduler = Scheduler(self.requests, runner.grid, runner.page_size, budget, runner)
         allocations = Allocations(self.requests, cache, self._scheduler.limits, runner.stages, runner.reach)
         self._admission = Admission(self.requests, cache, allocations, max_running=max_running)
         self._pauses = Pauses(self.requests, cache, allocations, runner)
@@ -93,7 +98,7 @@ class Loop:
     @property
     def waiting(self) -> int:
         """Requests that wait to be started or to go on; background ones are not counted."""
-        return len(self.requests.queue) + len(self.requests.paused)
+        return len(self.requests.unready) + len(self.requests.queue) + len(self.requests.paused)
 
     @property
     def running(self) -> int:
@@ -258,17 +263,18 @@ class Loop:
         moved = self._receive()
         self._start_waiting()
         landed = self._land()
-        return self._launch() or landed or moved
+        return self._launch() or landed or moved or self._tune()
 
     def _receive(self) -> bool:
         """Let text out, end requests whose clients left, and take in KV that arrived; whether any was."""
         self._execution.tell()
         self.requests.end_cancelled()
+        released = self.requests.release()
         moved = self._cache.poll()
         if moved:
             self.requests.blocked = False
         self._watch.look()
-        return moved
+        return moved or released
 
     def _start_waiting(self) -> None:
         """Start as many requests as there is room for, and have KV of the next ones loaded ahead."""
@@ -318,6 +324,22 @@ class Loop:
         turn = batch is None or (self.requests.counters.steps + 1) % REPLICATE_STEPS == 0
         copied = turn and self._cache.replicate()
         return batch is not None or copied
+
+    def _tune(self) -> bool:
+        """Measure a step for the budget while there is nothing else to do; true if one was."""
+        if self._tuning is None or self.requests.live or (self._provider is not None and self._provider.left):
+            return False
+        try:
+            budget = next(self._tuning)
+        except Exception as error:
+            self._tuning = None
+            _log.warning("the budget of a step could not be measured", exc_info=error)
+            if self._runner.lost:
+                self._execution.recover(error)
+            return True
+        if budget is not None:
+            self._scheduler.budget, self._tuning = budget, None
+        return True
 
     def _copying(self, work: Callable[[], None]) -> None:
         """Pause or resume requests; their copies may find the device lost."""
@@ -425,7 +447,8 @@ class Watch:
 
     def _check_progress(self, now: float) -> None:
         """Look for requests without progress: none of their rows was computed, or they wait to be started."""
-        asked = [state for state in self._requests.live if not state.background and not state.speculative]
+        waiting = (state for state in self._requests.live if state.times.lacks_since is None)
+        asked = [state for state in waiting if not state.background and not state.speculative]
         late = [state for state in asked if now - state.times.progress > self.request_timeout]
         timeouts = self._requests.counters.timeouts
         for state in sorted(late, key=age, reverse=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from ragjax.core import NEVER, Compression, Grid, Measure
+from ragjax.core import NEVER, Compression, Grid, Measure, RowShape
 from ragjax.core.compression import BY_MASS, BY_QUERIES
 from ragjax.kernels import sampling
 from ragjax.kernels.attention.op import Choice, choose
@@ -56,7 +56,8 @@ class Programs:
         executables: where compiled ones are kept (None: nowhere).
 
     Attributes:
-        compiled: programs by name. waited_s: seconds that steps waited for programs compiled at their first use.
+        compiled: programs by name. faults: why others could not be made ahead. ahead: true if some are made ahead, and
+        steps take those. waited_s: seconds that steps waited for programs made at their first use.
     """
 
     def __init__(
@@ -83,37 +84,68 @@ class Programs:
         self._everywhere = NamedSharding(spec.mesh, P())
         self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}
         self.compiled: dict[Name, Any] = {}
+        self.faults: dict[Name, Exception] = {}
+        self.ahead = False
         self.waited_s = 0.0
+        self._there: dict[tuple[frozenset[Name], bool], tuple[int, tuple[RowShape, ...]]] = {}
 
     def names(
-        self, measures: Collection[Measure] = (), ends: Collection[int] = (), by_layer: bool = False
+        self,
+        measures: Collection[Measure] = (),
+        ends: Collection[int] = (),
+        by_layer: bool = False,
+        *,
+        shapes: Iterable[RowShape] | None = None,
+        segments: int = 0,
     ) -> list[Name]:
         """Programs of the grid, for steps that measure these, and end after these layers too.
 
-        by_layer: also for steps whose layers read pages of their own.
+        Args:
+            measures: what is measured.
+            ends: layers after which steps end, besides the last.
+            by_layer: also for steps whose layers read pages of their own.
+            shapes: of steps (None: all).
+            segments: most segments of a prompt.
         """
-        segments, pairs = self._grid.segments, self._grid.pairs
+        bucket = self._grid.fit_segments(segments)
         measured = [
-            (what, segments if what in reductions.SEGMENTED else 0) for what in sorted(set(measures) - {Measure.LOGITS})
+            (what, bucket if what in reductions.SEGMENTED else 0) for what in sorted(set(measures) - {Measure.LOGITS})
         ]
         counts = {self._weights.depth, *(end % self._weights.depth for end in ends)} - {0}
         kinds: list[Name] = [(count, *how) for count in sorted(counts) for how in ((), *measured)]
+        found = [
+            name
+            for shape in (self._grid.rows if shapes is None else shapes)
+            for layered in (False, True)[: 1 + by_layer]
+            for name in self._of_shape(shape, kinds, layered)
+        ]
         return [
-            *(("begin", rows, entries) for rows, entries in pairs),
-            *(
-                (name, rows, entries, *kind)
-                for name in ("stage", "layered")[: 1 + by_layer]
-                for rows, entries in pairs
-                for kind in kinds
-            ),
-            *(("end", shape.rows, n) for shape in self._grid.rows for n in self._grid.logits if n <= shape.rows),
+            *dict.fromkeys(found),
             *(("sample", n, 0) for n in self._grid.logits),
             *(("logprobs", n) for n in self._grid.logits),
             *((kind, n) for kind in ("extract", "insert") for n in page_store.BUCKETS),
         ]
 
+    def _of_shape(self, shape: RowShape, kinds: Iterable[Name], by_layer: bool) -> Iterator[Name]:
+        """Programs of steps of a shape. kinds: layers, and what they measure."""
+        for entries in self._grid.entries_of(shape):
+            yield "begin", shape.rows, entries
+            for kind in kinds:
+                yield ("layered" if by_layer else "stage", shape.rows, entries, *kind)
+        yield from (("end", shape.rows, n) for n in self._grid.logits if n <= shape.rows)
+
+    def shapes_for(self, kinds: frozenset[Name], by_layer: bool) -> tuple[RowShape, ...]:
+        """Shapes of which all programs for such steps are there; all shapes if none is, or nothing is made ahead."""
+        if not self.ahead:
+            return self._grid.rows
+        key = kinds, by_layer, len(self.compiled)
+        if self._there.get(key[:2], (0, ()))[0] != key[2]:
+            there = [x for x in self._grid.rows if all(name in self.compiled for name in self._of_shape(x, *key[:2]))]
+            self._there[key[:2]] = key[2], tuple(there) or self._grid.rows
+        return self._there[key[:2]][1]
+
     def compile(self, names: Iterable[Name], progress: Callable[[str], None] | None = None) -> None:
-        """Compile those that are not compiled yet; `progress` is called with each name."""
+        """Make those that are not made yet; `progress` is called with each name."""
         for name in names:
             if name not in self.compiled:
                 self.compiled[name] = self._make(name)
@@ -121,8 +153,10 @@ class Programs:
                 progress(" ".join(map(str, name)))
 
     def get(self, *name: Any) -> Any:
-        """The program of this name."""
+        """The program of this name; it is made now if that was not done ahead, or failed."""
         if name not in self.compiled:
+            if name in self.faults:  # the next request may find room
+                raise self.faults.pop(name)
             log.info("compiling %s at its first use", " ".join(map(str, name)))
             begin = time.perf_counter()
             try:
@@ -130,6 +164,18 @@ class Programs:
             finally:
                 self.waited_s += time.perf_counter() - begin
         return self.compiled[name]
+
+    def try_make(self, name: Name) -> None:
+        """Make a program; a fault is kept for the request that needs it."""
+        try:
+            self.compile([name])
+        except Exception as error:
+            log.error("%s could not be compiled", " ".join(map(str, name)), exc_info=error)
+            self.faults[name] = error
+
+    def settled(self, name: Name) -> bool:
+        """True if a program is there, or cannot be made."""
+        return name in self.compiled or name in self.faults
 
     def padding(self, names: Collection[str], rows: int, entries: int) -> dict[str, NDArray[np.int32]]:
         """Arrays of a step, by name, that holds no row of a request and no key."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import timeit
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from ragjax.compress import SCORERS
 from ragjax.compress.choose import quota
-from ragjax.core import Compression, DeviceFullError, Draw, Grid, Measure, Residual, Step, StepMeasure
+from ragjax.core import Compression, DeviceFullError, Draw, Grid, Measure, Residual, RowShape, Step, StepMeasure
 from ragjax.core.compression import BY_LAYER
 from ragjax.core.passes import LayerLayout, LayerTable
 from ragjax.kernels.attention.op import Choice
@@ -41,6 +41,7 @@ from ragjax.runner.pool import DevicePool
 from ragjax.runner.programs import Name, Programs
 from ragjax.runner.sampling import Logits, Sampled
 from ragjax.runner.stages import LAYER_ARRAYS, STEP_ARRAYS, Spec, StagePlace
+from ragjax.runner.supply import Supply
 from ragjax.runner.weights import Weights
 from ragjax.store import device as page_store
 
@@ -180,46 +181,35 @@ class Runner(DevicePool):
         """Seconds that steps waited for programs that were compiled at their first use."""
         return self._programs.waited_s
 
-    def compile(
-        self,
-        measures: Collection[Measure] = (),
-        ends: Collection[int] = (),
-        compression: Compression | None = None,
-        *,
-        progress: Callable[[str], None] | None = None,
-    ) -> None:
-        """Compile the grid ahead, so that no step waits for a compilation.
+    def compile(self, names: Iterable[Name], progress: Callable[[str], None] | None = None) -> None:
+        """Make programs now. progress: called with a program's name after each."""
+        self._programs.compile(names, progress)
 
-        Left for their first use are moves, and more segments than the smallest bucket holds.
+    def supply(self, planned: Iterable[Name]) -> Supply:
+        """Make programs in a thread of its own from now on; steps take shapes whose programs are there."""
+        self._programs.ahead = True
+        return Supply(self._programs, planned)
 
-        Args:
-            measures: what steps will measure.
-            ends: layers after which steps will end, besides the last.
-            compression: of prompts of any length.
-            progress: called with a program's name after each.
+    def shapes_for(self, layers: tuple[int, int], measure: StepMeasure | None, by_layer: bool) -> tuple[RowShape, ...]:
+        """Shapes of a step of these layers that no program is missing for (all, if none is so).
+
+        measure: its segments are those of the prompts.
         """
-        self._programs.compile(self.programs(measures, ends, compression), progress)
+        kinds = set[Name]()
+        for first in range(*layers, self._depth):
+            count = min(self._depth, layers[1] - first)
+            measures = measure is not None and measure.layers[0] < first + count and first < measure.layers[1]
+            if measures and measure is not None:
+                segmented = measure.what in reductions.SEGMENTED
+                kinds.add((count, measure.what, self.grid.fit_segments(measure.segments) if segmented else 0))
+            else:
+                kinds.add((count,))
+        return self._programs.shapes_for(frozenset(kinds), by_layer)
 
-    def warm_up(
-        self,
-        measures: Collection[Measure] = (),
-        ends: Collection[int] = (),
-        compression: Compression | None = None,
-        *,
-        progress: Callable[[str], None] | None = None,
-    ) -> None:
-        """Run each program of the grid once, which its next run is faster for. All rows are padding: no KV changes.
-
-        Args:
-            measures: what steps will measure.
-            ends: layers after which steps will end, besides the last.
-            compression: of prompts of any length.
-            progress: called with a program's name after each.
-        """
-        for name in self.programs(measures, ends, compression):
+    def warm_up(self, names: Iterable[Name]) -> None:
+        """Run programs once, which shows if the device has room. All rows are padding: no KV changes."""
+        for name in names:
             jax.block_until_ready(self._run_empty(*name))
-            if progress is not None:
-                progress(" ".join(map(str, name)))
 
     def seconds(self, rows: int, pages: int = 0, runs: int = 3) -> float:
         """Seconds of a step with so many rows: the minimum of some runs.
@@ -289,12 +279,27 @@ class Runner(DevicePool):
         measures: Collection[Measure] = (),
         ends: Collection[int] = (),
         compression: Compression | None = None,
+        *,
+        shapes: Iterable[RowShape] | None = None,
+        segments: int = 0,
+        tokens: int | None = None,
     ) -> list[Name]:
-        """Names of the grid's programs, as for `compile`."""
+        """Names of programs.
+
+        Args:
+            measures: what steps measure.
+            ends: layers after which steps end, besides the last.
+            compression: of prompts.
+            shapes: of steps (None: all of the grid).
+            segments: most segments of a prompt.
+            tokens: of the prompt that is compressed (None: prompts of any length).
+        """
         by_layer = compression is not None and compression.method in BY_LAYER
-        names = self._programs.names(measures, ends, by_layer)
+        names = self._programs.names(measures, ends, by_layer, shapes=shapes, segments=segments)
         if compression is not None:
-            sizes = compaction.buckets(compression, self._rotation.cos_NR.shape[0])
+            sizes: Sequence[int] = compaction.buckets(compression, self._rotation.cos_NR.shape[0])
+            if tokens is not None:
+                sizes = [compaction.bucket(tokens)]
             kinds = ("prefer", "compact") if SCORERS[compression.method].needs_preference else ("compact",)
             names += [(kind, compression.program, size) for kind in kinds for size in sizes]
         return names

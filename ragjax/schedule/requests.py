@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.node import context_hasher, raw_of
@@ -143,6 +144,19 @@ class QueueLimit:
             raise OverloadError(message, retry_after=seconds)
 
 
+class Provider(Protocol):
+    """Makes what requests need to run."""
+
+    def lacks(self, state: RequestState) -> bool:
+        """True if the request has to wait for programs, which are made next."""
+        ...
+
+    @property
+    def left(self) -> int:
+        """Programs that are still to be made."""
+        ...
+
+
 class Requests:
     """All live requests, by phase.
 
@@ -150,10 +164,14 @@ class Requests:
         cache: told what waiting requests will use.
         max_queue: requests that may wait.
         order: in which order requests start (None: as they came).
+        provider: of programs that are made while requests run (None: each is made at its first use).
     """
 
-    def __init__(self, cache: KnowledgeCache, *, max_queue: int, order: Order | None = None):
+    def __init__(
+        self, cache: KnowledgeCache, *, max_queue: int, order: Order | None = None, provider: Provider | None = None
+    ):
         # waiting
+        self.unready: list[RequestState] = []  # for programs; not in the queue yet
         self.queue: Queue[RequestState] = Queue(order or FCFS())
         self.background: deque[RequestState] = deque()  # these run while no other does
         self.offered: Reserve[RequestState] = Reserve()  # with documents that are not final; not in the queue yet
@@ -168,12 +186,13 @@ class Requests:
         self.blocked = False  # the last attempt to start one ran out of pages: retry only after pages are freed
         self.freed = False  # a running request gave pages back while the last step landed
         self._cache = cache
+        self._provider = provider
         self._recent: deque[tuple[float, str, Served]] = deque(maxlen=RECENT)
 
     @property
     def live(self) -> list[RequestState]:
         """Requests of every phase but the last."""
-        return [*self.offered.waiting, *self.paused, *self.queue, *self.background, *self.running]
+        return [*self.unready, *self.offered.waiting, *self.paused, *self.queue, *self.background, *self.running]
 
     @property
     def in_front(self) -> list[RequestState]:
@@ -198,8 +217,15 @@ class Requests:
     # ------------------------------------------------------------------------------- waiting, and its end
 
     def arrive(self, state: RequestState) -> None:
-        """Let a request wait to be started, and tell the replacement policy what it will use."""
+        """Let a request wait to be started, and tell the replacement policy what it will use.
+
+        One whose programs are not made yet waits for these first.
+        """
         state.times.progress = time.perf_counter()  # its search, which another thread does, is no waiting here
+        if self._provider is not None and self._provider.lacks(state):
+            state.times.lacks_since = state.times.progress
+            self.unready.append(state)
+            return
         if state.background:
             self.background.append(state)
             return
@@ -209,6 +235,15 @@ class Requests:
             self._cache.announce(state.id, state.strategy.keys(state.prompt, self._cache, state.request.tenant))
         except Exception as error:
             self.fail(state, error)
+
+    def release(self) -> bool:
+        """Let those wait to be started whose programs are made; true if there were any."""
+        ready = [state for state in self.unready if self._provider is None or not self._provider.lacks(state)]
+        for state in ready:
+            self.unready.remove(state)
+            state.times.stop_lacking(time.perf_counter())
+            self.arrive(state)
+        return bool(ready)
 
     def start(self, state: RequestState) -> None:
         """Note that a request holds its pages and runs, or goes on."""
@@ -322,6 +357,8 @@ class Requests:
             self.running = [other for other in self.running if other is not state]
         elif state.phase is Phase.PAUSED:
             self.paused = [other for other in self.paused if other is not state]
+        elif state in self.unready:
+            self.unready.remove(state)
         elif state in self.background:
             self.background.remove(state)
         elif state in self.queue:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from ragjax.core import Grid, RowShape, StepLimits
+from ragjax.core import Grid, RowShape, StepLimits, StepMeasure
 from ragjax.core.step import PREFILL_ROWS
 from ragjax.schedule.batch import Batch, Group, find_groups, pack, rows_of
 from ragjax.schedule.requests import Requests
@@ -165,27 +166,42 @@ BLOCK_ROWS = 48
 """Rows that would take as long to compute as a block of rows, of any size, costs: it sweeps a thousand keys or so."""
 
 
+class Shapes(Protocol):
+    """Knows the shapes of steps that can run now."""
+
+    def shapes_for(self, layers: tuple[int, int], measure: StepMeasure | None, by_layer: bool) -> tuple[RowShape, ...]:
+        """Shapes of a step of these layers that no program is missing for."""
+        ...
+
+
 class Scheduler:
     """Chooses whose turn it is among the running requests.
 
     Args:
         grid: shapes of steps.
         budget: of a step in which requests decode.
+        shapes: knows which of them can run now (None: all).
 
     Attributes:
         preload: which requests begin before all KV that they read has arrived.
     """
 
-    def __init__(self, requests: Requests, grid: Grid, page_size: int, budget: StepBudget | None = None):
+    def __init__(
+        self,
+        requests: Requests,
+        grid: Grid,
+        page_size: int,
+        budget: StepBudget | None = None,
+        shapes: Shapes | None = None,
+    ):
         self.requests = requests
         self.grid = grid
         self.budget = budget or StepBudget()
         self.preload = Preload(self.budget.keys)
         self.limits = StepLimits(grid.entries[-1], page_size)
         self._decoded_last = self._suspected_last = False
-        self._alone = [shape for shape in grid.rows if shape.block < FEW and not shape.mixed]
-        self._mixed = [shape for shape in grid.rows if shape.mixed]
-        self._most = max((min(shape.rows, FEW - 1) for shape in self._alone), default=1)
+        self._shapes = shapes
+        self._most = max((min(shape.rows, FEW - 1) for shape in grid.rows if _is_alone(shape)), default=1)
 
     def _active(self) -> list[RequestState]:
         """Requests in the background rest while any other runs."""
@@ -213,6 +229,15 @@ class Scheduler:
         self._decoded_last = not self._decoded_last
         return self._decode_batch(decoding) if self._decoded_last else self._prefill_batch(prefilling, bounded=True)
 
+    def _shapes_for(self, states: Sequence[RequestState]) -> tuple[RowShape, ...]:
+        """Shapes of a step of these requests, of which the last one says which layers run."""
+        if self._shapes is None:
+            return self.grid.rows
+        pending = [rows_of(state) for state in states]
+        measure = next((one.measure_now for one in pending if one.measure_now is not None), None)
+        by_layer = any(one.table.by_layer is not None for one in pending)
+        return self._shapes.shapes_for(pending[-1].layers, measure, by_layer)
+
     def _decodes(self, rows: PendingRows) -> bool:
         """True if these are a generated token, and tokens proposed behind it, rather than many that were given."""
         return rows.left - rows.proposed == 1 and rows.left <= self._most
@@ -233,14 +258,16 @@ class Scheduler:
 
         Proposed tokens keep no request out, and go where they are not expected to be worth the larger step.
         """
-        if not self._alone:
+        shapes = self._shapes_for(states)
+        alone = [shape for shape in shapes if _is_alone(shape)]
+        if not alone:
             chosen = self._take_turns(states, 1, self.limits.entries)
-            return self._pack([], _whole(chosen), self.grid.rows[0])
-        widest = max(self._alone, key=lambda shape: shape.rows // shape.block)
+            return self._pack([], _whole(chosen), shapes[0])
+        widest = max(alone, key=lambda shape: shape.rows // shape.block)
         chosen = self._take_turns(states, widest.rows // widest.block, self.grid.entries_of(widest)[-1])
-        best = self._cheapest(chosen, [rows_of(state).left for state in chosen])
+        best = self._cheapest(alone, chosen, [rows_of(state).left for state in chosen])
         if any(rows_of(state).proposed for state in chosen):
-            plain = self._cheapest(chosen, [1] * len(chosen))
+            plain = self._cheapest(alone, chosen, [1] * len(chosen))
             if best is None or (plain is not None and not _worth(chosen, best[0], plain[0])):
                 for state in chosen:
                     rows_of(state).shorten()
@@ -248,12 +275,14 @@ class Scheduler:
         assert best is not None  # the widest shape has a block for each
         return self._pack([], _whole(chosen), best[1])
 
-    def _cheapest(self, states: Sequence[RequestState], lefts: Sequence[int]) -> tuple[float, RowShape] | None:
+    def _cheapest(
+        self, shapes: Sequence[RowShape], states: Sequence[RequestState], lefts: Sequence[int]
+    ) -> tuple[float, RowShape] | None:
         """The shape with room for so many rows of each that costs least, and its cost; None if none has room."""
         entries = sum(len(rows_of(state).table) for state in states)
         costs = [
             (self._cost(shape, states, lefts), shape)
-            for shape in self._alone
+            for shape in shapes
             if _blocks(lefts, shape) * shape.block <= shape.rows and entries <= self.grid.entries_of(shape)[-1]
         ]
         return min(costs, default=None)
@@ -275,7 +304,8 @@ class Scheduler:
     def _prefill_batch(self, states: list[RequestState], *, bounded: bool = False) -> Batch:
         states = self._within(states, self.limits.entries)
         lefts = self._bounded([], states) if bounded else [rows_of(state).left for state in states]
-        shapes = [s for s in self.grid.rows if not s.mixed and (s.block >= FEW or s.rows == s.block > 1)]
+        fitting = (s for s in self._shapes_for(states) if not s.mixed)
+        shapes = [s for s in fitting if s.block >= FEW or s.rows == s.block > 1]
         return self._pack([], *self._fill(states, lefts, shapes))
 
     def _mixed_batch(self, decoding: list[RequestState], prefilling: list[RequestState]) -> Batch | None:
@@ -283,17 +313,18 @@ class Scheduler:
 
         None if nobody has. Decoding requests that find no room are first in the next step.
         """
-        if not self._mixed:
+        mixed = [shape for shape in self._shapes_for([*decoding, prefilling[0]]) if shape.mixed]
+        if not mixed:
             return None
-        entries = max(self.grid.entries_of(shape)[-1] for shape in self._mixed)
+        entries = max(self.grid.entries_of(shape)[-1] for shape in mixed)
         beside = entries - len(rows_of(prefilling[0]).table)
-        chosen = self._take_turns(decoding, max(shape.single for shape in self._mixed), beside)
+        chosen = self._take_turns(decoding, max(shape.single for shape in mixed), beside)
         if not chosen:
             return None
         for state in chosen:  # the budget is that of one token a request
             rows_of(state).shorten()
         states = self._within(prefilling, entries - sum(len(rows_of(state).table) for state in chosen))
-        fitting = [shape for shape in self._mixed if shape.single >= len(chosen)]
+        fitting = [shape for shape in mixed if shape.single >= len(chosen)]
         return self._pack(_whole(chosen), *self._fill(states, self._bounded(chosen, states), fitting))
 
     def _bounded(self, decoding: Sequence[RequestState], states: Sequence[RequestState]) -> list[int]:
@@ -343,6 +374,11 @@ class Scheduler:
         ones = [state for state, _ in (many if shape.block == 1 else single)]
         lefts = [rows_of(state).left for state in ones]
         return pack(single, many, shape, self.grid, self.limits.page_size, self._groups(shape, ones, lefts))
+
+
+def _is_alone(shape: RowShape) -> bool:
+    """True for steps of decoding tokens alone."""
+    return shape.block < FEW and not shape.mixed
 
 
 def _sharing(states: Sequence[RequestState]) -> list[RequestState]:

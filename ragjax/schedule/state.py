@@ -63,9 +63,10 @@ class Times:
 
     admitted: when it was started first. stopped: when it last gave back what it held, to be started again.
     progress: when rows of it were last computed, or it came. pauses: how often it gave its pages to others.
-    waits_since: when it began to wait for a load of KV; None while it does not. confirmed: when its documents were
-    final, if it began before. again_ms: between being stopped and being started again. load_ms includes what it waited
-    in vain.
+    waits_since: when it began to wait for a load of KV; None while it does not. lacks_since: likewise for programs.
+    lacked_ms: it waited for these before it could start. compiled_ms: its steps did, before its first token.
+    confirmed: when its documents were final, if it began before. again_ms: between being stopped and being started
+    again. load_ms includes what it waited in vain.
     """
 
     arrival: float = 0.0
@@ -76,6 +77,9 @@ class Times:
     progress: float = 0.0
     pauses: int = 0
     waits_since: float | None = None
+    lacks_since: float | None = None
+    lacked_ms: float = 0.0
+    compiled_ms: float = 0.0
     retrieve_ms: float = 0.0
     again_ms: float = 0.0
     load_ms: float = 0.0
@@ -99,6 +103,17 @@ class Times:
             self.load_ms += (now - self.waits_since) * 1e3
         self.waits_since = None
 
+    def stop_lacking(self, now: float) -> None:
+        """The programs that it waited for are made."""
+        if self.lacks_since is not None:
+            self.lacked_ms += (now - self.lacks_since) * 1e3
+        self.lacks_since = None
+
+    def note_compiled(self, seconds: float) -> None:
+        """A step of it stood still so long for programs that were made at their first use."""
+        if not self.first_token:
+            self.compiled_ms += seconds * 1e3
+
     def stop(self, now: float) -> None:
         """It gave back what it held, to be started again."""
         self.stop_waiting(now)
@@ -106,8 +121,8 @@ class Times:
 
     @property
     def prefill_ms(self) -> float:
-        """From its first start to its first token, without loads and without waiting to be started again."""
-        return (self.first_token - self.admitted) * 1e3 - self.again_ms - self.load_ms
+        """From its first start to its first token, without loads, programs, and waiting to be started again."""
+        return (self.first_token - self.admitted) * 1e3 - self.again_ms - self.load_ms - self.compiled_ms
 
     @property
     def ttft_ms(self) -> float:

@@ -206,6 +206,7 @@ class _Endpoints:
         shares = self._engine.shares
         replicas = self._engine.replicas() if hasattr(self._engine, "replicas") else None
         facts: Json = {"model": self._engine.model_name, "strategy": self._engine.strategy_summary}
+        facts["programs_left"] = self._engine.programs_left
         if shares is not None:
             facts["shared_cache"] = "on" if shares else "off"
         progress = self._engine.preprocessed(tenants=False)  # anybody may look: what tenants have is not told

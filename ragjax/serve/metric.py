@@ -83,6 +83,7 @@ _HELP = {
     "pages_total": "Pages of the device pool.",
     "routed_total": "Requests that were sent to the replica.",
     "routing_seconds_total": "Seconds that the choice of the replica took, of these requests together.",
+    "programs_left": "Compiled programs that are still to be made while requests are served.",
     "attention_calls_total": "Attentions run, one a layer and step, by backend.",
     "attention_fallbacks_total": "Attentions that a better backend refused, by backend and reason.",
 }

@@ -253,7 +253,7 @@ def logprobs_of(tokens: Sequence[core.TokenLogprob]) -> list[Json]:
 
 def account(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]], notices: Sequence[str]) -> Json:
     """Makes the field `rag`, the account of reuse. notices: of the request; those of the answer follow."""
-    names = ("retrieve", "search_exposed", "load", "prefill", "ttft", "total")
+    names = ("retrieve", "search_exposed", "load", "compile", "prefill", "ttft", "total")
     return {
         "strategy": answer.strategy,
         "recompute_ratio": answer.recompute_ratio,

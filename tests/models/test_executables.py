@@ -75,7 +75,8 @@ def alone() -> Iterator[None]:
 def folder(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One in which the programs are kept."""
     made = tmp_path_factory.mktemp("kept") / "executables"
-    runner(made).compile(MEASURES)
+    kept = runner(made)
+    kept.compile(kept.programs(MEASURES))
     return made
 
 
@@ -94,7 +95,7 @@ def test_a_later_start_traces_nothing_and_computes_the_same(folder: Path, tmp_pa
     assert traces
     traces.clear()
     made = runner(folder)
-    made.compile(MEASURES)
+    made.compile(made.programs(MEASURES))
     np.testing.assert_array_equal(logits(made), expected)
     assert made.calls == plain.calls
     assert traces == []
@@ -157,7 +158,7 @@ def test_what_is_not_sound_is_removed_and_compiled_anew(
         if spoil is link:
             break
     made = runner(copy)
-    made.compile(MEASURES)
+    made.compile(made.programs(MEASURES))
     np.testing.assert_array_equal(logits(made), expected)
     assert traces and caplog.text.count("compiled anew") == 1
     store = made._programs._executables

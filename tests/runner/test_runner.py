@@ -164,7 +164,8 @@ def test_warming_up_runs_every_program_once_and_leaves_kv_alone() -> None:
     made = make_runner(replace(CONFIG, num_layers=1), "bfloat16", grid=grid)
     compute(made, [whole(tokens_of(0, 21), 3)], 24)
     measures, compression = {Measure.CHUNK_SCORE, Measure.DEVIATION}, Compression("h2o", 40, window=4)
-    made.compile(measures, (), compression)
+    names = made.programs(measures, (), compression)
+    made.compile(names)
     programs, runs = made._programs.compiled, Counter[tuple[object, ...]]()
 
     def counted(name: tuple[object, ...], program: Callable[..., object]) -> Callable[..., object]:
@@ -174,13 +175,10 @@ def test_warming_up_runs_every_program_once_and_leaves_kv_alone() -> None:
 
         return run
 
-    names = made.programs(measures, (), compression)
     assert ("compact", Compression("h2o", 64, window=4), 256) in names
     programs.update({name: counted(name, programs[name]) for name in names})
     before = [np.array(x) for x in jax.tree.leaves(made._pools)]
-    seen: list[str] = []
-    made.warm_up(measures, (), compression, progress=seen.append)
-    assert len(seen) == len(names)
+    made.warm_up(names)
     assert set(runs) == set(names)
     assert all(runs[name] == 1 for name in names if name[0] in ("stage", "end", "insert"))
     for one, other in zip(before, jax.tree.leaves(made._pools), strict=True):
@@ -337,7 +335,7 @@ def test_compile_compiles_everything() -> None:
     made = make_runner(replace(CONFIG, num_layers=2), grid=small)
     names: list[str] = []
     measures = {Measure.LOGITS, Measure.KEY_SCORE}
-    made.compile(measures, progress=names.append)
+    made.compile(made.programs(measures), names.append)
     assert len(names) == len(made.programs(measures)) == 2 + 4 + 2 + 2 + 2 * len(BUCKETS)
     before = set(made._programs.compiled)
     tokens = tokens_of(21, 4)

@@ -16,7 +16,8 @@ from tests.support.serving import CHAT, error_of, serving
 def test_key_is_required_except_for_health() -> None:
     engine = FakeEngine()
     with serving(engine, keys={"sésame": ""}) as served:
-        assert served.get("/health").json() == {"status": "ok", "ready": True, "model": "fake"}
+        health = {"status": "ok", "ready": True, "model": "fake", "strategy": "prefix", "programs_left": 2}
+        assert served.get("/health").json() == health
         engine.progress = core.Preprocessed(passages=9, prepared=4, beyond=2, running=True)
         told = {"passages": 9, "prepared": 4, "beyond": 2, "running": True}
         assert served.get("/health").json()["preprocessing"] == told

@@ -34,7 +34,7 @@ def test_chat_with_openai_client(shared: Served) -> None:
         "tier": None,
         "score": 0.75,
     }
-    assert set(rag["timings_ms"]) == {"retrieve", "search_exposed", "load", "prefill", "ttft", "total"}
+    assert set(rag["timings_ms"]) == {"retrieve", "search_exposed", "load", "compile", "prefill", "ttft", "total"}
     assert rag["notices"] == ["attention not by triton: no such kernel"]
 
 

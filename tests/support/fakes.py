@@ -83,6 +83,11 @@ class FakeEngine:
         return self.default_strategy
 
     @property
+    def programs_left(self) -> int:
+        """Two programs are still to be made."""
+        return 2
+
+    @property
     def shares(self) -> None:
         """There is no shared cache."""
 

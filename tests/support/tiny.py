@@ -35,6 +35,7 @@ from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.base import Strategy
 from ragjax.runner.runner import Runner
+from ragjax.runner.supply import Supply
 from ragjax.store.disk import DiskStore
 from ragjax.store.shared import SharedTier
 from ragjax.store.transfer import KVTransfer
@@ -168,6 +169,7 @@ def engine(
     open_graph: Callable[[str], KnowledgeGraph] | None = None,
     identity: bytes = b"",
     load_timeout: float = 10.0,
+    supply: Supply | None = None,
     share_knowledge: bool = False,
     **options: Any,
 ) -> Engine:
@@ -197,6 +199,7 @@ def engine(
         disk=disk,
         shared=shared,
         recorder=recorder,
+        supply=supply,
         compression=None if options.get("compression") is None else Compression.parse(options["compression"]),
         identity=identity,
     )

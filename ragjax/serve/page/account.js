@@ -59,10 +59,11 @@ export function figures({ rag, usage }) {
 
 /** Parts of the time in their order: [name, milliseconds, what it is]. They add up to the whole. */
 export function parts(times) {
-  const before = times.search_exposed + times.load + times.prefill;
+  const before = times.search_exposed + times.load + times.compile + times.prefill;
   return [
     ["retrieve", times.search_exposed, "search of the knowledge base"],
     ["load", times.load, "cached KV found and loaded"],
+    ["compile", times.compile, "programs compiled"],
     ["prefill", times.prefill, "tokens of the prompt computed"],
     ["other", Math.max(0, times.ttft - before), "text to tokens, and waiting for others"],
     ["decode", Math.max(0, times.total - times.ttft), "tokens after the first"],

@@ -1,0 +1,90 @@
+"""The programs that a request needs: it waits by itself until they are made, while others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ragjax.core import Compression, Measure
+from ragjax.reuse import compaction
+from ragjax.reuse.base import Strategy
+from ragjax.runner.pool import MOVES
+from ragjax.runner.programs import Name
+from ragjax.runner.runner import Runner
+from ragjax.runner.sampling import ADJUSTED
+from ragjax.runner.supply import Supply
+from ragjax.schedule.state import RequestState
+
+
+@dataclass(frozen=True)
+class Provision:
+    """Has the programs made that requests wait for."""
+
+    runner: Runner
+    supply: Supply
+
+    def lacks(self, state: RequestState) -> bool:
+        """True if the request has to wait for programs, which are made next."""
+        return self.supply.lacks(self._needed(state))
+
+    @property
+    def left(self) -> int:
+        """Programs that are still to be made."""
+        return self.supply.left
+
+    def _needed(self, state: RequestState) -> Iterator[Name]:
+        """The programs without which the request cannot be answered, in steps of the least shapes."""
+        compression = state.compression if state.compresses else None
+        segments, tokens = len(state.prompt.segments), len(state.prompt)
+        yield from least(self.runner, [state.strategy], compression, segments=segments, tokens=tokens)
+        if state.sampler is not None and state.sampler.constraint is not None:
+            yield from (("allow", n) for n in self.runner.grid.logits)
+        asked = state.request.sampling
+        repeats = asked.repetition_penalty != 1.0
+        fewest = len(asked.logit_bias) + (len(set(state.plain.tokens.tolist())) if repeats else 0)
+        most = fewest
+        if repeats or asked.presence_penalty or asked.frequency_penalty:
+            most += state.decode_tokens
+        for size in ADJUSTED if most else ():
+            if size >= fewest:
+                yield from (("sample", n, size) for n in self.runner.grid.logits)
+            if size >= most:
+                return
+
+
+def least(
+    runner: Runner,
+    strategies: Iterable[Strategy],
+    compression: Compression | None,
+    *,
+    segments: int = 0,
+    tokens: int | None = None,
+    whole: bool = False,
+) -> list[Name]:
+    """Names of programs for prompts of some strategies, in steps of the least shapes, or of the whole grid.
+
+    compression, segments, tokens: as of `Runner.programs`.
+    """
+    served = list(strategies)
+    measures = frozenset[Measure]().union(*(strategy.measures for strategy in served))
+    if compression is not None:
+        measures |= compaction.measures_of(compression)
+    ends = frozenset(strategy.early_end for strategy in served) - {0}
+    shapes = runner.grid.rows if whole else runner.grid.least
+    return runner.programs(measures, ends, compression, shapes=shapes, segments=segments, tokens=tokens)
+
+
+def planned(
+    runner: Runner, default: Iterable[Strategy], offered: Mapping[str, Strategy], compression: Compression | None
+) -> list[Name]:
+    """Names of programs that are made after the start, most used first.
+
+    Strategies that are not the default one have those of the least shapes, which serve prompts of any length.
+    """
+    largest = max((shape for shape in runner.grid.rows if not shape.mixed), key=lambda shape: shape.rows)
+    served = list(default)
+    names = runner.programs(shapes=[largest]) + least(runner, served, compression, whole=True)
+    names += [("move", n) for n in MOVES]
+    for strategy in offered.values():
+        names += least(runner, [strategy], None)
+    return names + [("allow", n) for n in runner.grid.logits]

@@ -115,11 +115,6 @@ class Match:
         return found
 
     def release(self) -> None:
-        """Let go.
-
-        Raises:
-            RuntimeError: if it was released before.
-        """
         self._release(self)
 
     def __enter__(self) -> Match:

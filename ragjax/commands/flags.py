@@ -137,11 +137,7 @@ def add_engine_flags(
 
 
 def engine_options(options: argparse.Namespace) -> EngineOptions:
-    """The engine's options, as far as the command line has their flags; the others keep their defaults.
-
-    Raises:
-        ConfigError: for knowledge or a graph that does not exist, and for what contradicts itself.
-    """
+    """The engine's options, as far as the command line has their flags; the others keep their defaults."""
     given = vars(options)
     plain = {name: given[name] for name, _, _ in flags_of(EngineOptions) if name in given}
     storage = {name: given[name] for name, _, _ in flags_of(StorageOptions) if name in given}

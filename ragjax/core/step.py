@@ -21,15 +21,11 @@ SHARING_ROWS = 16
 
 
 class RowShape(NamedTuple):
-    """Rows of a compiled step. A block holds rows of one request.
+    """Rows of a compiled step. A block holds rows of one request."""
 
-    rows: all of them; no two shapes of a grid have equally many. block: rows of a block. single: leading rows in
-    blocks of one, for decoding tokens that share the step with prefill (0 where all blocks are alike).
-    """
-
-    rows: int
-    block: int
-    single: int = 0
+    rows: int  # all of them; no two shapes of a grid have equally many
+    block: int  # rows of a block
+    single: int = 0  # leading rows in blocks of one, for decoding tokens that share the step with prefill
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
@@ -97,11 +93,7 @@ class Grid:
         return (*decode, *mixed, *(RowShape(rows, block) for rows in (128, 512, 2048, 8192)))
 
     def shape(self, rows: int) -> RowShape:
-        """The shape of a step with so many rows.
-
-        Raises:
-            KeyError: if there is none.
-        """
+        """The shape of a step with so many rows."""
         return {shape.rows: shape for shape in self.rows}[rows]
 
     def sharing(self, rows: int) -> tuple[int, int]:

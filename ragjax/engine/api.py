@@ -316,10 +316,7 @@ class Engine:
         graph: str | None = None,
         progress: Callable[[str, int], None] | None = None,
     ) -> Imported:
-        """Add facts, and other names of entities; the named graph is made if need be.
-
-        progress: as `KnowledgeGraph.add` calls it.
-        """
+        """Add facts, and other names of entities; the named graph is made if need be."""
         return self.knowledge.graphs.make(graph).add(items, progress)
 
     def knowledge_graph(self, name: str | None = None) -> KnowledgeGraph:
@@ -474,22 +471,14 @@ class Engine:
         return future
 
     def compute_depkv(self, prompt: DepPrompt | Prompt, *, positions: Positions = "path", tenant: str = "") -> DepKV:
-        """Compute a prompt under dependency attention, and hold its KV until it is closed (DepCache, section 5).
-
-        Raises:
-            RequestError: if the prompt cannot be served.
-        """
+        """Compute a prompt under dependency attention, and hold its KV until it is closed (DepCache, section 5)."""
         made = prompt.prompt() if isinstance(prompt, DepPrompt) else prompt
         return self.compute_kv(made, strategy=DEPENDENCY[positions != "path"], tenant=tenant)
 
     def compute_kv(
         self, prompt: Prompt, *, strategy: str, recompute_ratio: float | None = None, tenant: str = ""
     ) -> DepKV:
-        """Compute a prompt by any strategy, and hold its KV until it is closed: for many continuations of one prompt.
-
-        Raises:
-            RequestError: if the prompt cannot be served, or there is no such strategy, or it takes no ratio.
-        """
+        """Compute a prompt by any strategy, and hold its KV until it is closed, for many continuations."""
         inner = self._strategies.get(strategy)
         if inner is None:
             known = ", ".join(self._strategies)
@@ -524,13 +513,7 @@ class Engine:
         continuation: Tokens | None = None,
         **options: float | int | str | tuple[str, ...] | Mapping[int, float] | None,
     ) -> Answer:
-        """Generate behind a prompt whose KV is held; nothing of it is computed again. `options` as in `answer`.
-
-        continuation: as in `core.Request`.
-
-        Raises:
-            RequestError: if it was closed.
-        """
+        """Generate behind a prompt whose KV is held; nothing of it is computed again. `options` as in `answer`."""
         return self.answer_prompt(
             kv.prompt, strategy=Resumed(kv), sampling=sampling, continuation=continuation, tenant=kv.tenant, **options
         )
@@ -574,11 +557,7 @@ class Engine:
         self._loop.call(lambda: self._cache.audit(self._loop.holders()))
 
     def close(self) -> None:
-        """Stop: running requests end with an error. Safe to call twice, and again if a call was interrupted.
-
-        Raises:
-            RequestError: in the engine's own thread.
-        """
+        """Stop: running requests end with an error. Safe to call twice, and again if a call was interrupted."""
         self._loop.close()
         if self._preparing is not None:
             self._preparing.close()

@@ -23,17 +23,14 @@ LAST = 2**31 - 1
 class Blocks:
     """Lists of entries, one a row block, int32; each array has at most blocks x entries items.
 
-    entry_NS: the first `count_N` items of row n are the entries that block n visits, run after run.
-    partial_NU, end_NU: where run u's partly visible items begin, and where the run ends; U = S. Run u begins where
-        run u - 1 ends, and is `[begin, partial)` full and `[partial, end)` partial items.
-    runs_N: how many runs there are.
+    Run u begins where run u - 1 ends, and is `[begin, partial)` full and `[partial, end)` partial items; U = S.
     """
 
-    entry_NS: jax.Array
+    entry_NS: jax.Array  # the first `count_N` items of row n are the entries that block n visits, run after run
     count_N: jax.Array
-    partial_NU: jax.Array
-    end_NU: jax.Array
-    runs_N: jax.Array
+    partial_NU: jax.Array  # where run u's partly visible items begin
+    end_NU: jax.Array  # where it ends
+    runs_N: jax.Array  # how many runs there are
 
 
 def visible_blocks(rows: Rows, entries: PageTable, block_rows: int) -> Blocks:

@@ -33,10 +33,8 @@ from ragjax.serve.response import (
     Json,
     TextForm,
     ToolForm,
-    chunks,
     merged,
     respond,
-    whole,
 )
 from ragjax.serve.responses_api import Reply
 from ragjax.serve.schema.chat import ChatBody, CompletionBody
@@ -283,8 +281,8 @@ class _Endpoints:
         form = form_of(self._engine, asked[0].sampling.logprobs is not None, len(asked), body.n or 1, notices)
         events = merged([self._events(one, request.state.arrived) for one in asked])
         if body.stream:
-            return EventStream(chunks(form, events, body.include_usage))
-        return await respond(whole(form, events), request)
+            return EventStream(form.stream(events, body.include_usage))
+        return await respond(form.whole(events), request)
 
     async def _events(self, request: core.Request, arrived: float) -> AsyncGenerator[core.Event, None]:
         """Yields the engine's events and records TTFT and inter-token time.
@@ -304,11 +302,7 @@ class _Endpoints:
                 yield event
 
     def _knowledge_of(self, model: str) -> str | None:
-        """Returns the knowledge base that a model's name brings along: MODEL:KNOWLEDGE is for clients without `rag`.
-
-        Raises:
-            ApiError: 404 if there is no such model.
-        """
+        """Returns the knowledge base that a model's name brings along: MODEL:KNOWLEDGE is for clients without `rag`."""
         knowledge = model.removeprefix(f"{self._engine.model_name}:")
         if knowledge != model and knowledge in self._engine.knowledge_names:
             return knowledge

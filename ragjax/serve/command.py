@@ -12,7 +12,6 @@ import re
 import resource
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from pydantic import AfterValidator
 
 from ragjax import core
 from ragjax.cluster.router import DEFAULT_ROUTER, ROUTERS
-from ragjax.commands.flags import DEFAULTS, Parser, engine_options, error_line
+from ragjax.commands.flags import DEFAULTS, Parser, engine_options, exit_code
 from ragjax.core.options import CACHE, FIRST, LOAD, RETRIEVAL, REUSE, Flag, Positive
 from ragjax.serve.app import MAX_BODY_BYTES, MAX_FILE_BYTES, create_app
 from ragjax.serve.middleware import LOOPBACK, is_loopback
@@ -42,19 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A stop that takes too long ends the process with code 3 (`ragjax.serve.server`).
     """
-    try:
+
+    def run() -> int:
         options = parse_options(argv)
-        _log_to_stderr()
+        handler = logging.StreamHandler()
+        handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.basicConfig(handlers=[handler])
         logging.getLogger("ragjax").setLevel(options.log_level.upper())
         _open_many()
         with _listener(options.host, options.port) as listener, closing(_load(options)) as engine:
             _run(engine, listener, options)
-    except core.RagjaxError as error:
-        print(error_line("ragjax serve", error), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        return 0
+
+    return exit_code("ragjax serve", run)
 
 
 class OneLineFormatter(logging.Formatter):
@@ -65,12 +64,6 @@ class OneLineFormatter(logging.Formatter):
 
 
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
-
-
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(handlers=[handler])
 
 
 ACCESS = "Access and limits"

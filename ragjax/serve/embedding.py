@@ -98,12 +98,7 @@ class EmbeddingQueue:
         self._last_s = 0.0  # what the last request took
 
     async def embed(self, tenant: str, body: EmbeddingBody) -> core.Embedded:
-        """The vectors. Cancelled while it waits it never begins, and later it ends at the next batch of texts.
-
-        Raises:
-            core.OverloadError: if too many requests of the tenant wait.
-            core.RequestError: if vectors of another length were asked for, or a text cannot be embedded.
-        """
+        """The vectors. Cancelled while it waits it never begins, and later it ends at the next batch of texts."""
         if len(self._turns.waiting[tenant]) >= self._most:
             message = f"{self._most} requests of embeddings wait; try again later"
             raise core.OverloadError(message, retry_after=self._last_s)

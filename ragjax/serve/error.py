@@ -77,7 +77,10 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
     if isinstance(error, RequestValidationError):
         return _validation_error(error)
     if isinstance(error, HTTPException):
-        return _http_error(error, scope)
+        if (reason := _unreadable(error.__cause__)) is not None:
+            return ApiError(400, f"the body is not JSON that can be read: {reason}", code="invalid_json")
+        more = {"allow": _allowed(scope)} if error.status_code == 405 else error.headers
+        return ApiError(error.status_code, f"{error.detail}: {scope['method']} {scope['path']}", headers=more)
     request_id = scope["state"]["request_id"]
     _log.error("request %s failed", request_id, exc_info=error)
     message = f"internal error; the server's log has the details under request id {request_id}"
@@ -101,14 +104,6 @@ def overloaded(connections: int) -> ApiError:
     message = f"the server has {connections} connections, its limit; try again later"
     headers = {"connection": "close", "retry-after": "5"}
     return ApiError(503, message, "server_error", code="overloaded", headers=headers)
-
-
-def _http_error(error: HTTPException, scope: Scope) -> ApiError:
-    reason = _unreadable(error.__cause__)
-    if reason is not None:
-        return ApiError(400, f"the body is not JSON that can be read: {reason}", code="invalid_json")
-    headers = {"allow": _allowed(scope)} if error.status_code == 405 else error.headers
-    return ApiError(error.status_code, f"{error.detail}: {scope['method']} {scope['path']}", headers=headers)
 
 
 def _allowed(scope: Scope) -> str:

@@ -52,7 +52,15 @@ class Form(ABC):
         self._n = n
         self._notices = tuple(notices)
 
-    def whole(self, answers: Sequence[core.Answer]) -> Json:
+    async def whole(self, events: AsyncGenerator[Numbered, None]) -> Json:
+        """Makes the body of a response that is no stream."""
+        found: dict[int, core.Answer] = {}
+        async with aclosing(events):
+            # To the end, not to the answers only: closing earlier would be a cancellation.
+            async for number, event in events:
+                if isinstance(event, core.Answer):
+                    found[number] = event
+        answers = [found[number] for number in sorted(found)]
         choices = [
             self._choice(i, self._message(i, answer), answer.logprobs, self._reason(i, answer), **self._account(answer))
             for i, answer in enumerate(answers)
@@ -75,9 +83,24 @@ class Form(ABC):
         choice = self._choice(number, self._delta(None), None, self._reason(number, event), **self._account(event))
         return [*left, self._object(self.chunk_kind, [choice], rag=self._rag(event))]
 
-    def sums(self, answers: Sequence[core.Answer]) -> Json:
-        """Makes the chunk without choices that `include_usage` asks for."""
-        return self._object(self.chunk_kind, [], usage=self._usage(answers))
+    async def stream(self, events: AsyncGenerator[Numbered, None], include_usage: bool) -> AsyncGenerator[Json, None]:
+        """Yields the chunks of a stream; the first waits for the first event, and so for the errors before it.
+
+        With `include_usage`, each says `usage: null`, and one without choices follows with the sums.
+        """
+        opening = self.opening()
+        more = {"usage": None} if include_usage else {}
+        answers: dict[int, core.Answer] = {}
+        async with aclosing(events):
+            async for number, event in events:
+                for chunk in (*opening, *self.chunks(number, event)):
+                    yield {**chunk, **more}
+                opening = []
+                if isinstance(event, core.Answer):
+                    answers[number] = event
+        if include_usage:
+            sums = self._usage([answers[number] for number in sorted(answers)])
+            yield self._object(self.chunk_kind, [], usage=sums)
 
     def _rag(self, answer: core.Answer) -> Json:
         return account(answer, self._engine.pieces, self._notices)
@@ -212,35 +235,6 @@ class TextForm(Form):
             "top_logprobs": [_alternatives(t) for t in tokens],
             "text_offset": [t.begin for t in tokens],
         }
-
-
-async def whole(form: Form, events: AsyncGenerator[Numbered, None]) -> Json:
-    answers: dict[int, core.Answer] = {}
-    async with aclosing(events):
-        # To the end, not to the answers only: closing earlier would be a cancellation.
-        async for number, event in events:
-            if isinstance(event, core.Answer):
-                answers[number] = event
-    return form.whole([answers[number] for number in sorted(answers)])
-
-
-async def chunks(form: Form, events: AsyncGenerator[Numbered, None], include_usage: bool) -> AsyncGenerator[Json, None]:
-    """Yields the chunks of a stream; the first waits for the first event, and so for the errors before it.
-
-    With `include_usage`, each says `usage: null`, and one without choices follows with the sums.
-    """
-    opening = form.opening()
-    more = {"usage": None} if include_usage else {}
-    answers: dict[int, core.Answer] = {}
-    async with aclosing(events):
-        async for number, event in events:
-            for chunk in (*opening, *form.chunks(number, event)):
-                yield {**chunk, **more}
-            opening = []
-            if isinstance(event, core.Answer):
-                answers[number] = event
-    if include_usage:
-        yield form.sums([answers[number] for number in sorted(answers)])
 
 
 def logprobs_of(tokens: Sequence[core.TokenLogprob]) -> list[Json]:

@@ -20,13 +20,10 @@ class Piece(NamedTuple):
 
 @dataclass
 class CallReader:
-    """Reads the text of one answer.
+    """Reads the text of one answer."""
 
-    name: of the tool that it calls; None: it calls none, or that is not known yet. ended: its arguments are complete.
-    """
-
-    name: str | None = None
-    ended: bool = False
+    name: str | None = None  # of the tool that it calls; None: it calls none, or that is not known yet
+    ended: bool = False  # its arguments are complete
     _unread: str = ""
     _says: bool = False
     _depth: int = 0

@@ -67,6 +67,7 @@ from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
 from ragjax.retrieval.triples import Alias, Triple
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Allocation, Strategy
+from ragjax.reuse.fuse import Fuse
 from ragjax.schedule.grammar import Grammars
 from ragjax.schedule.order import ORDERS
 from ragjax.schedule.speculation import Odds
@@ -522,9 +523,9 @@ class Engine:
         """Drop all KV that no running request uses."""
         self._loop.call(self._cache.clear)
 
-    def key_of(self, prompt: Prompt, strategy: Strategy, tenant: str = "") -> bytes:
-        """The key of the KV that a strategy keeps of a prompt, the last of its `keys`."""
-        return strategy.keys(prompt, self._cache, tenant)[-1]
+    def key_of(self, prompt: Prompt, strategy: Fuse, tenant: str = "") -> bytes:
+        """The key of the KV that preprocessing keeps of a prompt."""
+        return strategy.key(prompt, self._cache, tenant)
 
     def holds(self, keys: Iterable[bytes], noted: Callable[[bytes], bool] = lambda meta: True) -> tuple[bool, ...]:
         """True for each key whose KV is in the cache or on disk, if what a strategy noted with it will do."""
@@ -533,8 +534,11 @@ class Engine:
 
     def write_soon(self, prompts: Sequence[Prompt], strategy: Strategy, tenant: str = "") -> None:
         """Have the KV that a strategy uses and keeps of prompts put on disk, if there is one, while there is time."""
-        keys = {key for prompt in prompts for key in strategy.keys(prompt, self._cache, tenant)}
-        self._loop.call(lambda: self._cache.write_soon(keys))
+
+        def write() -> None:  # keys are those of the tree as it is, which is the loop's
+            self._cache.write_soon({key for prompt in prompts for key in strategy.keys(prompt, self._cache, tenant)})
+
+        self._loop.call(write)
 
     def preprocessing_room(self, tenant: str = "") -> int:
         """Pages of KV of a tenant that may be computed ahead without driving out what was computed before."""

@@ -50,8 +50,12 @@ class Fuse(Strategy):
         return (
             *cache.keys_of(context, (), tenant, min(prompt.public, len(context))),
             *(_key(cache, context, prompt.segments[i], b"", tenant) for i in _isolated(prompt)),
-            _key(cache, context, prompt.segments[-1], _behind(prompt), tenant),
+            self.key(prompt, cache, tenant),
         )
+
+    def key(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> bytes:
+        """The last of `keys`, of what will be kept. Any thread may call it."""
+        return _key(cache, prompt.tokens[: _head(prompt)], prompt.segments[-1], _behind(prompt), tenant)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """One pass over missing parts of the system prompt and of isolated chunks, one over the chunk."""

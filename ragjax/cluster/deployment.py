@@ -203,8 +203,14 @@ def start(options: EngineOptions, count: int, address: str | None, grace: float,
 
 
 def _connect(address: str | None) -> None:
-    if address is not None:
-        _check(address)
+    if address is not None:  # Ray itself would try for minutes
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or "/" in host:
+            raise ConfigError(f"RAY_ADDRESS: give HOST:PORT of a cluster that this machine is part of, not {address!r}")
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"RAY_ADDRESS: no Ray cluster can be reached at {address}: {error}") from error
     try:
         if address is None:
             # Ray's own choice is a niceness of 15, which is for batch work
@@ -223,17 +229,6 @@ def _connect(address: str | None) -> None:
     if address is not None and APP in serve.status().applications:
         ray.shutdown()
         raise ConfigError(f"RAY_ADDRESS: the application {APP} runs on {address} already; stop it first")
-
-
-def _check(address: str) -> None:
-    """Raise ConfigError if nobody listens there: Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or "/" in host:
-        raise ConfigError(f"RAY_ADDRESS: give HOST:PORT of a cluster that this machine is part of, not {address!r}")
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"RAY_ADDRESS: no Ray cluster can be reached at {address}: {error}") from error
 
 
 def _stop(own: bool) -> None:

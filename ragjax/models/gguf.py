@@ -152,7 +152,11 @@ class _Header:
         for _ in range(key_count):
             key = self._text()
             metadata[key] = self._value(self._scalar("<I"))
-        entries = [self._tensor_entry() for _ in range(tensor_count)]
+        entries = []
+        for _ in range(tensor_count):
+            name = self._text()
+            sizes = [self._scalar("<Q") for _ in range(self._scalar("<I"))]
+            entries.append((name, tuple(reversed(sizes)), self._scalar("<I"), self._scalar("<Q")))
         alignment = metadata.get("general.alignment", 32)
         start = -(-self._at // alignment) * alignment
         return metadata, {name: self._place(name, shape, kind, start + at) for name, shape, kind, at in entries}
@@ -175,23 +179,16 @@ class _Header:
         if kind == self._STRING:
             return self._text()
         if kind == self._ARRAY:
-            return self._array(self._scalar("<I"), self._scalar("<Q"))
+            inner, count = self._scalar("<I"), self._scalar("<Q")
+            if inner not in self._SCALARS:
+                return [self._value(inner) for _ in range(count)]
+            form = f"<{count}{self._SCALARS[inner][1]}"
+            values = list(struct.unpack_from(form, self._data, self._at))
+            self._at += struct.calcsize(form)
+            return values
         if kind not in self._SCALARS:
             raise ConfigError(f"{self._path}: the GGUF header has a value of unknown type {kind}")
         return self._scalar(self._SCALARS[kind])
-
-    def _array(self, kind: int, count: int) -> list[Any]:
-        if kind not in self._SCALARS:
-            return [self._value(kind) for _ in range(count)]
-        form = f"<{count}{self._SCALARS[kind][1]}"
-        values = list(struct.unpack_from(form, self._data, self._at))
-        self._at += struct.calcsize(form)
-        return values
-
-    def _tensor_entry(self) -> tuple[str, Shape, int, int]:
-        name = self._text()
-        sizes = [self._scalar("<Q") for _ in range(self._scalar("<I"))]
-        return name, tuple(reversed(sizes)), self._scalar("<I"), self._scalar("<Q")
 
     def _place(self, name: str, shape: Shape, kind: int, offset: int) -> TensorEntry:
         from gguf import GGML_QUANT_SIZES

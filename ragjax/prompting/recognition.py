@@ -93,7 +93,11 @@ class Cutter:
                 parts.append(Part(piece, False))
                 continue
             begin = piece.index(body)
-            parts += [Part(piece[:begin], False), *self._sized(body), Part(piece[begin + len(body) :], False)]
+            parts.append(Part(piece[:begin], False))
+            for run in self._by_content(body):
+                core = run.rstrip()
+                parts += [Part(core, True), Part(run[len(core) :], False)]
+            parts.append(Part(piece[begin + len(body) :], False))
         return [*_merged(parts)]
 
     def last(self, text: str) -> str:
@@ -114,14 +118,6 @@ class Cutter:
             yield text[found.start() : found.end()]
             at = found.end()
         yield text[at:]
-
-    def _sized(self, body: str) -> Iterator[Part]:
-        """A piece as passages of at most `most` characters, with the white space between them."""
-        for part in self._by_content(body):
-            core = part.rstrip()
-            yield Part(core, True)
-            if len(core) < len(part):
-                yield Part(part[len(core) :], False)
 
     def _by_content(self, body: str) -> Iterator[str]:
         """Cut behind words whose hash, of them and the words before, says so; at ends of sentences more readily."""

@@ -65,28 +65,21 @@ def grammar(request: Request, native: bool) -> tuple[str, str] | None:
     for number, tool in enumerate(tools.offered):
         if tools.named in (None, tool.name):
             calls.append(f"call_{number}")
-            head = _literal((OPEN if native else "") + f'{{"name": "{tool.name}", "arguments": ')
-            tail = _literal("}" + (CLOSE if native else ""))
+            head = json.dumps((OPEN if native else "") + f'{{"name": "{tool.name}", "arguments": ')
+            tail = json.dumps("}" + (CLOSE if native else ""))
             rules += f"call_{number}: {head} args_{number} {tail}\nargs_{number}: {_json(tool.parameters)}\n"
     if not tools.required:
         calls.append("said")
         rules += f"said: {'TEXT' if schema is None else _json(schema)}\n"
         if schema is None:
-            rules += f"TEXT: {_text(native)}\n"
+            # any text but one that is the beginning of a call: an answer is either
+            text = f"/(?s:.*)/ & ~/(?s:.*{OPEN.strip()}.*)/" if native else r"/(?s:\s*([^{\s].*)?)/"
+            rules += f"TEXT: {text}\n"
     return f"start: {' | '.join(calls)}\n{rules}", "tools"
-
-
-def _text(native: bool) -> str:
-    """Any text but one that is the beginning of a call: an answer is either."""
-    return f"/(?s:.*)/ & ~/(?s:.*{OPEN.strip()}.*)/" if native else r"/(?s:\s*([^{\s].*)?)/"
 
 
 def _json(schema: str) -> str:
     return f"%json {json.dumps({**json.loads(schema), 'x-guidance': SPELLING})}"
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text)
 
 
 def _described(tool: Tool) -> dict[str, object]:

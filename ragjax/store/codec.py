@@ -5,7 +5,6 @@ Every encoding can cut out some tokens, and some layers, of an entry without dec
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from math import prod
@@ -37,33 +36,31 @@ class Dims:
     dtype: np.dtype[Any]
 
 
-class Encoding(ABC):
-    """One way to keep keys and values [L, K, n, D]. It holds nothing of an entry."""
+class Encoding:
+    """One way to keep keys and values [L, K, n, D]; it holds nothing of an entry. This one keeps them as they are."""
 
-    @property
-    @abstractmethod
-    def names(self) -> frozenset[str]:
-        """Names of an entry's arrays; no other encoding has the same."""
+    names = frozenset({"k", "v"})
+    """Names of an entry's arrays; no other encoding has the same."""
 
-    @abstractmethod
     def layout(self, dims: Dims) -> Layout:
         """The arrays that `encode` makes."""
+        return dict.fromkeys(("k", "v"), ((dims.layers, dims.heads, dims.tokens, dims.dim), dims.dtype))
 
-    @abstractmethod
     def encode(self, k_LKTD: NDArray[Any], v_LKTD: NDArray[Any]) -> tuple[dict[str, NDArray[Any]], float] | None:
         """The arrays, and the relative RMS error of keys or values, the larger; None if it cannot hold the values."""
+        return {"k": k_LKTD, "v": v_LKTD}, 0.0
 
-    @abstractmethod
     def decode(self, arrays: Arrays, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Keys and values [L, K, n, D] of this dtype; bfloat16 as uint16."""
+        return arrays["k"], arrays["v"]
 
-    @abstractmethod
     def length(self, arrays: Arrays) -> int:
         """Tokens of an entry; 0 if its arrays have too few axes."""
+        return tokens_of(arrays["k"])
 
-    @abstractmethod
     def cut(self, arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
         """Tokens [begin, end) as an entry that decodes to the same bits. No values are copied."""
+        return {name: x[:, :, begin:end] for name, x in arrays.items()}
 
     def check(self, arrays: Arrays, dims: Dims) -> None:
         """See that these arrays, perhaps of a cut, are an entry of this size.
@@ -134,27 +131,6 @@ def put(x: NDArray[Any], wide: NDArray[np.float32]) -> None:
 _LARGEST_INT8 = np.float32(127)
 
 
-class Raw(Encoding):
-    """Arrays "k" and "v" [L, K, n, D]."""
-
-    names = frozenset({"k", "v"})
-
-    def layout(self, dims: Dims) -> Layout:
-        return dict.fromkeys(("k", "v"), ((dims.layers, dims.heads, dims.tokens, dims.dim), dims.dtype))
-
-    def encode(self, k_LKTD: NDArray[Any], v_LKTD: NDArray[Any]) -> tuple[dict[str, NDArray[Any]], float]:
-        return {"k": k_LKTD, "v": v_LKTD}, 0.0
-
-    def decode(self, arrays: Arrays, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        return arrays["k"], arrays["v"]
-
-    def length(self, arrays: Arrays) -> int:
-        return tokens_of(arrays["k"])
-
-    def cut(self, arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
-        return {name: x[:, :, begin:end] for name, x in arrays.items()}
-
-
 class Int8(Encoding):
     """8 bits per value, with a scale per channel: "k.int8" [L, K, n, D] and "k.scale" float32 [L, K, D]; "v" the same.
 
@@ -185,7 +161,6 @@ class Int8(Encoding):
         return arrays, max(losses)
 
     def decode(self, arrays: Arrays, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Values times their scales."""
         k_LKTD, v_LKTD = (np.empty(arrays[f"{x}.int8"].shape, dtype) for x in "kv")
         for name, x_LKTD in (("k", k_LKTD), ("v", v_LKTD)):
             scaled = zip(arrays[f"{name}.int8"], arrays[f"{name}.scale"], x_LKTD, strict=True)
@@ -197,7 +172,6 @@ class Int8(Encoding):
         return tokens_of(arrays["k.int8"])
 
     def cut(self, arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
-        """Views; the scales stay."""
         return {name: x if name.endswith(".scale") else x[:, :, begin:end] for name, x in arrays.items()}
 
 
@@ -406,7 +380,7 @@ def _below(x: Floats) -> NDArray[np.uint16]:
 
 
 ENCODINGS: Mapping[AtRest, Encoding] = {
-    "raw": Raw(),
+    "raw": Encoding(),
     "int8": Int8(),
     "int4": Int4(),
 }

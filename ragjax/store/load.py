@@ -209,8 +209,6 @@ class KVSource:
         start = time.monotonic()
         try:
             arrays = self._read()
-            while arrays is None:
-                arrays = self._read()
             self.codec.check(arrays, self.tokens)
         except Exception:
             self._failed = True
@@ -229,22 +227,22 @@ class KVSource:
             moved.jobs, moved.bytes = 1, sum(x.nbytes for arrays in self._given for x in arrays.values())
         return moved
 
-    def _read(self) -> Arrays | None:
-        """The next share; None if it has to be tried again."""
-        try:
-            if self._shares is None:
-                self._shares = self.disk.read_shares(self.key, self.count, self.expected)
-                for before in self._given:
-                    again = next(self._shares)
-                    if {n: x.tobytes() for n, x in before.items()} != {n: x.tobytes() for n, x in again.items()}:
-                        raise ValueError("an entry changed while it was read")
-            return next(self._shares)
-        except Exception as error:
-            self._shares = None
-            self._errors.append(error)
-            if len(self._errors) > RETRIES:
-                raise self._errors[0] from None
-            return None
+    def _read(self) -> Arrays:
+        """The next share, which is tried again if need be."""
+        while True:
+            try:
+                if self._shares is None:
+                    self._shares = self.disk.read_shares(self.key, self.count, self.expected)
+                    for before in self._given:
+                        again = next(self._shares)
+                        if {n: x.tobytes() for n, x in before.items()} != {n: x.tobytes() for n, x in again.items()}:
+                            raise ValueError("an entry changed while it was read")
+                return next(self._shares)
+            except Exception as error:
+                self._shares = None
+                self._errors.append(error)
+                if len(self._errors) > RETRIES:
+                    raise self._errors[0] from None
 
 
 @dataclass(frozen=True)

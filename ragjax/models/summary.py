@@ -120,10 +120,8 @@ def offer(name: str) -> Offer:
     """
     if name in PACKAGED:
         return Offer(PACKAGED[name].bytes, None)
-    return _repository_offer(name) if is_repository(name) else Offer(None, None)
-
-
-def _repository_offer(name: str) -> Offer:
+    if not is_repository(name):
+        return Offer(None, None)
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

@@ -10,8 +10,7 @@ import json
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +82,14 @@ class Catalog:
 
     def add_file(self, tenant: str, file: File, content: bytes, quota: int, least: int) -> bool:
         """Keep a file, which counts as `least` bytes at least; False: the tenant's files would exceed the quota."""
-        values: tuple[Any, ...] = (
+        values = (
             file.id, tenant, file.name, file.purpose, file.size, file.created, content, file.expires,
         )  # fmt: skip
         sql = (
             f"insert into files ({_KEPT}, checksum) select ?, ?, ?, ?, ?, ?, ?, ?, ?"
             " where (select coalesce(sum(max(size, ?)), 0) from files where tenant = ?) + max(?, ?) <= ?"
         )
-        with self._changing() as database:
-            values = (*values, checksum(values), least, tenant, file.size, least, quota)
-            return database.execute(sql, values).rowcount == 1
+        return self._change(sql, *values, checksum(values), least, tenant, file.size, least, quota) == 1
 
     def files(self, tenant: str, purpose: str | None = None, part: Slice = WHOLE) -> list[File]:
         """A tenant's files of one purpose or of any, the oldest first."""
@@ -142,7 +139,7 @@ class Catalog:
 
     def remove_file(self, file: str) -> list[str]:
         """Forget a file, and where it was attached: the stores."""
-        with self._changing() as database:
+        with self._lock, self._database as database:
             stores = [store for (store,) in database.execute("select store from attachments where file = ?", (file,))]
             database.execute("delete from files where id = ?", (file,))
         return stores
@@ -154,19 +151,16 @@ class Catalog:
             "insert into stores (name, active, days, metadata, description, expired, id, tenant, created)"
             " select ?, ?, ?, ?, ?, ?, ?, ?, ? where (select count(*) from stores where tenant = ?) < ?"
         )
-        with self._changing() as database:
-            return database.execute(sql, (*values, store.id, tenant, store.created, tenant, most)).rowcount == 1
+        return self._change(sql, *values, store.id, tenant, store.created, tenant, most) == 1
 
     def change_store(self, store: Store) -> bool:
         """Keep the name, days, metadata and description of a store; False: it is gone."""
         values = (store.name, store.days, json.dumps(store.metadata), store.description, store.id)
         sql = "update stores set name = ?, days = ?, metadata = ?, description = ? where id = ?"
-        with self._changing() as database:
-            return database.execute(sql, values).rowcount == 1
+        return self._change(sql, *values) == 1
 
     def expire_store(self, store: str) -> None:
-        with self._changing() as database:
-            database.execute("update stores set expired = 1 where id = ?", (store,))
+        self._change("update stores set expired = 1 where id = ?", store)
 
     def stores(self, tenant: str, part: Slice = WHOLE) -> list[Store]:
         """A tenant's stores, the oldest first."""
@@ -181,13 +175,11 @@ class Catalog:
         return next((_store(row) for row in self._rows(f"{_STORE} where tenant = ? and id = ?", tenant, store)), None)
 
     def touch(self, store: str, now: int) -> None:
-        with self._changing() as database:
-            database.execute("update stores set active = ? where id = ?", (now, store))
+        self._change("update stores set active = ? where id = ?", now, store)
 
     def remove_store(self, store: str) -> None:
         """Forget a store and what is attached to it."""
-        with self._changing() as database:
-            database.execute("delete from stores where id = ?", (store,))
+        self._change("delete from stores where id = ?", store)
 
     def attach(self, attachments: list[Attachment], quota: int, least: int) -> bool:
         """Keep attachments to a store, all or none; one that was there is replaced.
@@ -202,7 +194,7 @@ class Catalog:
             "insert or replace into attachments (store, file, created, state, usage, code, message, attributes,"
             " chunk_tokens) values (?, ?, ?, ?, ?, ?, ?, ?, ?)"
         )
-        with self._changing() as database:
+        with self._lock, self._database as database:
             for one in attachments:
                 values = (one.store, one.file, one.created, one.state, one.usage, *one.error)
                 database.execute(sql, (*values, json.dumps(one.attributes), one.chunk_tokens))
@@ -215,15 +207,15 @@ class Catalog:
         """Note what became of an attachment; False: it was removed, or replaced, meanwhile."""
         values = (attachment.state, attachment.usage, *attachment.error)
         key = (attachment.store, attachment.file, attachment.created, attachment.chunk_tokens)
-        sql = "update attachments set state = ?, usage = ?, code = ?, message = ?"
-        with self._changing() as database:
-            where = " where store = ? and file = ? and created = ? and chunk_tokens is ?"
-            return database.execute(f"{sql}{where} and state = 'in_progress'", (*values, *key)).rowcount == 1
+        sql = (
+            "update attachments set state = ?, usage = ?, code = ?, message = ? where store = ? and file = ?"
+            " and created = ? and chunk_tokens is ? and state = 'in_progress'"
+        )
+        return self._change(sql, *values, *key) == 1
 
     def reopen(self, store: str, file: str) -> None:
         """Note that an attachment is to be read again."""
-        with self._changing() as database:
-            database.execute("update attachments set state = 'in_progress' where store = ? and file = ?", (store, file))
+        self._change("update attachments set state = 'in_progress' where store = ? and file = ?", store, file)
 
     def attachments(self, store: str, state: State | None = None, part: Slice = WHOLE) -> list[Attachment]:
         """A store's attachments, the oldest first. state: those in it alone."""
@@ -246,13 +238,12 @@ class Catalog:
         return [store for (store,) in self._rows("select store from attachments where file = ?", file)]
 
     def detach(self, store: str, file: str) -> None:
-        with self._changing() as database:
-            database.execute("delete from attachments where store = ? and file = ?", (store, file))
+        self._change("delete from attachments where store = ? and file = ?", store, file)
 
-    @contextmanager
-    def _changing(self) -> Iterator[sqlite3.Connection]:
+    def _change(self, sql: str, *values: object) -> int:
+        """Carry out a statement; returns the number of rows that it changed."""
         with self._lock, self._database:
-            yield self._database
+            return self._database.execute(sql, values).rowcount
 
     def _rows(self, sql: str, *values: object, **named: object) -> list[Any]:
         with self._lock:

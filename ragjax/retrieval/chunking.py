@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from typing import Generic, ParamSpec, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from semantic_text_splitter import TextSplitter
@@ -129,43 +129,25 @@ def _blocks(text: str) -> Iterator[str]:
 
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 
 def finish(steps: Generator[None, None, T]) -> T:
     """Run all steps and return their result."""
-    kept = _Result(steps)
-    for _ in kept:
-        pass
-    return kept.made
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            made: T = end.value
+            return made
 
 
 def checked(steps: Generator[None, None, T], check: Callable[[], None]) -> Generator[None, None, T]:
     """Take the same steps and call `check` before each but the first; an error of it ends them."""
-    kept = _Result(steps)
-    for _ in kept:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            made: T = end.value
+            return made
         yield
         check()
-    return kept.made
-
-
-def at_once(work: Callable[P, T]) -> Callable[P, Generator[None, None, T]]:
-    """Make a function into a generator of a single step."""
-
-    def steps(*args: P.args, **options: P.kwargs) -> Generator[None, None, T]:
-        yield from ()
-        return work(*args, **options)
-
-    return steps
-
-
-class _Result(Generic[T]):
-    """Iterates over steps and keeps their result."""
-
-    made: T
-
-    def __init__(self, steps: Generator[None, None, T]):
-        self._steps = steps
-
-    def __iter__(self) -> Iterator[None]:
-        self.made = yield from self._steps

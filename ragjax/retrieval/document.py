@@ -10,18 +10,22 @@ import logging
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ragjax.core import ConfigError, Document, has_controls, is_unicode
-from ragjax.retrieval.chunking import at_once, finish
+from ragjax.retrieval.chunking import finish
 from ragjax.retrieval.html import decode, read_html, read_markdown, read_text
 from ragjax.retrieval.pdf import read_pdf_steps
 
 MAX_BYTES = 32 * 2**20
 """Default limit of one document's file (for JSONL: of one line)."""
+
+_READERS = {".md": read_markdown, ".txt": read_text, ".html": read_html, ".htm": read_html}
+SUFFIXES = (*_READERS, ".pdf")
+"""Kinds of files that are documents."""
 
 _FIELDS = ("id", "title", "text")
 
@@ -130,10 +134,10 @@ def _string(entry: Mapping[str, Any], name: str, where: str) -> str:
 
 def _from_folder(folder: Path, max_bytes: int) -> list[Document]:
     names = sorted(_walk(folder))
-    chosen = [name for name in names if Path(name).suffix.lower() in _READERS]
+    chosen = [name for name in names if Path(name).suffix.lower() in SUFFIXES]
     others = Counter(Path(name).suffix or Path(name).name for name in names if name not in set(chosen))
     if not chosen:
-        raise ConfigError(f"{folder}: no documents: put {', '.join(_READERS)} files into it")
+        raise ConfigError(f"{folder}: no documents: put {', '.join(SUFFIXES)} files into it")
     if others:
         _log.warning("%s: not loaded: %s", folder, ", ".join(f"{n} {kind}" for kind, n in sorted(others.items())))
     stems = {name: name[: -len(Path(name).suffix)] for name in chosen}
@@ -165,7 +169,7 @@ def _from_file(path: Path, document_id: str, max_bytes: int) -> Document:
 
 
 def parse(data: bytes, path: Path, document_id: str) -> Document:
-    """The document in a file's bytes, of the kind that the path's suffix says (`suffixes`); nothing is read from disk.
+    """The document in a file's bytes, of the kind that the path's suffix says (`SUFFIXES`); nothing is read from disk.
 
     Raises:
         ConfigError: if it is of another kind, broken, or over a limit.
@@ -175,15 +179,14 @@ def parse(data: bytes, path: Path, document_id: str) -> Document:
 
 def parse_steps(data: bytes, path: Path, document_id: str) -> Generator[None, None, Document]:
     """Do the work of `parse` in steps; a PDF takes several."""
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
-        raise ConfigError(f"{path}: files of this type cannot be read; use {', '.join(_READERS)}")
-    title, text = yield from reader(data, path)
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ConfigError(f"{path}: files of this type cannot be read; use {', '.join(SUFFIXES)}")
+    if suffix == ".pdf":
+        title, text = yield from read_pdf_steps(data, path)
+    else:
+        title, text = _READERS[suffix](data, path)
     return Document(document_id, text.strip(), title or path.stem)
-
-
-def suffixes() -> tuple[str, ...]:
-    return tuple(_READERS)
 
 
 def _data(path: Path, max_bytes: int) -> bytes:
@@ -199,12 +202,3 @@ def _data(path: Path, max_bytes: int) -> bytes:
             return file.read(max_bytes)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-
-
-_READERS: Mapping[str, Callable[[bytes, Path], Generator[None, None, tuple[str, str]]]] = {
-    ".md": at_once(read_markdown),
-    ".txt": at_once(read_text),
-    ".html": at_once(read_html),
-    ".htm": at_once(read_html),
-    ".pdf": read_pdf_steps,
-}

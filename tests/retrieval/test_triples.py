@@ -123,7 +123,7 @@ def test_any_name_survives(head: str, relation: str, tail: str) -> None:
     assert store.edges(head, 5) == (triple,)
     assert set(store.entities()) == {head, tail}
     store.add_aliases([Alias(head, tail)])
-    assert list(store.aliases(head)) == [Alias(head, tail)]
+    assert list(store.aliases()) == [Alias(head, tail)]
 
 
 def test_reading_while_another_writes() -> None:

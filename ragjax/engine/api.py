@@ -251,6 +251,11 @@ class Engine:
         """Programs that are still to be made while requests are served."""
         return 0 if self._parts.supply is None else self._parts.supply.left
 
+    @property
+    def starting(self) -> bool:
+        """True while programs are made, or steps are measured, for all that the default strategy needs."""
+        return bool(self.programs_left) or not self._loop.tuned
+
     def inventory(self, tenant: str = "", most: int = 200) -> Inventory:
         """List a tenant's KV in the cache, its `most` largest nodes, and what of it left and which requests ran lately.
 

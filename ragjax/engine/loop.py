@@ -106,6 +106,11 @@ class Loop:
         return len(self.requests.in_front)
 
     @property
+    def tuned(self) -> bool:
+        """True if the budget of a step is what it will be."""
+        return self._tuning is None
+
+    @property
     def closed(self) -> bool:
         """True if nothing is served any more."""
         return self._closed

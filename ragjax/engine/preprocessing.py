@@ -432,6 +432,8 @@ class Preparing:
     def _look(self) -> None:
         """Prepare what has come since the last look."""
         engine, bases = self._engine, self._engine.knowledge.bases
+        if engine.starting:  # what all requests need comes first
+            return
         owners = bases.owners
         for name in self._bases.keys() - owners.keys():
             del self._bases[name]

@@ -117,6 +117,19 @@ def test_it_rests_while_a_request_runs(engine: Engine) -> None:
     assert prepared(engine) == (6, 6)
 
 
+def test_programs_that_are_still_made_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, left = Counter[str](), [3]
+    monkeypatch.setattr(Engine, "programs_left", property(lambda self: looks.update(["look"]) or left[0]))
+    with tiny.engine(pages=ROOMY) as engine:
+        engine.add_documents(documents(3))
+        engine.begin_preprocessing()
+        until(lambda: looks["look"] > 3)
+        assert prepared(engine) == (0, 3) and not engine._loop.requests.live
+        left[0] = 0
+        until(lambda: done(engine))
+        assert prepared(engine) == (3, 3)
+
+
 def test_an_upload_is_prepared(engine: Engine) -> None:
     engine.begin_preprocessing()
     until(lambda: done(engine))

@@ -109,12 +109,13 @@ def test_exact_is_said_of_reuse_and_not_of_the_answer(page: Page) -> None:
 
 
 def test_what_the_server_still_prepares_is_told(browser: Browser) -> None:
-    preparing = engine(progress=core.Preprocessed(1300, 120, 0, True))
+    preparing = engine(progress=core.Preprocessed(1300, 120, 0, True), programs_left=12)
     with serving(preparing) as served, visiting(browser, served.url) as page:
         line = page.locator("#progress")
         line.wait_for()
-        assert line.inner_text().endswith("reused at any position: 120 of 1,300 are ready.")
-        preparing.progress = core.Preprocessed(1300, 1300, 0, False)
+        ready = "prepares passages to be reused at any position (120 of 1,300 are ready)"
+        assert line.inner_text() == f"Beside its answers the server compiles 12 programs and {ready}."
+        preparing.progress, preparing.programs_left = core.Preprocessed(1300, 1300, 0, False), 0
         line.wait_for(state="hidden")
 
 

@@ -50,6 +50,7 @@ class FakeEngine:
     closed: bool = False
     observers: list[Callable[[str, core.Divergence], None]] = field(default_factory=list)
     progress: core.Preprocessed | None = None
+    programs_left: int = 2
 
     @classmethod
     def load(cls, options: core.EngineOptions) -> FakeEngine:
@@ -81,11 +82,6 @@ class FakeEngine:
     def strategy_summary(self) -> str:
         """The default strategy."""
         return self.default_strategy
-
-    @property
-    def programs_left(self) -> int:
-        """Two programs are still to be made."""
-        return 2
 
     @property
     def shares(self) -> None:

@@ -5,7 +5,7 @@ import { initAsk, offerAsk } from "./ask.js";
 import { initCache } from "./cache.js";
 import { initCompare, offerCompare } from "./compare.js";
 import { initDocuments } from "./documents.js";
-import { count, find } from "./dom.js";
+import { count, counted, find } from "./dom.js";
 import { server } from "./form.js";
 
 const VIEWS = ["ask", "compare", "documents", "cache"];
@@ -42,19 +42,23 @@ async function load() {
   document.dispatchEvent(new CustomEvent("offered"));
 }
 
-/** Say what the server still prepares, and look again: documents may come. */
+/** Say what the server still does before it is at its best, and look again: documents may come. */
 async function watch() {
   const line = find("progress");
-  let busy = false;
+  let works = [];
   try {
-    const { preprocessing: passages } = await json("health");
-    busy = Boolean(passages?.running) && passages.prepared < passages.passages;
-    if (busy) line.textContent = `The server is preparing passages to be reused at any position: ${count(passages.prepared)} of ${count(passages.passages)} are ready.`;
+    const { preprocessing: passages, programs_left: programs } = await json("health");
+    const preparing = passages?.running && passages.prepared < passages.passages;
+    works = [
+      programs > 0 && `compiles ${counted(programs, "program")}`,
+      preparing && `prepares passages to be reused at any position (${count(passages.prepared)} of ${count(passages.passages)} are ready)`,
+    ].filter(Boolean);
+    line.textContent = works.length ? `Beside its answers the server ${works.join(" and ")}.` : "";
   } catch {
-    busy = false; // the next question tells what is wrong
+    works = []; // the next question tells what is wrong
   }
-  line.hidden = !busy;
-  setTimeout(watch, busy ? 1000 : 10000);
+  line.hidden = !works.length;
+  setTimeout(watch, works.length ? 1000 : 10000);
 }
 
 function initKey() {

@@ -140,8 +140,7 @@ class _Talk:
 
     def _answer(self, asked: list[dict[str, str]], rag: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Show an answer as it comes, then what was reused; both are returned."""
-        given = {name: value for name, value in rag.items() if value is not None}
-        body = {"model": self._name, "messages": asked, "max_tokens": self._max_tokens, "stream": True, "rag": given}
+        body = {"model": self._name, "messages": asked, "max_tokens": self._max_tokens, "stream": True, "rag": rag}
         texts, account = list[str](), None
         with self._client.stream("POST", "chat/completions", json=body) as response:
             if response.status_code != 200:
@@ -190,13 +189,8 @@ def lines(rag: dict[str, Any], width: int) -> list[Text]:
     spent = rag["timings_ms"]
     parts = ", ".join(f"{part} {spent[key]:.0f}" for part, key in PARTS.items() if spent.get(key, 0) >= 0.5)
     times = Text(f"first token after {spent['ttft']:.0f} ms ({parts}), all after {spent['total']:.0f} ms", style="dim")
-    return [
-        Text(" ").join(strip),
-        legend,
-        outcome,
-        times,
-        *(Text(f"note: {notice}", style="yellow") for notice in rag["notices"]),
-    ]
+    notes = [Text(f"note: {notice}", style="yellow") for notice in rag["notices"]]
+    return [Text(" ").join(strip), legend, outcome, times, *notes]
 
 
 def _message(body: Any) -> str:

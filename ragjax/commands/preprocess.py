@@ -5,13 +5,10 @@ ragjax preprocess --knowledge docs/ --index-dir index/ --disk-cache kv/
 
 from __future__ import annotations
 
-import argparse
 import logging
-import sys
 from collections.abc import Sequence
 
-from ragjax import core
-from ragjax.commands.flags import Parser, add_engine_flags, engine_options, error_line, integer
+from ragjax.commands.flags import Parser, add_engine_flags, engine_options, exit_code, integer
 from ragjax.engine import Engine
 from ragjax.engine.preprocessing import fuse, preprocess
 from ragjax.reuse.fusion import NEIGHBOURS
@@ -21,26 +18,10 @@ __all__ = ["fuse", "main", "preprocess"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code: 0 if all is kept, 1 if some KV found no room, 2 if it cannot run as asked."""
-    try:
-        options = _options(argv)
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger("ragjax").setLevel(logging.INFO)
-        logging.getLogger("ragjax.runner.programs").setLevel(logging.WARNING)  # a line for each would break the bar
-        with Engine.load(engine_options(options), compile=False) as engine:  # a third of the programs are used
-            neighbours = options.neighbours or NEIGHBOURS
-            report = preprocess(engine, n=neighbours, system=options.system, record=options.record)
-    except core.RagjaxError as error:
-        print(error_line("ragjax preprocess", error), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    print(report)
-    return 1 if report.lost else 0
+    return exit_code("ragjax preprocess", lambda: _run(argv), stopped="stopped; the same command goes on from here")
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a command line (`sys.argv` if None); those that the server has too have its names and meanings."""
+def _run(argv: Sequence[str] | None) -> int:
     parser = Parser(
         "ragjax preprocess",
         "Compute every chunk behind its most similar ones; a server with the same directories uses it.",
@@ -52,4 +33,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--neighbours", type=integer(1), help=f"chunks that each is computed behind ({NEIGHBOURS})")
     flag("--system", metavar="TEXT", help="system message of the requests (default: that of requests without one)")
     flag("--record", action="store_true", help="keep what the strategy fusion+craft needs, too")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("ragjax").setLevel(logging.INFO)
+    logging.getLogger("ragjax.runner.programs").setLevel(logging.WARNING)  # a line for each would break the bar
+    with Engine.load(engine_options(options), compile=False) as engine:  # a third of the programs are used
+        neighbours = options.neighbours or NEIGHBOURS
+        report = preprocess(engine, n=neighbours, system=options.system, record=options.record)
+    print(report)
+    return 1 if report.lost else 0

@@ -35,15 +35,7 @@ def quota(
 ) -> Quota:
     """Numbers of tokens that each layer of a prompt keeps. Their mean is the budget, or `count` if that is less.
 
-    Args:
-        compression: budget, window and graph.
-        scorer: of its method.
-        layers: of the model.
-        count: tokens of the prompt.
-        preference_L: `Score.preference` of each layer, which scorers with `needs_preference` need.
-
-    Raises:
-        ValueError: if such a scorer gets none.
+    preference_L: `Score.preference` of each layer, without which a scorer with `needs_preference` raises ValueError.
     """
     kept_L = scorer.budgets(layers, compression.budget, compression.window, count, preference_L)
     recent_L = [min(int(kept), scorer.recent(int(kept), compression.window)) for kept in kept_L]

@@ -42,9 +42,7 @@ def adjust(logits_NV: jax.Array, token_NA: jax.Array, factor_NA: jax.Array, add_
 def allow(logits_NV: jax.Array, bits_NW: jax.Array) -> jax.Array:
     """Logits of the tokens that may be chosen, and -inf for the others, float32 [N, V].
 
-    Args:
-        logits_NV: float32.
-        bits_NW: uint32, W words of 32 tokens: token t may be chosen if bit t % 32 of word t // 32 is set.
+    bits_NW: uint32, W words of 32 tokens: token t may be chosen if bit t % 32 of word t // 32 is set.
     """
     bit_V = jnp.arange(logits_NV.shape[1], dtype=jnp.uint32)
     set_NV = (bits_NW[:, bit_V // 32] >> (bit_V % 32)) & 1
@@ -77,10 +75,6 @@ def choose(
 
 def logprobs(logits_NV: jax.Array, token_N: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Natural-log probabilities of tokens, and the likeliest tokens with theirs, likeliest first.
-
-    Args:
-        logits_NV: float32.
-        token_N: int32.
 
     Returns:
         float32 [N]; int32 and float32 [N, Y], Y as `ALTERNATIVES`, or as many as there are tokens.

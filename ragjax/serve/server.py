@@ -150,11 +150,7 @@ class Connection(H11Protocol):
 
 
 def limited(limits: Limits, count: Callable[[str], None]) -> type[Connection]:
-    """The connections of a server with these limits, for `http` of uvicorn's configuration.
-
-    count: called with the reason for each connection that the server ends: `overloaded`, `late`, `idle`, `unread`,
-        `malformed`.
-    """
+    """The connections of a server with these limits, for `http` of uvicorn's configuration."""
     return type("Connection", (Connection,), {"limits": limits, "count": staticmethod(count)})
 
 

@@ -89,14 +89,9 @@ def _unfit(q_THD: jax.Array, view: View) -> str | None:
 def attend(q_THD: jax.Array, view: View, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """See `op.paged_interval_attention`.
 
-    Args:
-        q_THD: float32, bfloat16 or float16; D is 64 or 128.
-        view: with a bfloat16 or float16 pool of pages of 64 or 128 slots, and blocks of 8, 16, 32 or a multiple of 64
-            rows that fill at least 64 rows when the query heads of a KV head are folded into them.
-        interpret: run on CPU, in JAX's simulation of a GPU's memory and barriers (jax 0.11 and up).
-
-    Raises:
-        ValueError: saying why the call cannot be served.
+    The pool is of bfloat16 or float16, in pages of 64 or 128 slots; blocks have 8, 16, 32 or a multiple of 64 rows, and
+    fill at least 64 when the query heads of a KV head are folded into them; D is 64 or 128.
+    interpret: run on CPU, in JAX's simulation of a GPU's memory and barriers (jax 0.11 and up).
     """
     reason = _unfit(q_THD, view)
     if reason is not None:

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from ragjax.core.compression import Compression
 from ragjax.core.prompt import Intervals
 
+SECTION_LAYERS = 8
+"""Most layers of a section of the model."""
+
 
 @dataclass(frozen=True)
 class LayerTable:
@@ -129,6 +132,15 @@ class Span:
         entries = int(layout.pages_L(page_size).max())
         pages = (*containers, *[containers[-1]] * (entries - len(containers)))
         return replace(Span.consecutive(0, Run(pages[:entries], 0, entries * page_size)), layout=layout)
+
+
+def sections(layers: int, most: int = SECTION_LAYERS) -> tuple[int, ...]:
+    """Boundaries of the fewest equal parts of a model's layers that hold no more than `most` each, 0 and the end too.
+
+    Strategies that measure, or pause, at some depth do it there, whatever the stages of the device are.
+    """
+    depth = max(n for n in range(1, most + 1) if layers % n == 0)
+    return tuple(range(0, layers + 1, depth))
 
 
 class Measure(StrEnum):

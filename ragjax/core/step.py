@@ -64,12 +64,12 @@ class Grid:
     """
 
     rows: tuple[RowShape, ...] = (
-        *(RowShape(2, 2), RowShape(4, 4), RowShape(7, 7), RowShape(8, 1), RowShape(16, 1), RowShape(36, 4)),
-        *(RowShape(8 + 32, 32, 8), RowShape(16 + 64, 32, 16), RowShape(16 + 128, 64, 16), RowShape(16 + 384, 128, 16)),
-        *(RowShape(32, 32), RowShape(128, 32), RowShape(336, 112), RowShape(512, 128)),
+        *(RowShape(2, 2), RowShape(7, 7), RowShape(8, 1), RowShape(16, 1)),
+        *(RowShape(16 + 64, 32, 16), RowShape(16 + 256, 128, 16)),
+        *(RowShape(32, 32), RowShape(128, 32), RowShape(512, 128)),
     )
-    entries: tuple[int, ...] = (64, 256)
-    logits: tuple[int, ...] = (2, 8, 32)
+    entries: tuple[int, ...] = (256,)
+    logits: tuple[int, ...] = (2, 8, 16)
     segments: int = 16
     wide: int = 0
 
@@ -103,9 +103,16 @@ class Grid:
     def entries_of(self, shape: RowShape) -> tuple[int, ...]:
         """Entries that steps of a shape are compiled for, ascending."""
         requests = shape.single or shape.rows // shape.block
-        if self.wide <= self.entries[-1] or requests == 1 or (shape.block >= 8 and not shape.mixed):
+        few = requests <= (16 if shape.mixed else 8)
+        if few or self.wide <= self.entries[-1] or (shape.block >= PREFILL_ROWS and not shape.mixed):
             return self.entries
-        return (*self.entries, self.wide) if requests <= 8 and not shape.mixed else (self.entries[-1], self.wide)
+        return self.entries[-1], self.wide
+
+    def logits_of(self, shape: RowShape) -> int:
+        """Rows of a shape whose logits are computed together: all that decode, and the last of each prefill."""
+        alone = shape.block < PREFILL_ROWS and not shape.mixed
+        wanted = shape.rows if alone else shape.single + (shape.rows - shape.single) // shape.block
+        return next((n for n in self.logits if n >= wanted), self.logits[-1])
 
     @property
     def least(self) -> tuple[RowShape, ...]:

@@ -9,7 +9,8 @@ accumulate in float32, which on CPU is both the fastest and the more exact way t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -177,7 +178,12 @@ class Decoder(nnx.Module):
     @staticmethod
     def abstract(config: ModelConfig, dtype: jnp.dtype = jnp.bfloat16) -> Decoder:
         """The decoder with shapes and dtypes in place of arrays."""
-        return nnx.eval_shape(lambda: Decoder(config, dtype, rngs=nnx.Rngs(0)))
+        one = replace(config, num_layers=1)  # JAX takes a second for the thirty equal layers of a small model
+        decoder = nnx.eval_shape(lambda: Decoder(one, dtype, rngs=nnx.Rngs(0)))
+        definition, state = nnx.split(decoder.layers[0])
+        decoder.config = config
+        decoder.layers = nnx.List([nnx.merge(definition, nnx.clone(state)) for _ in range(config.num_layers)])
+        return decoder
 
     @staticmethod
     def from_tensors(
@@ -187,19 +193,31 @@ class Decoder(nnx.Module):
 
         Matrices are cast to `dtype`; norms and biases stay float32. Tensors are read one layer at a time.
         """
+        return Decoder.from_arrays(config, own_arrays(config, tensors), dtype)
+
+    @staticmethod
+    def from_arrays(
+        config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]], dtype: jnp.dtype = jnp.bfloat16
+    ) -> Decoder:
+        """Build from arrays in this layout, by name. Those that fit as they are stay where they are on a CPU."""
         decoder = Decoder.abstract(config, dtype)
-
-        def put(weight: Weight, value: NDArray[np.generic]) -> None:
-            weight.set_value(jnp.asarray(value.reshape(weight.shape), weight.dtype))
-
-        put(decoder.embedding, tensors["model.embed_tokens.weight"])
-        for i, layer in enumerate(decoder.layers):
-            for name, value in _fused(config, tensors, f"model.layers.{i}.").items():
-                put(getattr(layer, name), value)
-        put(decoder.norm, tensors["model.norm.weight"])
-        if decoder.head is not None:
-            put(decoder.head, tensors["lm_head.weight"])
+        weights = decoder.weights()
+        for name, value in arrays:
+            weight = weights[name]
+            fitting = value.reshape(weight.shape).astype(weight.dtype, copy=False)
+            weight.set_value(jax.device_put(fitting, may_alias=True))
         return decoder
+
+    def weights(self) -> dict[str, Weight]:
+        """The parameters that a checkpoint has, by name, in the order of `own_arrays`."""
+        layers = {
+            f"layers.{i}.{name}": weight
+            for i, layer in enumerate(self.layers)
+            for name, weight in sorted(vars(layer).items())
+            if isinstance(weight, Weight)
+        }
+        ends = {"embedding": self.embedding, **layers, "norm": self.norm, "head": self.head}
+        return {name: weight for name, weight in ends.items() if weight is not None}
 
     def embed(self, tokens_T: jax.Array) -> jax.Array:
         """Token embeddings, float32 [T, E]."""
@@ -264,6 +282,19 @@ def turning_order(head_dim: int, rotary_dim: int) -> NDArray[np.intp]:
     """
     turned, still = np.arange(rotary_dim), np.arange(rotary_dim, head_dim)
     return np.concatenate([half for pair in zip(np.split(turned, 2), np.split(still, 2), strict=True) for half in pair])
+
+
+def own_arrays(
+    config: ModelConfig, tensors: Mapping[str, NDArray[np.generic]]
+) -> Iterator[tuple[str, NDArray[np.generic]]]:
+    """The arrays of a decoder by name, from tensors under Hugging Face names, which are read one layer at a time."""
+    yield "embedding", tensors["model.embed_tokens.weight"]
+    for i in range(config.num_layers):
+        for name, value in sorted(_fused(config, tensors, f"model.layers.{i}.").items()):
+            yield f"layers.{i}.{name}", value
+    yield "norm", tensors["model.norm.weight"]
+    if not config.tie_embeddings:
+        yield "head", tensors["lm_head.weight"]
 
 
 def _fused(

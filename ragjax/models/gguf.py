@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -113,7 +113,13 @@ def read_gguf(path: str | Path) -> tuple[dict[str, Any], dict[str, TensorEntry]]
     150,000 entries. Raises ConfigError on truncated files and unknown types.
     """
     path = Path(path)
-    header = _Header(np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8), path)
+    stat = path.stat()
+    return _read_head(path.absolute(), stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)  # tokenizer, configuration and weights ask for it
+def _read_head(path: Path, size: int, modified_ns: int) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+    header = _Header(np.memmap(path, np.uint8, "r") if size else np.zeros(0, np.uint8), path)
     metadata, tensors = header.read()
     parts = metadata.get("split.count", 1)
     if parts not in (0, 1):

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,18 +22,18 @@ from ragjax.models.hub import cache_writes, locked
 from ragjax.models.huggingface import (
     SAFETENSORS_DTYPES,
     open_directory,
-    open_safetensors,
     storage_note,
     weight_files,
 )
-from ragjax.models.tensors import Array, Checkpoint, Tensors
+from ragjax.models.tensors import Array, Checkpoint
 
 if TYPE_CHECKING:
     from ragjax.models.decoder import Decoder
 
 _log = logging.getLogger(__name__)
 
-_CACHE_FORMAT = 1  # raise it when the content of the dequantised cache changes meaning
+_ALIGNMENT = 64  # bytes: XLA on a CPU uses a mapped file as it is, if arrays begin so
+_CACHE_FORMAT = 2  # raise it when the content of the dequantised cache changes meaning
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -91,38 +91,48 @@ def _file_digest(file: Path, memory: Path) -> bytes:
 def load_decoder(path: str | Path, dtype: DTypeLike, cache_dir: str | Path) -> Decoder:
     """Build the decoder of a checkpoint, with weights of `dtype`.
 
-    Dequantised weights are kept in cache_dir, under the SHA-256 of the weights, how they are read and the dtype, so
-    that the next start need not dequantise; a damaged cache is rebuilt. Raises ConfigError as `open_checkpoint` does.
+    Dequantised weights are kept in cache_dir, under the SHA-256 of the weights, how they are read and the dtype, as the
+    decoder has them: the next start maps the file. A damaged cache is rebuilt. Raises ConfigError as `open_checkpoint`.
     """
     from ragjax.models.decoder import Decoder
 
     checkpoint = open_checkpoint(path)
-    tensors: Mapping[str, Array] = checkpoint.tensors
-    if checkpoint.quantized:
-        tensors = _dequantized(checkpoint, Path(path), np.dtype(dtype), Path(cache_dir))
-    return Decoder.from_tensors(checkpoint.config, tensors, np.dtype(dtype))
+    if not checkpoint.quantized:
+        return Decoder.from_tensors(checkpoint.config, checkpoint.tensors, np.dtype(dtype))
+    file = _dequantized(checkpoint, Path(path), np.dtype(dtype), Path(cache_dir))
+    return Decoder.from_arrays(checkpoint.config, _mapped(file), np.dtype(dtype))
 
 
-def _dequantized(checkpoint: Checkpoint, path: Path, dtype: np.dtype[Any], cache_dir: Path) -> Tensors:
-    """Tensors from the cache, which is filled first where it has to be: both starts see the same numbers."""
+def _mapped(file: Path) -> Iterator[tuple[str, Array]]:
+    """The arrays of a safetensors file, by name, as parts of a mapping of it."""
+    data = np.memmap(file, np.uint8, "r")
+    begin = 8 + int(data[:8].view("<u8")[0])
+    for name, about in json.loads(data[8:begin].tobytes()).items():
+        low, high = about["data_offsets"]
+        array = data[begin + low : begin + high].view(SAFETENSORS_DTYPES[about["dtype"]])
+        yield name, array.reshape(about["shape"])
+
+
+def _dequantized(checkpoint: Checkpoint, path: Path, dtype: np.dtype[Any], cache_dir: Path) -> Path:
+    """The cache's file, which is written first where it has to be: both starts see the same numbers."""
     # besides the files' bytes these alone determine tensors: an end token or the context's length changes none
     config, shapes = checkpoint.config, sorted(checkpoint.tensors.shapes.items())
-    reading = json.dumps([config.family, config.num_heads, config.num_kv_heads, shapes]).encode()
+    reading = json.dumps([config.family, config.num_heads, config.num_kv_heads, config.rotary_dim, shapes]).encode()
     parts = [str(_CACHE_FORMAT).encode(), weights_digest(path, cache_dir), reading, dtype.name.encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
     directory = cache_dir / "dequantized"
     with cache_writes(cache_dir):
         whole = [file for file in _cached(directory, key) if _is_whole(file, key)]
         if whole:
-            return open_safetensors(whole[:1])  # without the lock, which a read-only cache cannot have
+            return whole[0]  # without the lock, which a read-only cache cannot have
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory / f"{key}.lock", f"dequantising {path}"):
             for file in _cached(directory, key):
                 if _is_whole(file, key):
-                    return open_safetensors([file])
+                    return file
                 _log.warning("%s is damaged; dequantising the weights again", file)
                 file.unlink(missing_ok=True)
-            return open_safetensors([_write_cache(checkpoint, dtype, directory, key)])
+            return _write_cache(checkpoint, dtype, directory, key)
 
 
 def _cached(directory: Path, key: str) -> list[Path]:
@@ -131,36 +141,37 @@ def _cached(directory: Path, key: str) -> list[Path]:
 
 def _is_whole(file: Path, key: str) -> bool:
     try:
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = _file_digest(file, file.parent.parent / "digests").hex()
     except FileNotFoundError:  # another process found it damaged
         return False
     return file.stem == f"{key}-{digest}"
 
 
 def _write_cache(checkpoint: Checkpoint, dtype: np.dtype[Any], directory: Path, key: str) -> Path:
-    """Dequantise tensor by tensor into a safetensors file, so that memory holds one tensor at a time."""
+    """Dequantise layer by layer into a safetensors file, so that memory holds one layer at a time."""
     from tqdm import tqdm
 
+    from ragjax.models.decoder import Decoder, own_arrays
+
     kinds = {np.dtype(kind): name for name, kind in SAFETENSORS_DTYPES.items()}
-    # Vectors (norms, biases) are small and stay float32; the decoder casts them as it sees fit.
-    dtypes = {n: dtype if len(s) > 1 else np.dtype(np.float32) for n, s in checkpoint.tensors.shapes.items()}
+    weights = Decoder.abstract(checkpoint.config, dtype).weights()
     header: dict[str, Any] = {}
     offset = 0
-    for name, shape in checkpoint.tensors.shapes.items():
-        end = offset + int(np.prod(shape)) * dtypes[name].itemsize
-        header[name] = {"dtype": kinds[dtypes[name]], "shape": list(shape), "data_offsets": [offset, end]}
+    for name, weight in weights.items():
+        end = offset + int(np.prod(weight.shape)) * weight.dtype.itemsize
+        header[name] = {"dtype": kinds[weight.dtype], "shape": list(weight.shape), "data_offsets": [offset, end]}
         offset = end
     head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
+    head += b" " * (-(8 + len(head)) % _ALIGNMENT)
     digest = hashlib.sha256()
     part = directory / f"{key}.part"
     with part.open("wb") as stream:
         for block in (struct.pack("<Q", len(head)), head):
             digest.update(block)
             stream.write(block)
-        for name in tqdm(header, desc="dequantising", unit="tensor", disable=None):
-            data = np.ascontiguousarray(checkpoint.tensors[name].astype(dtypes[name], copy=False)).tobytes()
+        arrays = own_arrays(checkpoint.config, checkpoint.tensors)
+        for name, array in tqdm(arrays, desc="dequantising", unit="tensor", total=len(header), disable=None):
+            data = np.ascontiguousarray(array.astype(weights[name].dtype, copy=False)).tobytes()
             digest.update(data)
             stream.write(data)
         stream.flush()

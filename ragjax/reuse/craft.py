@@ -12,7 +12,7 @@ is computed.
 
 What the paper leaves open: a chunk that was mended is a mixture of old and new KV and is not kept; a chunk whose tokens
 are all computed again is a new variant. Of variants that need equally little mending, that which was computed behind
-just these segments is taken, then the oldest. Recomputation stops early (`craft-focus`) at the boundary of stages
+just these segments is taken, then the oldest. Recomputation stops early (`craft-focus`) at the boundary of sections
 behind the layer that tells which chunks the question looks at; from there the other chunks' tokens take their old KV.
 """
 
@@ -44,6 +44,7 @@ from ragjax.core import (
     Span,
     Tokens,
 )
+from ragjax.core.passes import sections
 from ragjax.reuse.base import LOGITS, Allocation, indices, owner_of, segments_of
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.head import (
@@ -191,7 +192,7 @@ class Craft(ChunkStrategy):
         counts = self._counts(prompt, reused, ratio)
         mending = plan_mending(prompt, allocation, matched, reused, counts)
         focus = self._focus and len(mending.picked) and len(mending.chunks) > 2
-        outcome = yield from _by_stages(mending) if focus else _at_once(mending)
+        outcome = yield from _by_sections(mending) if focus else _at_once(mending)
         _keep(mending, allocation, context, outcome.scores)
         exact_to: Exactness | None = "full" if mending.exact and not allocation.lossy else None
         account = mending.stitched.account(mending.picked)
@@ -327,9 +328,9 @@ def _at_once(mending: Mending) -> Asking:
     return Outcome(results[Measure.LOGITS][0], scores, {})
 
 
-def _by_stages(mending: Mending) -> Asking:
-    """Stage by stage until the focus is known; then without the tokens of other chunks, which take their old KV."""
-    stages, prompt, whole = mending.stitched.stages, mending.stitched.prompt, bool(mending.stitched.fresh)
+def _by_sections(mending: Mending) -> Asking:
+    """Section by section until the focus is known; then without the tokens of other chunks, which take their old KV."""
+    stages, prompt, whole = sections(mending.stitched.stages[-1]), mending.stitched.prompt, bool(mending.stitched.fresh)
     depth, at = stages[-1], 0
     focus: Focus | None = None
     scores: list[Scores] = []

@@ -6,7 +6,7 @@ Ours, after FusionRAG (section 3) and the measurements in docs/log.md. Two thing
   Its isolated KV is exact there, its fused KV is not. So its isolated KV is used, none of its tokens is recomputed,
   and its share goes to the other chunks.
 - **The score.** In every layer the question receives a token's value times the attention it pays to the token. So the
-  score is attention times the norm of the value, summed over the later half of the stages and the question's rows,
+  score is attention times the norm of the value, summed over the later half of the sections and the question's rows,
   averaged over heads. FusionRAG's score, the last layer's attention, shows one layer in thirty. A sum over all layers
   chooses no better and costs twice as much to measure.
 """
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ragjax.cache.match import Candidate
 from ragjax.cache.tree import Provenance
 from ragjax.core import Measure, Prompt, Tokens
+from ragjax.core.passes import sections
 from ragjax.reuse.base import indices
 from ragjax.reuse.fusion import Fused
 from ragjax.reuse.head import system_length
@@ -44,8 +45,8 @@ class Valued(Selector):
     measures = frozenset({Measure.VALUED_SCORE})
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
-        """One pass: the query segments over the chunks as they are, measured in the later half of the stages."""
-        *begins, depth = stitched.stages
+        """One pass: the query segments over the chunks as they are, measured in the later half of the sections."""
+        *begins, depth = sections(stitched.stages[-1])
         begin = next((layer for layer in begins if 2 * layer >= depth), begins[-1])
         results = yield stitched.ask(self.measures, measured=(begin, depth), asking=stitched.question)
         chunks = np.setdiff1d(stitched.chunks, anchor(stitched)).astype(np.int32)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import sys
 import timeit
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
@@ -30,6 +33,22 @@ def platform() -> str:
 def is_wide() -> bool:
     """True if JAX defaults to 64-bit numbers (`jax_enable_x64`)."""
     return bool(jax.config.read("jax_enable_x64"))
+
+
+def untouched(array: jax.Array) -> jax.Array:
+    """An array of zeros whose memory the system takes back, and gives again, as zeros, page by page when it is used.
+
+    Only Linux does it, and only for a CPU's memory; others keep the array as it is.
+    """
+    devices = array.devices()
+    if sys.platform != "linux" or len(devices) > 1 or next(iter(devices)).platform != "cpu":
+        return array
+    begin, page = array.block_until_ready().unsafe_buffer_pointer(), mmap.PAGESIZE
+    first, last = -(-begin // page) * page, (begin + array.nbytes) // page * page
+    if last > first:
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+    return array
 
 
 @contextmanager

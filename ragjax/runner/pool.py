@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ragjax.core import Grid
 from ragjax.kernels.pages import Pages, from_storage
 from ragjax.kernels.rope import Rotation
-from ragjax.runner.device import room_for
+from ragjax.runner.device import room_for, untouched
 from ragjax.runner.programs import Programs
 from ragjax.runner.stages import OUTSIDE
 from ragjax.store import device as page_store
@@ -55,7 +55,11 @@ class DevicePool:
         arrays = jax.tree.leaves(jax.eval_shape(self._create))
         size = number * sum(x.size * x.dtype.itemsize for x in arrays) / 2**30
         with room_for(f"a cache of {size:.3g} GB beside the weights", "lower --device-cache-gb"):
-            return jax.block_until_ready([self._create() for _ in range(number)])  # type: ignore[no-any-return]
+            return [self._new() for _ in range(number)]
+
+    def _new(self) -> Pages:
+        """One pair of arrays; waits until it is there, so that no two are touched at a time."""
+        return jax.tree.map(untouched, self._create())  # type: ignore[no-any-return]
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -209,7 +213,7 @@ class DevicePool:
             if not array.is_deleted():
                 array.delete()
         for i in range(len(self._pools)):
-            self._pools[i] = self._create()
+            self._pools[i] = self._new()
 
     def read(self, slots: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Keys and values of slots, float32 [L, n, K, D] each: for audits and tests, not for serving."""

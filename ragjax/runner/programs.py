@@ -132,7 +132,7 @@ class Programs:
             yield "begin", shape.rows, entries
             for kind in kinds:
                 yield ("layered" if by_layer else "stage", shape.rows, entries, *kind)
-        yield from (("end", shape.rows, n) for n in self._grid.logits if n <= shape.rows)
+        yield "end", shape.rows, self._grid.logits_of(shape)
 
     def shapes_for(self, kinds: frozenset[Name], by_layer: bool) -> tuple[RowShape, ...]:
         """Shapes of which all programs for such steps are there; all shapes if none is, or nothing is made ahead."""

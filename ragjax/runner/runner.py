@@ -104,6 +104,7 @@ class Runner(DevicePool):
         whole: one pair of arrays for all layers in place of one for each stage, so that layers which keep many tokens
             of a request may use what those leave that keep few (`core.passes.LayerLayout`).
         executables: where compiled programs are kept (None: nowhere).
+        stage_layers: most layers of a stage (None: `weights.STAGE_LAYERS`).
 
     Raises:
         ConfigError: if there is no memory for so many pages.
@@ -128,10 +129,11 @@ class Runner(DevicePool):
         widen: bool = False,
         whole: bool = False,
         executables: Executables | None = None,
+        stage_layers: int | None = None,
     ):
         mesh = mesh or mesh_of(jax.devices()[:1])
         platform = mesh.devices.flat[0].platform
-        self._weights = weights = Weights.of(decoder, mesh, scanned=scanned)
+        self._weights = weights = Weights.of(decoder, mesh, scanned=scanned, most=stage_layers)
         self.config = config = decoder.config
         dtype = decoder.embedding[...].dtype
         self.dtype = str(dtype)
@@ -390,11 +392,12 @@ class Runner(DevicePool):
     def predict(self, outcome: StepResult, rows: Sequence[int]) -> Logits:
         """Next-token logits of the step's rows at these indices; they stay on the device. Waits for nothing."""
         total = outcome.x_TE.shape[0]
-        widest = max(n for n in self.grid.logits if n <= total)
+        n = self.grid.logits_of(self.grid.shape(total))
+        if len(rows) > n:  # a strategy reads them
+            n = self.grid.logits[-1]
         parts = []
-        for begin in range(0, len(rows), widest):
-            part = np.asarray(rows[begin : begin + widest], np.int32)
-            n = Grid.fit(self.grid.logits, len(part))
+        for begin in range(0, len(rows), n):
+            part = np.asarray(rows[begin : begin + n], np.int32)
             index_N = np.concatenate([part, np.zeros(n - len(part), np.int32)])
             parts.append((len(part), self._programs.get("end", total, n)(self._weights.ends, outcome.x_TE, index_N)))
         return Logits(tuple(parts))

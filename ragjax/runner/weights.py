@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from ragjax.core.passes import SECTION_LAYERS, sections
 from ragjax.models.decoder import Decoder, Layer, Weight
 from ragjax.runner.mesh import spec_of
 
@@ -20,8 +21,8 @@ Parameters = Any
 Leaves = tuple[jax.Array, ...]
 """The arrays of a stage's parameters: to take an nnx state apart at every step takes half a millisecond."""
 
-STAGE_LAYERS = 8
-"""Most layers of a stage."""
+STAGE_LAYERS = SECTION_LAYERS
+"""Most layers of a stage, if nobody says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class Weights:
     depth: int
 
     @staticmethod
-    def of(decoder: Decoder, mesh: Mesh, *, scanned: bool) -> Weights:
-        """The decoder's arrays, taken over; a stage's layers are stacked if they are scanned."""
-        depth = stage_depth(decoder.config.num_layers)
+    def of(decoder: Decoder, mesh: Mesh, *, scanned: bool, most: int | None = None) -> Weights:
+        """The decoder's arrays, taken over; a stage's layers, at `most` so many, are stacked if they are scanned."""
+        depth = sections(decoder.config.num_layers, STAGE_LAYERS if most is None else most)[1]
         with jax.default_device(next(iter(decoder.norm[...].devices()))):  # the others may have no room
             if mesh.size > 1:
                 _divide(decoder, mesh)
@@ -52,11 +53,6 @@ class Weights:
             placed = [_place(_stack(stage) if scanned else tuple(stage), mesh) for stage in stages]
             leaves = tuple(tuple(jax.tree.leaves(stage)) for stage in placed)
             return Weights(ends_def, layer_def, jax.tree.structure(placed[0]), _place(ends, mesh), leaves, depth)
-
-
-def stage_depth(layers: int) -> int:
-    """Layers of a stage: the largest divisor of the depth that is no more than `STAGE_LAYERS`."""
-    return max(n for n in range(1, STAGE_LAYERS + 1) if layers % n == 0)
 
 
 def split_layers(decoder: Decoder) -> tuple[nnx.GraphDef[Layer], list[Parameters]]:

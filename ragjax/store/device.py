@@ -21,7 +21,7 @@ DType = np.dtype[Any]
 Excerpt = tuple[Pages, ...]
 """Copies of some pages in all layers: for each stage, [layers of the stage, pages, K, C, D] of keys and of values."""
 
-BUCKETS = (16, 8, 4, 2, 1)
+BUCKETS = (16, 4, 1)
 """Pages that one program moves. A request is cut into these sizes, none padded: what is moved is what was asked."""
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
 
-from ragjax.kernels.attention import mosaic, reference, triton, xla
+from ragjax.kernels.attention import reference, triton, xla
 from ragjax.kernels.device import Device
 from ragjax.kernels.view import View, check
 
@@ -26,11 +28,19 @@ class Backend(NamedTuple):
     refusal: Callable[[jax.Array, View, Device], str | None]
 
 
+def _mosaic() -> ModuleType:
+    """Imported where a Hopper is: JAX's part of it takes a quarter of the time of all imports."""
+    return import_module("ragjax.kernels.attention.mosaic")
+
+
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.attend, lambda *_: None),
     "xla": Backend(xla.attend, lambda *_: None),
     "triton": Backend(triton.attend, triton.refusal),
-    "mosaic": Backend(mosaic.attend, mosaic.refusal),
+    "mosaic": Backend(
+        lambda q_THD, view: _mosaic().attend(q_THD, view),
+        lambda q_THD, view, device: device.lacks((9, 0)) or _mosaic().refusal(q_THD, view, device),
+    ),
 }
 
 PREFERRED: Mapping[str, tuple[str, ...]] = {"gpu": ("triton", "xla")}
@@ -54,7 +64,7 @@ def choose(q_THD: jax.Array, view: View, device: Device, backend: str | None = N
         raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
     refused: dict[str, str] = {}
     listed = PREFERRED.get(device.platform, ("xla",))
-    if mosaic.leads(q_THD, view, device):
+    if not device.lacks((9, 0)) and _mosaic().leads(q_THD, view, device):
         listed = ("mosaic", *listed)
     for name in dict.fromkeys((backend, *listed) if backend else listed):
         reason = BACKENDS[name].refusal(q_THD, view, device)

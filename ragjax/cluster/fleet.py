@@ -442,7 +442,7 @@ def fleet_of(options: EngineOptions, transport: Transport, router: str) -> Fleet
     local = resolve(options.model)
     tokenizer = Tokenizer.load(local.path)
     strategies = strategies_of(local, alpha_of(card.identity))
-    contract = contract_of(options, strategies, card.identity, card.dtype)
+    contract = contract_of(options, strategies, local.name, card.identity, card.dtype)
     knowledge = Knowledge.open(options, tokenizer)
     composer = Composer.of(options, knowledge, tokenizer, strategies, contract, card.limits, card.context_length)
     try:

@@ -45,6 +45,7 @@ from ragjax.core import (
 from ragjax.engine import Engine
 from ragjax.engine.measurement import alpha_of, report_path
 from ragjax.engine.preprocessing import preprocess
+from ragjax.engine.replay import recomputed_share
 from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.report import EXACT, Budget, Measurement, Report, Setting, divergence
 from ragjax.reuse import DEPENDENCY, strategies
@@ -172,7 +173,7 @@ def measure(
             answer = _ask(engine, question, setting)
             seen[setting].append(_compare(engine, setting, answer, full))
             ttft_ms[setting].append(answer.timings.ttft)
-            shares[setting].append(_share(answer, question.prompt))
+            shares[setting].append(recomputed_share(question.prompt, answer))
             step()
     # with one chunk alone the isolated KV that was made and used so far has to be exact
     for question in [question.alone for question in questions[:ALONE]]:
@@ -219,12 +220,6 @@ def _compare(engine: Engine, setting: Setting, answer: Answer, full: Answer) -> 
             "no report is written"
         )
     return found
-
-
-def _share(answer: Answer, prompt: Prompt) -> float:
-    """Share of the chunks' tokens that was recomputed; 0 without chunks."""
-    chunks = [r for r, s in zip(answer.segments, prompt.segments, strict=True) if s.kind is Kind.CHUNK]
-    return sum(report.recomputed for report in chunks) / max(1, sum(report.tokens for report in chunks))
 
 
 def digest(questions: Sequence[Question]) -> str:

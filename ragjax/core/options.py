@@ -59,7 +59,7 @@ class Flag:
 class StorageOptions:
     """Where KV is kept below the device, and what leaves first."""
 
-    policy: Annotated[str, Flag(CACHE, "which KV is evicted first (docs/cache.md)")] = "lru"
+    policy: Annotated[str, Flag(CACHE, "which KV is evicted first (docs/cache.md)")] = "lacr"
     host_gb: Annotated[
         FromZero | None,
         Flag(CACHE, "host memory for KV, units of 2^30 B (default: a quarter of what is free)", name="host-cache-gb"),

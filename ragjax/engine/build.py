@@ -21,7 +21,7 @@ from ragjax.cache.profile import Profile
 from ragjax.core import Compression, ConfigError, EngineOptions, Grid, RequestError, StorageOptions
 from ragjax.core.compression import BY_LAYER
 from ragjax.engine.knowledge import Knowledge
-from ragjax.engine.measurement import alpha_of, cost_path, report_of
+from ragjax.engine.measurement import alpha_of, cost_path, report_of, report_path
 from ragjax.engine.provision import least, planned
 from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
@@ -31,7 +31,8 @@ from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.trained import load_model, model_digest, reads_blocks, wrapper_of
 from ragjax.models.weights import open_checkpoint
 from ragjax.quality.contract import AUTO, Contract
-from ragjax.quality.report import Budget, Setting
+from ragjax.quality.evidence import CANDIDATES, Evidence
+from ragjax.quality.report import Budget, Report, Setting
 from ragjax.reuse import compaction
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
@@ -119,7 +120,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     if strategies is None:
         chosen = strategies_of(local, alpha_of(identity))
     policy = _policy(storage.policy, identity)
-    contract = contract_of(options, chosen, identity, dtype)
+    contract = contract_of(options, chosen, local.name, identity, dtype)
     compression = compression_of(options, [chosen[name] for name in contract.strategies])
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
     knowledge = Knowledge.open(options, tokenizer)
@@ -183,17 +184,23 @@ def strategies_of(local: LocalModel, alpha: float = 1.0) -> dict[str, Strategy]:
     return all_strategies(alpha=alpha, wrapper=wrapper_of(local), blocks=reads_blocks(local))
 
 
-def contract_of(options: EngineOptions, chosen: Mapping[str, Strategy], identity: bytes, dtype: str) -> Contract:
-    """The quality contract of a model of this identity. chosen: its strategies.
+def contract_of(
+    options: EngineOptions, chosen: Mapping[str, Strategy], name: str, identity: bytes, dtype: str
+) -> Contract:
+    """The quality contract of a model of this name and identity. chosen: its strategies.
 
     Raises:
         ConfigError: if no setting is as asked.
     """
+    budget = Budget.parse(options.quality_budget)
+    blank = Report(identity.hex(), name, dtype, "", "", 1, ())
     return Contract(
         _setting(options, chosen),
         dtype,
-        budget=Budget.parse(options.quality_budget),
+        budget=budget,
         report=report_of(identity, chosen),
+        evidence=Evidence(blank, budget, [one for one in CANDIDATES if one.strategy in chosen]),
+        path=report_path(identity),
         shadow_rate=options.shadow_rate,
         preprocessed=frozenset(name for name, strategy in chosen.items() if strategy.preprocessed),
     )

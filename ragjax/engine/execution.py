@@ -353,7 +353,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         logits=state.logits if state.request.want_logits else None,
         notices=(
             *state.notices,
-            *_unmeasured(state, plan, contract),
+            *_unmeasured(state),
             *_unfused(state, plan),
             *(() if state.sampler is None else state.sampler.notices),
             *(contract.notices if state.picked or (state.by_default and contract.faulted) else ()),
@@ -376,17 +376,12 @@ def _compiled(state: RequestState) -> tuple[str, ...]:
     return (f"programs were compiled for this request, which waited {waited_s:.1f} s for them",) if waited_s else ()
 
 
-def _unmeasured(state: RequestState, plan: Plan, contract: Contract) -> tuple[str, ...]:
+def _unmeasured(state: RequestState) -> tuple[str, ...]:
     """Notices for a setting that was measured with other KV than was found."""
-    if not state.picked or state.exact_to == "full":
+    if not state.picked or not state.lossy or state.exact_to == "full":
         return ()
-    if state.lossy:
-        rounded = "some that was found lost precision at rest (--at-rest raw keeps it)"
-        return (f"the quality budget was measured with KV at full precision, and {rounded}",)
-    if not plan.unfused or not contract.takes_preprocessed(state.setting):
-        return ()
-    measured = "the KV of preprocessed chunks at full precision, and not all of it was found"
-    return (f"the quality budget was measured with {measured} (ragjax preprocess computes it)",)
+    rounded = "some that was found lost precision at rest (--at-rest raw keeps it)"
+    return (f"the quality budget was measured with KV at full precision, and {rounded}",)
 
 
 def _unfused(state: RequestState, plan: Plan) -> tuple[str, ...]:

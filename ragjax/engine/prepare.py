@@ -14,6 +14,7 @@ from ragjax.core import Compression, Kind, Prompt, Rag, Request, RequestError, T
 from ragjax.engine.compose import Chosen, Composer
 from ragjax.engine.grounding import too_long
 from ragjax.prompting import tools
+from ragjax.quality.contract import AUTO
 from ragjax.reuse import compaction
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.fusion import without_lost
@@ -96,6 +97,7 @@ class Preparation:
             made = replace(made, prompt=without_lost(made.prompt, self.cache, request.tenant))
         plain, rag = made.prompt, request.rag or Rag()
         self._check_tokens(plain, request)
+        left = strategy is None and rag.strategy in (None, AUTO)
         if strategy is None:
             chosen = self.composer.choose(rag, made)
         else:
@@ -115,7 +117,7 @@ class Preparation:
         times = Times(arrival - made.spent_ms / 1e3, retrieve_ms=made.retrieve_ms)
         ratio = chosen.ratio
         state = RequestState(name, request, prompt, plain, strategy, ratio, compression, generation, sink, times)
-        state.picked = chosen.picked
+        state.by_default, state.picked = left, chosen.picked
         grammar = tools.grammar(request, tokenizer.knows_tools)
         constraint = None if grammar is None else self.grammars.constraint(*grammar)
         state.sampler = Sampler(request.sampling, plain.tokens, constraint)

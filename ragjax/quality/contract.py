@@ -1,7 +1,8 @@
 """The quality contract of a running engine: which setting requests get, what is promised of it, and whether it is kept.
 
 `auto` gives requests whose chunks all are preprocessed the fastest setting that the model's quality report puts inside
-the budget, and `prefix`, which is exact, to all others. A share of live requests is replayed in `full` (shadow replay).
+the budget, and `prefix`, which is exact, to all others. Without a report, what idle replays of live requests show makes
+one (`quality/evidence.py`). A share of live requests is replayed in `full` (shadow replay).
 What was seen of the present setting is held against the budget by a bound over a window; a setting that leaves the
 budget is replaced by the next one of the report's ladder. All of it is called in the engine's thread, but for `draws`,
 which any may call, and what only reads.
@@ -12,10 +13,12 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 
 from ragjax.core import ConfigError, Divergence, Prompt
+from ragjax.quality.evidence import LIVE, NEEDED, Evidence, Trial
 from ragjax.quality.report import EXACT, PREFIX, Budget, Report, Setting, bounds
 
 _log = logging.getLogger(__name__)
@@ -103,6 +106,8 @@ class Contract:
         shadow_rate: share of requests that are replayed.
         seed: of the draws.
         preprocessed: strategies that take preprocessed chunks.
+        evidence: of live requests, where there is no report.
+        path: where a report that live requests made is kept; None: in memory.
     """
 
     def __init__(
@@ -115,6 +120,8 @@ class Contract:
         shadow_rate: float = 0.0,
         seed: int = 0,
         preprocessed: Collection[str] = (),
+        evidence: Evidence | None = None,
+        path: Path | None = None,
     ):
         if not 0.0 <= shadow_rate <= 1.0:
             raise ConfigError(f"shadow_rate must lie in [0, 1], not {shadow_rate!r}")
@@ -128,6 +135,8 @@ class Contract:
         self._counters: Counter[str] = Counter()
         self._escalations: Counter[str] = Counter()
         self._notice: str | None = None  # of answers that the present setting gave
+        self._evidence = None if report is not None else evidence
+        self._path = path
         self._report = report
         self._monitor = Monitor(budget, (PREFIX,) if report is None else report.ladder(budget))
 
@@ -147,7 +156,8 @@ class Contract:
         if self.setting.strategy != AUTO:
             return str(self.setting)
         if self.pick == PREFIX:
-            return f"{AUTO}: {PREFIX}"
+            tried = "" if self._evidence is None else f"; {self._evidence.requests} of {NEEDED} requests tried"
+            return f"{AUTO}: {PREFIX}{tried}"
         return f"{AUTO}: {self.pick} for preprocessed passages, within {self.budget} of full attention; else {PREFIX}"
 
     @property
@@ -190,8 +200,37 @@ class Contract:
             return None
         return self._report.predicted(setting)
 
+    @property
+    def candidates(self) -> tuple[Setting, ...]:
+        """Settings that requests which `auto` picks for are tried by in idle time, since there is no report."""
+        return () if self._evidence is None or self.faulted else self._evidence.candidates
+
+    def learn(self, chunks: int, trials: Mapping[Setting, Trial]) -> None:
+        """Take in what a request of so many chunks showed of the candidates; `auto` may pick one of them from now on.
+
+        Raises:
+            OSError: if the report cannot be written; it holds nevertheless.
+        """
+        if self._evidence is None:
+            return
+        self._evidence.take_in(chunks, trials)
+        report = self._evidence.report()
+        if report is None:
+            if not self._evidence.candidates:
+                _log.warning("no setting that was tried keeps %s: requests run prefix", self.budget)
+                self._evidence = None
+            return
+        self._report = report  # before the pick: others may read meanwhile how far it speaks
+        self._monitor = Monitor(self.budget, report.ladder(self.budget))
+        self._evidence = None
+        _log.warning("after %d replayed requests: %s", NEEDED, self.summary)
+        if self._path is not None:
+            report.save(self._path)
+
     def draws(self, picked: bool = False) -> bool:
         """Draw whether the next request is replayed. picked: `auto` picks its setting by evidence."""
+        if picked and self.candidates:
+            return True
         rate = max(self._rate, WATCH) if picked and self.pick != PREFIX else self._rate
         return rate > 0 and self._random.random() < rate
 
@@ -226,6 +265,8 @@ class Contract:
             f"shadow replay found {before} outside the quality budget {self.budget}; {how}requests now run {after}"
         )
         _log.warning("%s", self._notice)
+        if self._path is not None and self._report is not None and self._report.questions == LIVE:
+            self._path.unlink(missing_ok=True)  # live requests made it, and now show otherwise
 
     def _fault(self, setting: Setting, seen: Divergence) -> None:
         """An answer that was labelled exact is not: kept KV is wrong, and nothing kept may be trusted."""

@@ -77,6 +77,10 @@ class Strategy(ABC):
         """
         return Outlook()
 
+    def work(self, prompt: Prompt, cache: KnowledgeCache, tenant: str, ratio: float | None = None) -> int:
+        """Tokens that `prefill` would compute now, if the cache had every chunk."""
+        return sum(cache.peek(self.outlook(prompt, cache, tenant)).missing.values())
+
     @abstractmethod
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """Yield passes until the prompt's KV and last logits exist; return the plan carried out.

@@ -43,6 +43,12 @@ class ChunkStrategy(Strategy):
             return Prefix().outlook(prompt, cache, tenant)
         return self.chunk_outlook(prompt, cache, tenant)
 
+    def work(self, prompt: Prompt, cache: KnowledgeCache, tenant: str, ratio: float | None = None) -> int:
+        """What is missing of the head, and the query segments behind it."""
+        behind = [i for i in segments_of(prompt, Kind.QUERY) if prompt.starts[i] >= head_length(prompt)]
+        head = sum(cache.peek(Outlook((head_part(prompt, tenant),))).missing.values())
+        return head + sum(len(prompt.segments[i]) for i in behind)
+
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         if is_plain(prompt):
             return Prefix().prefill(prompt, allocation)

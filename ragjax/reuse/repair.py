@@ -18,6 +18,7 @@ from collections.abc import Generator
 import numpy as np
 from numpy.typing import NDArray
 
+from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import ConfigError, Kind, Measure, Move, Pass, Prefill, Prompt, Results, Tokens
 from ragjax.reuse.base import LOGITS, Allocation, segments_of
 from ragjax.reuse.stitch import ChunkSource, SourceStrategy, Stitched, prepare
@@ -68,6 +69,11 @@ class Selective(SourceStrategy):
         self.preprocessed = source.preprocessed
         self._source = source
         self._selector = selector
+
+    def work(self, prompt: Prompt, cache: KnowledgeCache, tenant: str, ratio: float | None = None) -> int:
+        """The chosen tokens besides; the passes that choose them are not counted."""
+        count = share(self.ratio if ratio is None else ratio, chunk_tokens(prompt))
+        return super().work(prompt, cache, tenant) + count
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """Passes over missing KV, those of the selector, and one over the chosen tokens and the query segments."""

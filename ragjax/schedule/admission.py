@@ -10,9 +10,11 @@ from typing import TypeVar
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.lookahead import Look
-from ragjax.core import OutOfPages, RequestError, Run, StepLimits
+from ragjax.cache.node import PUBLIC, raw_of
+from ragjax.core import OutOfPages, RequestError, Run, Segment, StepLimits
 from ragjax.core.tiers import Inquiry
 from ragjax.reuse.base import Allocation
+from ragjax.reuse.exact import Prefix
 from ragjax.schedule.requests import Requests
 from ragjax.schedule.state import Inquired, RequestState
 
@@ -149,6 +151,7 @@ class Admission:
         """True if it started, or why it never will. A request counts as one look-up, however often it is tried."""
         again, state.tried = state.tried, False
         try:
+            self._weigh(state)
             with self._cache.uncounted() if again else nullcontext():
                 started = self._start(state)
         except Exception as error:
@@ -156,6 +159,30 @@ class Admission:
             return False, error
         state.tried = not started
         return started, None
+
+    def _weigh(self, state: RequestState) -> None:
+        """Have a request that left its strategy to the engine run `prefix` where another one would compute more.
+
+        Chunks of a knowledge base are computed for later requests and do not count. Nor do passages that a message
+        brought and that stood elsewhere before. Those that are new are no reason to leave `prefix`: it is exact, costs
+        the same, and is found when the same message comes again.
+        """
+        prompt, strategy, cache, tenant = state.prompt, state.strategy, self._cache, state.request.tenant
+        if strategy.exact or not state.by_default or not prompt.chunks or state.times.admitted:
+            return
+        new = sum(len(s) for s in prompt.segments if s.recognised and not self._is_kept(s, tenant))
+        exact = Prefix().work(state.plain, cache, tenant)
+        own = new + strategy.work(prompt, cache, tenant, state.ratio)
+        if exact > own or (exact == own and not new):
+            return
+        reason = f"{strategy.name} would have computed {own} tokens of the prompt, and prefix {exact}"
+        state.strategy, state.ratio, state.prompt = Prefix(), None, state.plain
+        state.notices.append(f"{reason}: the request ran prefix, which is exact")
+        self._requests.look_up(state)
+
+    def _is_kept(self, segment: Segment, tenant: str) -> bool:
+        """True if the cache has the KV of these tokens, wherever they stood."""
+        return any(self._cache.tree.places(owner, raw_of(segment.tokens)) for owner in (tenant, PUBLIC))
 
     def _start(self, state: RequestState) -> bool:
         """Match and reserve for a request; False if it has to wait for others to end.

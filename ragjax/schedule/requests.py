@@ -230,7 +230,7 @@ class Requests:
             self.background.append(state)
             return
         try:
-            self._look_up(state)
+            self.look_up(state)
             self.queue.add(state)
             self._cache.announce(state.id, state.strategy.keys(state.prompt, self._cache, state.request.tenant))
         except Exception as error:
@@ -279,7 +279,7 @@ class Requests:
         if state.background:
             self.background.appendleft(state)
         else:
-            self._look_up(state)
+            self.look_up(state)
             self.queue.put_back(state)
 
     def retry(self, state: RequestState, notice: str, error: Exception) -> None:
@@ -368,7 +368,7 @@ class Requests:
         else:
             self.offered.remove(state)
 
-    def _look_up(self, state: RequestState) -> None:
+    def look_up(self, state: RequestState) -> None:
         """Find out what the order of the queue goes by."""
         outlook = state.strategy.outlook(state.prompt, self._cache, state.request.tenant)
         state.total, state.path, state.overtaken = len(state.prompt), _path(state.prompt), 0

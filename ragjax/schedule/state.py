@@ -32,7 +32,7 @@ from ragjax.core import (
     SegmentReport,
     Tokens,
 )
-from ragjax.quality.contract import AUTO, STEPS
+from ragjax.quality.contract import STEPS
 from ragjax.quality.report import Setting
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.compaction import compressed
@@ -165,6 +165,7 @@ class RequestState(Waiting):
     times: Times = field(default_factory=Times)
     sampler: Sampler | None = None  # chooses its tokens
     lookup: Lookup | None = None  # proposes tokens beside each that it decodes; None: nothing
+    by_default: bool = False  # it left the strategy to the engine
     picked: bool = False  # the quality contract has evidence of such requests, and picked the setting
 
     # where it stands
@@ -227,11 +228,6 @@ class RequestState(Waiting):
         if self.prompt.recognised and not self.strategy.exact:  # not what a report measured, or a budget is held to
             return Setting(self.strategy.name, self.ratio, "recognised" if kept is None else f"recognised {kept}")
         return Setting(self.strategy.name, self.ratio, kept)
-
-    @property
-    def by_default(self) -> bool:
-        """True if it left the strategy to the engine."""
-        return self.request.rag is None or self.request.rag.strategy in (None, AUTO)
 
     @property
     def has_graph(self) -> bool:

@@ -105,7 +105,7 @@ def test_shadow_replay_compares_with_full_attention_over_the_same_tokens() -> No
 
     contract.observe = note  # type: ignore[method-assign]
     with tiny.engine(recognise=True, strategy="naive", contract=contract) as made:
-        asked: tuple[dict[str, Any], ...] = ({}, {"recognise": False}, {"strategy": "prefix"})
+        asked: tuple[dict[str, Any], ...] = ({"strategy": "naive"}, {"recognise": False}, {"strategy": "prefix"})
         for count, options in enumerate(asked, 1):  # the first request has left a head, which the others reuse
             made.answer(stuffed(ORDERS[0]), max_tokens=8, **options)
             until(lambda: len(seen) == count)  # noqa: B023
@@ -127,6 +127,25 @@ def test_auto_is_exact_with_recognised_passages() -> None:
         found = made.answer(stuffed(ORDERS[0]), recognise=True, max_tokens=1)
         assert (found.strategy, found.exact_to, found.notices) == ("prefix", "full", ())
         assert made.answer(stuffed(ORDERS[0]), recognise=True, strategy="naive", max_tokens=1).predicted is None
+
+
+@pytest.mark.parametrize("strategy", ["naive", "ragjax"])
+def test_a_document_that_is_pasted_again_is_a_prefix_and_one_that_moves_is_reused(strategy: str) -> None:
+    with tiny.engine(recognise=True, strategy=strategy) as made:
+        first = made.answer(stuffed(ORDERS[0]), max_tokens=1)
+        again = made.answer(stuffed(ORDERS[0]), max_tokens=1)
+        moved = [made.answer(stuffed(order), max_tokens=1) for order in (ORDERS[1], ORDERS[2])]
+        named = made.answer(stuffed(ORDERS[0]), max_tokens=1, strategy=strategy)
+        made.audit()
+    for answer in (first, again):
+        assert (answer.strategy, answer.exact_to) == ("prefix", "full")
+        (notice,) = answer.notices
+        assert notice.startswith(f"{strategy} would have computed") and "ran prefix, which is exact" in notice
+    assert (first.cached_tokens, again.cached_tokens) == (0, again.prompt_tokens - 1)
+    for answer in moved:
+        assert answer.strategy == strategy and not any("ran prefix" in notice for notice in answer.notices)
+    assert moved[1].cached_tokens > 500, "the passages were computed for reuse when they came at another place"
+    assert named.strategy == strategy, "as it was asked for"
 
 
 # --------------------------------------------------------------------------------- retrieval besides

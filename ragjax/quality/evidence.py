@@ -1,0 +1,95 @@
+"""What live requests show of settings that no report tells of, until there is enough of it for a report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from ragjax.core import Divergence
+from ragjax.quality.report import Budget, Measurement, Report, Setting, bounds
+
+CANDIDATES = (
+    Setting("naive"),
+    Setting("ragjax", 0.0),
+    Setting("fusion", 0.0),
+    Setting("ragjax", 0.05),
+    Setting("ragjax", 0.15),
+)
+"""Settings that are tried, from the one on that is expected to be fastest."""
+
+NEEDED = 32
+"""Live requests behind each figure of a report."""
+
+MOST = 96
+"""Live requests after which settings that are still in doubt are given up."""
+
+LIVE = "live requests"
+"""The questions of a report that was made of them."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One request by one setting: its distance from `full`, milliseconds of prefill, share of chunk tokens computed."""
+
+    seen: Divergence
+    prefill_ms: float
+    share: float
+
+
+class Evidence:
+    """Trials of the candidates, and the report that they make.
+
+    A setting whose KL is surely above the budget, or is not finite, is not tried again.
+
+    Args:
+        blank: the report, but for what is measured.
+        budget: that a setting is to keep.
+        candidates: that may serve.
+    """
+
+    def __init__(self, blank: Report, budget: Budget, candidates: Sequence[Setting]):
+        self._blank = blank
+        self._budget = budget
+        self._trials: dict[Setting, list[Trial]] = {setting: [] for setting in candidates}
+        self._chunks: list[int] = []
+
+    @property
+    def candidates(self) -> tuple[Setting, ...]:
+        """Settings that are still to be tried."""
+        if len(self._chunks) >= MOST:
+            return ()
+        return tuple(setting for setting in self._trials if not self._is_out(setting))
+
+    @property
+    def requests(self) -> int:
+        """Requests that were tried."""
+        return len(self._chunks)
+
+    def take_in(self, chunks: int, trials: Mapping[Setting, Trial]) -> None:
+        """Note what a request of so many chunks showed."""
+        self._chunks.append(chunks)
+        for setting, trial in trials.items():
+            self._trials[setting].append(trial)
+
+    def report(self) -> Report | None:
+        """The report of the settings that were tried often enough, if one lies inside the budget.
+
+        It speaks of as many chunks as half of the requests had at least.
+        """
+        rows = tuple(
+            Measurement.of(setting, [t.seen for t in trials], [t.prefill_ms for t in trials], [t.share for t in trials])
+            for setting, trials in self._trials.items()
+            if len(trials) >= NEEDED and all(math.isfinite(trial.seen.kl) for trial in trials)
+        )
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        usual = sorted(self._chunks)[len(self._chunks) // 2] if self._chunks else 1
+        made = replace(self._blank, created=now, questions=LIVE, top_k=usual, measurements=rows)
+        return None if made.cheapest(self._budget) is None else made
+
+    def _is_out(self, setting: Setting) -> bool:
+        seen = [trial.seen.kl for trial in self._trials[setting]]
+        if not all(map(math.isfinite, seen)):
+            return True
+        return len(seen) >= NEEDED // 2 and self._budget.kl is not None and bounds(seen)[0] > self._budget.kl

@@ -227,6 +227,8 @@ class FakeEngine:
             "speculative_wasted_tokens_total": 0,
             "steps_total": len(self.tokens) * self.finished,
             "overhead_ms_last": 0.0,
+            "programs_left": self.programs_left,
+            "passages": {"prepared": 0, "waiting": 0, "beyond": 0},
             "lookups_total": 0,
             "exact_hit_tokens_total": 0,
             "approximate_hit_tokens_total": 0,

@@ -162,8 +162,7 @@ class EngineOptions:
         Place | None, Flag(CACHE, "add every request to FILE, as hashes and sizes (docs/benchmarks.md)", "FILE")
     ] = None
     progress: bool = True  # show progress bars
-    # compile what the default strategy needs now, and all else while requests run; False: each program at its first use
-    compile: bool = True
+    compile: bool = True  # compile what the default strategy needs now; False: each program at its first use
 
     def __post_init__(self) -> None:
         check_fields(self, lambda _, reason: ConfigError(reason))

@@ -157,6 +157,7 @@ class Engine:
         model: str | Path | EngineOptions,
         *,
         strategies: Mapping[str, Strategy] | None = None,
+        early: bool = False,
         **options: Any,
     ) -> Engine:
         """Load a model by name or path, compile its programs, and index the knowledge.
@@ -165,13 +166,14 @@ class Engine:
             model: a packaged name, a directory, a .gguf file, an adapter of one of these, or a Hugging Face id; or all
                 options in one object.
             strategies: what requests may name (None: all of ragjax's).
+            early: return once the programs are there that answer any prompt; the others are compiled while it serves.
             options: fields of `EngineOptions`.
 
         Raises:
             ConfigError: saying what to change.
         """
         asked = replace(model, **options) if isinstance(model, EngineOptions) else EngineOptions(model, **options)
-        engine = cls(build(asked, strategies), asked)
+        engine = cls(build(asked, strategies, early=early), asked)
         try:
             engine.knowledge.fill(asked)
             if asked.preprocess:

@@ -85,10 +85,13 @@ class Parts:
     identity: bytes = b""  # digest of what KV depends on besides tokens
 
 
-def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = None) -> Parts:
+def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = None, *, early: bool = False) -> Parts:
     """Load the model, compile its programs, and make everything else that an engine is made of.
 
-    strategies: what requests may name (None: all of ragjax's).
+    Args:
+        options: of the engine.
+        strategies: what requests may name (None: all of ragjax's).
+        early: compile no more than answers any prompt, and the rest while requests run.
 
     Raises:
         ConfigError: saying what to change.
@@ -150,9 +153,13 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     step_budget = _budget(options, config)
     with room_for(f"what a step computes, beside {runner.held}", "lower --device-cache-gb"):
         if options.compile:
-            _compile(runner, least(runner, default, compression), options.progress)
-            supply = runner.supply(planned(runner, default, chosen, compression))
+            _compile(runner, least(runner, default, compression, whole=not early), options.progress)
             tuning = None if step_budget.fixed else measured_budget(runner, step_budget.keys)
+            if early:
+                supply = runner.supply(planned(runner, default, chosen, compression))
+            elif tuning is not None:
+                *_, measured = tuning
+                step_budget, tuning = measured or step_budget, None
     transfer = KVTransfer(runner, storage.at_rest, disk=shared or disk)
     quotas = {tenant: int(gigabytes * 2**30) for tenant, gigabytes in storage.quotas.items()}
     disk_bytes = 0 if disk is None else int(storage.disk_gb * 2**30)

@@ -272,7 +272,7 @@ def _load(options: argparse.Namespace) -> Service:
         return _start(options)
     from ragjax.engine import Engine
 
-    return Engine.load(options.engine)
+    return Engine.load(options.engine, early=True)
 
 
 def _start(options: argparse.Namespace) -> Service:

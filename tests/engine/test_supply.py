@@ -7,15 +7,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ragjax.core import Answer, Sampling
+from ragjax.engine import Engine
 from ragjax.engine.provision import least, planned
 from ragjax.runner.programs import Name, Programs
 from ragjax.runner.runner import Runner
-from tests.support import tiny
+from tests.support import frozen, tiny
 from tests.support.devices import ROOT
 
 PREFIX = tiny.all_strategies()["prefix"]
@@ -164,6 +166,21 @@ def test_closing_does_not_wait_for_a_program(gate: Gate) -> None:
     gate.open.set()
     thread.join(120)
     assert not thread.is_alive() and len([name for name in gate.made if name[0] == "stage"]) <= 3
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_engine_is_early_only_if_asked(early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Name] = []
+    monkeypatch.setattr(Runner, "compile", lambda runner, names, progress: compiled.extend(names))
+    monkeypatch.setattr(Runner, "warm_up", lambda *_: None)
+    monkeypatch.setattr(Runner, "seconds", lambda *_: 0.01)
+    monkeypatch.setattr(Programs, "try_make", lambda programs, name: programs.faults.update({name: MemoryError()}))
+    folder = frozen.model(tmp_path / "tiny")
+    with Engine.load(folder, strategy="prefix", device_cache_gb=0.05, early=early, progress=False) as engine:
+        grid = engine._runner.grid
+        rows = {shape.rows for shape in (grid.least if early else grid.rows)}
+        assert {name[1] for name in compiled if name[0] == "stage"} == rows
+        assert (engine._parts.supply is not None) is early
 
 
 def test_a_process_that_ends_while_programs_are_made_ends_well() -> None:

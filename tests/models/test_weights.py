@@ -510,6 +510,16 @@ def test_second_start_dequantises_nothing_and_gives_the_same(
         )
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux alone tells what is mapped")
+def test_dequantised_weights_are_the_mapped_file(tmp_path: Path) -> None:
+    config = tiny("llama")
+    file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Quant.Q4_1)
+    decoder = load_decoder(file, "bfloat16", tmp_path / "cache")
+    (line,) = (line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path / "cache") in line)
+    begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+    assert begin <= decoder.layers[1].down[...].unsafe_buffer_pointer() < end
+
+
 def test_cache_is_keyed_by_weights_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny("qwen2")
     tensors = random_tensors(config)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
+import jax.numpy as jnp
+import psutil
 import pytest
 
 from ragjax.core import ConfigError
-from ragjax.runner.device import Precision, allowed_features, precision, widening_pays
+from ragjax.runner.device import Precision, allowed_features, precision, untouched, widening_pays
 
 NARROW, WIDENED = Precision("bfloat16"), Precision("bfloat16", widen=True)
 ZEN5 = "processor\t: 0\nflags\t\t: fpu avx2 fma avx512f avx512_bf16 avx512_vnni\n"
@@ -69,3 +72,12 @@ def test_a_gpu_gets_bfloat16_and_a_named_dtype_stays() -> None:
 def test_an_unknown_dtype_is_one_clear_error() -> None:
     with pytest.raises(ConfigError, match="unknown dtype 'int4'; choose one of auto, bfloat16, float32"):
         precision("int4", "cpu", frozenset(), lambda: True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone takes pages back")
+def test_zeros_take_memory_when_they_are_used() -> None:
+    process, megabytes = psutil.Process(), 2**20
+    before = process.memory_info().rss
+    array = untouched(jnp.zeros(256 * megabytes, jnp.uint8))
+    assert process.memory_info().rss - before < 64 * megabytes
+    assert not array[-megabytes:].any()

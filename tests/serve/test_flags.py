@@ -29,7 +29,7 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
     class Recorder:
         @staticmethod
-        def load(options: core.EngineOptions) -> None:
+        def load(options: core.EngineOptions, early: bool) -> None:
             loaded.append(options)
             raise core.ConfigError("seen enough")
 
@@ -152,7 +152,7 @@ def test_port_taken_while_the_model_loads_is_one_line_and_code_2(
 
         class Loads(FakeEngine):
             @classmethod
-            def load(cls, options: core.EngineOptions) -> FakeEngine:
+            def load(cls, options: core.EngineOptions, early: bool) -> FakeEngine:
                 other.listen()
                 return FakeEngine()
 

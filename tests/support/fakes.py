@@ -53,7 +53,7 @@ class FakeEngine:
     programs_left: int = 2
 
     @classmethod
-    def load(cls, options: core.EngineOptions) -> FakeEngine:
+    def load(cls, options: core.EngineOptions, early: bool = False) -> FakeEngine:
         """An engine with these options; `slow` is a model that takes 50 ms per token."""
         if options.model == "missing":
             raise core.ConfigError("no model is called 'missing'")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Generic, NoReturn, Protocol, TypeVar
@@ -14,8 +17,9 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ragjax.core import ConfigError, Embedded, EngineOptions, RequestError
+from ragjax.core.file import atomic_path
 from ragjax.models.encoder import Encoder
-from ragjax.models.hub import resolve
+from ragjax.models.hub import cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.document import load as load_documents
@@ -163,7 +167,7 @@ class Knowledge:
     @classmethod
     def open(cls, options: EngineOptions, tokenizer: Tokenizer) -> Knowledge:
         """The knowledge that an engine with these options has, still empty."""
-        encoder = _encoder(options.progress)
+        encoder = _encoder()
         open_base = knowledge_opener(tokenizer, options.index, options.index_dir, encoder)
         open_graph = graph_opener(options.graph_dir, encoder, options.progress)
         return cls(
@@ -206,15 +210,12 @@ class Knowledge:
         self.graphs.close()
 
 
-def _encoder(progress: bool) -> Callable[[], Encoder]:
+def _encoder() -> Callable[[], Encoder]:
     """Gives the sentence encoder, which is loaded when it is first asked for."""
 
     @cache
     def encoder() -> Encoder:
-        loaded = Encoder.load(resolve(ENCODER).path)
-        with tqdm(desc="compiling encoder", unit="program", disable=not progress) as bar:
-            loaded.warmup(lambda done, total: show(bar, done, total))
-        return loaded
+        return Encoder.load(resolve(ENCODER).path)  # its programs are loaded, or compiled, at their first use
 
     return encoder
 
@@ -265,16 +266,45 @@ def fill_graph(graph: KnowledgeGraph, name: str, source: str | Path, progress: b
         _log.info("%s: %d triples are no longer in %s and were removed", name, gone, source)
 
 
+class RememberedEncoder:
+    """A sentence encoder that keeps vectors of several texts on disk, for bases in memory, which each start fills anew.
+
+    Files are named by a digest of texts and encoder, and begin with one of their content.
+    """
+
+    def __init__(self, encoder: TextEncoder, folder: Path):
+        self.identity, self.dim = encoder.identity, encoder.dim
+        self._encoder, self._folder = encoder, folder
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Normalised embeddings, float32 [len(texts), dim]; of a single text, such as a question, none is kept."""
+        if len(texts) == 1:
+            return self._encoder.encode(texts)
+        file = self._folder / hashlib.sha256(json.dumps([self.identity, *texts]).encode()).hexdigest()
+        with suppress(OSError):
+            digest, data = (kept := file.read_bytes())[:32], kept[32:]
+            if hashlib.sha256(data).digest() == digest:
+                return np.frombuffer(data, np.float32).reshape(len(texts), self.dim)
+        vectors = self._encoder.encode(texts)
+        data = np.ascontiguousarray(vectors).tobytes()
+        with suppress(OSError):  # only a memory: a cache that cannot be written serves as well
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with atomic_path(file) as part:
+                part.write_bytes(hashlib.sha256(data).digest() + data)
+        return vectors
+
+
 def knowledge_opener(
     tokenizer: Tokenizer, index: str, index_dir: str | Path | None, encoder: Callable[[], TextEncoder]
 ) -> Callable[[str], KnowledgeBase]:
     """Opens knowledge bases by name."""
 
     def open_base(name: str) -> KnowledgeBase:
+        folder, plain = _folder(index_dir, name, "knowledge base"), encoder()
         return KnowledgeBase.open(
-            _folder(index_dir, name, "knowledge base"),
+            folder,
             encode_tokens=partial(tokenizer.encode, special=False, continued=True),
-            encoder=encoder(),
+            encoder=plain if folder is not None else RememberedEncoder(plain, cache_dir() / "embeddings"),
             model_key=tokenizer.digest.hex(),
             index_kind=index,
             name=name,

@@ -31,7 +31,7 @@ from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.trained import load_model, model_digest, reads_blocks, wrapper_of
 from ragjax.models.weights import open_checkpoint
 from ragjax.quality.contract import AUTO, Contract
-from ragjax.quality.evidence import CANDIDATES, Evidence
+from ragjax.quality.evidence import CANDIDATES, LiveEvidence
 from ragjax.quality.report import Budget, Report, Setting
 from ragjax.reuse import compaction
 from ragjax.reuse import strategies as all_strategies
@@ -206,7 +206,7 @@ def contract_of(
         dtype,
         budget=budget,
         report=report_of(identity, chosen),
-        evidence=Evidence(blank, budget, [one for one in CANDIDATES if one.strategy in chosen]),
+        evidence=LiveEvidence(blank, budget, [one for one in CANDIDATES if one.strategy in chosen]),
         path=report_path(identity),
         shadow_rate=options.shadow_rate,
         preprocessed=frozenset(name for name, strategy in chosen.items() if strategy.preprocessed),

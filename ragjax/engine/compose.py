@@ -29,7 +29,7 @@ PATH_CHARS = 64
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ServedBy:
     """The strategy of a request, and its recompute ratio (None: the strategy's own).
 
     picked: the quality contract has evidence of such requests, and picked it. notice: for the answer.
@@ -166,7 +166,7 @@ class Composer:
         name = self.contract.setting.strategy if asked is None else asked
         return self.contract.pick.strategy if name == AUTO else name
 
-    def choose(self, rag: Rag, made: Grounded) -> Chosen:
+    def choose(self, rag: Rag, made: Grounded) -> ServedBy:
         """The strategy of a request.
 
         Raises:
@@ -184,7 +184,7 @@ class Composer:
         chosen = self._resolve(replace(rag, strategy=setting.strategy))
         return replace(chosen, ratio=setting.ratio, picked=reason is None, notice=reason or None)
 
-    def _resolve(self, rag: Rag) -> Chosen:
+    def _resolve(self, rag: Rag) -> ServedBy:
         """The strategy that a request names, or the default one."""
         default = self.contract.setting
         strategy = self.strategies.get(default.strategy if rag.strategy is None else rag.strategy)
@@ -196,8 +196,8 @@ class Composer:
             raise RequestError(f"unknown strategy {rag.strategy!r}; choose one of {known}", param="rag.strategy")
         self.check_ratio(rag, strategy)
         if rag.recompute_ratio is None and strategy.name == default.strategy:
-            return Chosen(strategy, default.ratio)
-        return Chosen(strategy, rag.recompute_ratio)
+            return ServedBy(strategy, default.ratio)
+        return ServedBy(strategy, rag.recompute_ratio)
 
     def check_ratio(self, rag: Rag, strategy: Strategy) -> None:
         if rag.recompute_ratio is not None and not strategy.selective:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Compression, Kind, Prompt, Rag, Request, RequestError, Tokens
-from ragjax.engine.compose import Chosen, Composer
+from ragjax.engine.compose import Composer, ServedBy
 from ragjax.engine.grounding import too_long
 from ragjax.prompting import tools
 from ragjax.quality.contract import AUTO
@@ -102,7 +102,7 @@ class Preparation:
             chosen = self.composer.choose(rag, made)
         else:
             self.composer.check_ratio(rag, strategy)
-            chosen = Chosen(strategy, rag.recompute_ratio)
+            chosen = ServedBy(strategy, rag.recompute_ratio)
         strategy = chosen.strategy
         prompt = strategy.dress(plain)
         room, raw = self.composer.context_length - len(prompt), request.prompt is not None

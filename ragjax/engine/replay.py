@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ragjax.core import Answer, Event, Grounded, Kind, Prompt, Rag, Request, Sampling, Tokens
 from ragjax.engine.prepare import Preparation
 from ragjax.quality.contract import QUEUE, Contract
-from ragjax.quality.evidence import Trial
+from ragjax.quality.evidence import ShadowTrial
 from ragjax.quality.report import Setting, divergence
 from ragjax.reuse.exact import Full
 from ragjax.schedule.state import RequestState
@@ -36,7 +36,7 @@ class _Replay:
     live_NV: NDArray[np.float32]
     said: Tokens
     full_NV: NDArray[np.float32] | None = None
-    trials: dict[Setting, Trial] = field(default_factory=dict)
+    trials: dict[Setting, ShadowTrial] = field(default_factory=dict)
     left: list[Setting] = field(default_factory=list)
 
 
@@ -88,7 +88,7 @@ class Replays:
         elif answer.exact_to != "full" and not state.lossy and not (state.plan.unfused and state.strategy.preprocessed):
             share = recomputed_share(state.prompt, answer)
             seen = divergence(replay.full_NV, answer.scores)
-            replay.trials[Setting(state.strategy.name, state.ratio)] = Trial(seen, answer.timings.prefill, share)
+            replay.trials[Setting(state.strategy.name, state.ratio)] = ShadowTrial(seen, answer.timings.prefill, share)
         if replay.left:
             return self._again(replay)
         if replay.trials:

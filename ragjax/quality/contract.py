@@ -18,7 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from ragjax.core import ConfigError, Divergence, Prompt
-from ragjax.quality.evidence import LIVE, NEEDED, Evidence, Trial
+from ragjax.quality.evidence import LIVE, NEEDED, LiveEvidence, ShadowTrial
 from ragjax.quality.report import EXACT, PREFIX, Budget, Report, Setting, bounds
 
 _log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Contract:
         shadow_rate: float = 0.0,
         seed: int = 0,
         preprocessed: Collection[str] = (),
-        evidence: Evidence | None = None,
+        evidence: LiveEvidence | None = None,
         path: Path | None = None,
     ):
         if not 0.0 <= shadow_rate <= 1.0:
@@ -205,7 +205,7 @@ class Contract:
         """Settings that requests which `auto` picks for are tried by in idle time, since there is no report."""
         return () if self._evidence is None or self.faulted else self._evidence.candidates
 
-    def learn(self, chunks: int, trials: Mapping[Setting, Trial]) -> None:
+    def learn(self, chunks: int, trials: Mapping[Setting, ShadowTrial]) -> None:
         """Take in what a request of so many chunks showed of the candidates; `auto` may pick one of them from now on.
 
         Raises:

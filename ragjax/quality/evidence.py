@@ -1,4 +1,4 @@
-"""What live requests show of settings that no report tells of, until there is enough of it for a report."""
+"""Evidence that live requests give of settings without a report, until it is enough for one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIVE = "live requests"
 
 
 @dataclass(frozen=True)
-class Trial:
+class ShadowTrial:
     """One request by one setting: its distance from `full`, milliseconds of prefill, share of chunk tokens computed."""
 
     seen: Divergence
@@ -38,7 +38,7 @@ class Trial:
     share: float
 
 
-class Evidence:
+class LiveEvidence:
     """Trials of the candidates, and the report that they make.
 
     A setting whose KL is surely above the budget, or is not finite, is not tried again.
@@ -52,7 +52,7 @@ class Evidence:
     def __init__(self, blank: Report, budget: Budget, candidates: Sequence[Setting]):
         self._blank = blank
         self._budget = budget
-        self._trials: dict[Setting, list[Trial]] = {setting: [] for setting in candidates}
+        self._trials: dict[Setting, list[ShadowTrial]] = {setting: [] for setting in candidates}
         self._chunks: list[int] = []
 
     @property
@@ -67,7 +67,7 @@ class Evidence:
         """Requests that were tried."""
         return len(self._chunks)
 
-    def take_in(self, chunks: int, trials: Mapping[Setting, Trial]) -> None:
+    def take_in(self, chunks: int, trials: Mapping[Setting, ShadowTrial]) -> None:
         """Note what a request of so many chunks showed."""
         self._chunks.append(chunks)
         for setting, trial in trials.items():

@@ -42,7 +42,7 @@ from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.trained import model_digest
 from ragjax.models.weights import open_checkpoint
 from ragjax.quality.contract import AUTO, FAR, FULL, LEAST, QUEUE, STEPS, WATCH, WINDOW, Contract, Monitor, Verdict
-from ragjax.quality.evidence import MOST, NEEDED, Evidence, Trial
+from ragjax.quality.evidence import MOST, NEEDED, LiveEvidence, ShadowTrial
 from ragjax.quality.report import PREFIX, Alpha, Budget, Measurement, Report, Setting, bounds, divergence
 from ragjax.reuse import strategies
 from ragjax.reuse.base import Allocation
@@ -761,13 +761,13 @@ TRIED = (NAIVE, Setting("ragjax", 0.0))
 
 def learning(budget: float, path: Path | None = None, candidates: tuple[Setting, ...] = TRIED) -> Contract:
     budgeted = Budget(budget)
-    return automatic(None, budgeted, evidence=Evidence(report(), budgeted, candidates), path=path)
+    return automatic(None, budgeted, evidence=LiveEvidence(report(), budgeted, candidates), path=path)
 
 
 def show(contract: Contract, kl: float) -> None:
     """What a request shows of the candidates: naive is this far off, the other one further."""
     seen = {NAIVE: Divergence(kl, 0.9), TRIED[1]: Divergence(9.0, 0.0)}
-    contract.learn(3, {one: Trial(seen[one], 10.0, 0.0) for one in contract.candidates})
+    contract.learn(3, {one: ShadowTrial(seen[one], 10.0, 0.0) for one in contract.candidates})
 
 
 def test_auto_switches_when_enough_live_requests_lie_inside_the_budget(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.policy.lfu import LOWEST_CFO
 from ragjax.core import Answer, Kind, Measure, Move, OutOfPages, Pass, Prompt, RequestError, Segment
+from ragjax.core.passes import sections
 from ragjax.reuse import strategies
 from ragjax.reuse.craft import Craft
 from ragjax.reuse.fuse import Fuse
@@ -470,9 +471,9 @@ def by_layers(made: Model, tokens: NDArray[np.int32], rows: Sequence[NDArray[np.
     return made.unembed(x)[-1]
 
 
-@pytest.mark.parametrize("stages", [(0, 3, 6, 9), (0, 1, 2, 3, 4, 5, 6, 7, 8, 9), (0, 9)])
+@pytest.mark.parametrize("stages", [(0, 3, 6, 9), tuple(range(10))])
 @pytest.mark.parametrize("seed", [0, 3])
-def test_chunks_out_of_focus_take_their_old_kv_from_the_next_stage_on(stages: tuple[int, ...], seed: int) -> None:
+def test_chunks_out_of_focus_take_their_old_kv_from_the_next_section_on(stages: tuple[int, ...], seed: int) -> None:
     made = deep(seed)
     plain, early = (Executor(made, stages=stages) for _ in range(2))
     for executor in (plain, early):
@@ -496,13 +497,13 @@ def test_chunks_out_of_focus_take_their_old_kv_from_the_next_stage_on(stages: tu
     if new == 4:
         picked = picked[~np.isin(picked, np.arange(prompt.starts[3], prompt.starts[4]))]
     focus = find_focus(inter) or Focus(frozenset(range(4)), 9)
-    at = min(s for s in stages if s >= focus.layer)
+    at = min(s for s in sections(9) if s >= focus.layer)
     out = [r for r in picked if np.searchsorted(prompt.starts, r, "right") - 2 not in focus.chunks]
     figures = done.plan.figures
     assert figures["focus_ideal"] == pytest.approx(len(out) / len(picked) * (1 - focus.layer / 9))
     assert figures["focus_realised"] == pytest.approx(len(out) / len(picked) * (1 - at / 9))
     assert [m.layers for m in moves] == ([(at, 9)] if out and at < 9 else [])
-    assert [p.layers for p in passes][-1] == ((at, 9) if at < 9 else tuple(stages[-2:]))
+    assert [p.layers for p in passes][-1] == ((at, 9) if at < 9 else sections(9)[-2:])
     rows = [np.setdiff1d(passes[0].rows, out if layer >= at else []) for layer in range(9)]
     k, v = _kept(early, prompt, made)
     np.testing.assert_allclose(done.logits, by_layers(made, prompt.tokens, rows, k, v), atol=1e-6, rtol=1e-5)
@@ -513,7 +514,7 @@ def test_the_deep_cases_above_are_cut_in_time() -> None:
     executor = Executor(deep(0), stages=tuple(range(10)))
     executor.run(Craft(), ask(0, 1, 2, 3))
     done = executor.run(Craft("craft-focus", focus=True), ask(2, 0, 3, 1, question=0), 0.4)
-    assert 0 < done.plan.figures["focus_realised"] == done.plan.figures["focus_ideal"] < 1
+    assert 0 < done.plan.figures["focus_realised"] <= done.plan.figures["focus_ideal"] < 1
 
 
 def _kept(executor: Executor, prompt: Prompt, made: Model) -> tuple[Array, Array]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -35,6 +35,9 @@ ENCODER = "all-minilm-l6-v2"
 
 BATCH = 32
 """Texts that are embedded between two calls of `check`."""
+
+MOST_REMEMBERED = 2**28
+"""Bytes of vectors that are kept for later starts."""
 
 Source = str | Path | Mapping[str, str | Path] | None
 """One source, several by name, or none."""
@@ -168,7 +171,8 @@ class Knowledge:
     def open(cls, options: EngineOptions, tokenizer: Tokenizer) -> Knowledge:
         """The knowledge that an engine with these options has, still empty."""
         encoder = _encoder()
-        open_base = knowledge_opener(tokenizer, options.index, options.index_dir, encoder)
+        named = sources(options.knowledge)
+        open_base = knowledge_opener(tokenizer, options.index, options.index_dir, encoder, remembered=named)
         open_graph = graph_opener(options.graph_dir, encoder, options.progress)
         return cls(
             KnowledgeRegistry("knowledge base", "rag.knowledge", open_base),
@@ -190,6 +194,9 @@ class Knowledge:
         self.library.open()
         for name, source in sources(options.graph).items():
             fill_graph(self.graphs.make(name), name, source, options.progress)
+        if self.bases.names:
+            for words in (5, 40):  # the programs of a question, so that the first one waits for none
+                self.encoder().encode(["word " * words])
 
     def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
         """Vectors of texts. check: called before each batch of them; an error of it ends the work.
@@ -269,7 +276,7 @@ def fill_graph(graph: KnowledgeGraph, name: str, source: str | Path, progress: b
 class RememberedEncoder:
     """A sentence encoder that keeps vectors of several texts on disk, for bases in memory, which each start fills anew.
 
-    Files are named by a digest of texts and encoder, and begin with one of their content.
+    Files are named by a digest of texts and encoder, and begin with one of their content. The oldest make room.
     """
 
     def __init__(self, encoder: TextEncoder, folder: Path):
@@ -289,22 +296,40 @@ class RememberedEncoder:
         data = np.ascontiguousarray(vectors).tobytes()
         with suppress(OSError):  # only a memory: a cache that cannot be written serves as well
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._make_room(len(data))
             with atomic_path(file) as part:
                 part.write_bytes(hashlib.sha256(data).digest() + data)
         return vectors
 
+    def _make_room(self, size: int) -> None:
+        files = sorted((one.stat().st_mtime, one.stat().st_size, one) for one in self._folder.iterdir())
+        held = sum(known for _, known, _ in files)
+        for _, known, file in files:
+            if held + size <= MOST_REMEMBERED:
+                return
+            file.unlink()
+            held -= known
+
 
 def knowledge_opener(
-    tokenizer: Tokenizer, index: str, index_dir: str | Path | None, encoder: Callable[[], TextEncoder]
+    tokenizer: Tokenizer,
+    index: str,
+    index_dir: str | Path | None,
+    encoder: Callable[[], TextEncoder],
+    remembered: Collection[str] = (),
 ) -> Callable[[str], KnowledgeBase]:
-    """Opens knowledge bases by name."""
+    """Opens knowledge bases by name. remembered: those whose vectors are kept for later starts if they have no folder.
+
+    What clients upload is not among them.
+    """
 
     def open_base(name: str) -> KnowledgeBase:
         folder, plain = _folder(index_dir, name, "knowledge base"), encoder()
+        keeps = folder is None and name in remembered
         return KnowledgeBase.open(
             folder,
             encode_tokens=partial(tokenizer.encode, special=False, continued=True),
-            encoder=plain if folder is not None else RememberedEncoder(plain, cache_dir() / "embeddings"),
+            encoder=RememberedEncoder(plain, cache_dir() / "embeddings") if keeps else plain,
             model_key=tokenizer.digest.hex(),
             index_kind=index,
             name=name,

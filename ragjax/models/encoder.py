@@ -3,8 +3,7 @@
 Sources: Devlin et al. 2019, arXiv:1810.04805; Reimers and Gurevych 2019, arXiv:1908.10084 (pooling); Wang et al.
 2020, arXiv:2002.10957 (MiniLM, the packaged weights).
 
-Texts are padded to a small fixed grid of (batch, length) shapes, so that a handful of programs serves everything
-and `warmup` can compile all of them ahead.
+Texts are padded to a small fixed grid of (batch, length) shapes, so that a handful of programs serves everything.
 
 Dimensions: B batch, T tokens, H heads, D head dim, E hidden, F mlp.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import groupby
@@ -177,14 +176,6 @@ class Encoder:
         except Exception as error:  # tokenizers raises bare Exception
             raise ConfigError(f"{directory}: not a whole encoder: {error!r}; delete it to download it again") from error
         return cls(model, tokenizer, dim=config.hidden_size, max_tokens=max_tokens, identity=identity)
-
-    def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile every shape of the grid; `progress(done, total)` is called after each."""
-        shapes = [(batch, length) for length in self._lengths() for batch in GRID[length]]
-        for done, (batch, length) in enumerate(shapes, start=1):
-            self._run([[0] * length] * batch, batch, length)
-            if progress is not None:
-                progress(done, len(shapes))
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Embed texts: float32 [len(texts), dim], rows of length one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ragjax.engine import knowledge
 from ragjax.engine.knowledge import RememberedEncoder
 
 
@@ -50,3 +52,13 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, content: bytes) -> None:
     (file,) = tmp_path.iterdir()
     file.write_bytes(content)
     assert [again(tmp_path, ["a", "bc"]) for _ in range(2)] == [2, 0]
+
+
+def test_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knowledge, "MOST_REMEMBERED", 3 * (32 + 8))
+    for n in range(5):
+        again(tmp_path, ["a", "b" * n])
+        (newest,) = (file for file in tmp_path.iterdir() if file.stat().st_mtime > 1000)
+        os.utime(newest, (n, n))
+    assert len(list(tmp_path.iterdir())) == 3
+    assert again(tmp_path, ["a", "bbbb"]) == 0

@@ -54,7 +54,7 @@ from ragjax.engine.depkv import DepKV, Keeping, Resumed
 from ragjax.engine.inventory import inventory_of
 from ragjax.engine.knowledge import ENCODER, Knowledge
 from ragjax.engine.loop import Loop
-from ragjax.engine.prepare import Preparation
+from ragjax.engine.prepare import Pending, Preparation
 from ragjax.engine.preprocessing import Preparing
 from ragjax.engine.provision import Provision
 from ragjax.engine.replay import Replays
@@ -550,6 +550,11 @@ class Engine:
     def preprocessing_room(self, tenant: str = "") -> int:
         """Pages of KV of a tenant that may be computed ahead without driving out what was computed before."""
         return self._cache.room(tenant)
+
+    @property
+    def pending(self) -> Pending:
+        """Chunks that idle time is still to preprocess."""
+        return self._preparation.pending
 
     def begin_preprocessing(self) -> None:
         """Prepare the chunks of all knowledge bases from now on, while no request runs (`EngineOptions.preprocess`)."""

@@ -15,6 +15,7 @@ from ragjax.engine.compose import Composer, ServedBy
 from ragjax.engine.grounding import too_long
 from ragjax.prompting import tools
 from ragjax.quality.contract import AUTO
+from ragjax.quality.report import PREFIX
 from ragjax.reuse import compaction
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.fusion import without_lost
@@ -62,6 +63,20 @@ class Compressions:
         )
 
 
+@dataclass
+class Pending:
+    """Chunks that idle time is still to preprocess: those of prompts that begin with these tokens (None: none are)."""
+
+    head: Tokens | None = None
+
+    def holds(self, prompt: Prompt) -> bool:
+        """True if chunks of the prompt are still to be preprocessed."""
+        head = self.head
+        if head is None or not np.array_equal(prompt.segments[0].tokens, head):
+            return False
+        return any(one.kind is Kind.CHUNK and not one.behind and not one.recognised for one in prompt.segments)
+
+
 @dataclass(frozen=True)
 class Preparation:
     """Prepares requests: grounding, checks, strategy, and the state. Any thread may call it."""
@@ -74,6 +89,7 @@ class Preparation:
     lookup: int = 0  # tokens that prompt lookup proposes in a step
     compression: Compression | None = None  # of prompts whose requests say nothing of it
     compressions: Compressions = field(default_factory=Compressions)  # all that were asked for
+    pending: Pending = field(default_factory=Pending)
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def checked(self, check: Callable[[], None]) -> Preparation:
@@ -100,6 +116,11 @@ class Preparation:
         left = strategy is None and rag.strategy in (None, AUTO)
         if strategy is None:
             chosen = self.composer.choose(rag, made)
+            prefix, name = self.composer.strategies.get(PREFIX.strategy), chosen.strategy.name
+            waits = chosen.strategy.preprocessed and rag.documents is None and self.pending.holds(plain)
+            if prefix is not None and waits:
+                told = f"passages for {name} are still being prepared: the request ran prefix, which is exact"
+                chosen = ServedBy(prefix, notice=told)
         else:
             self.composer.check_ratio(rag, strategy)
             chosen = ServedBy(strategy, rag.recompute_ratio)

@@ -404,6 +404,7 @@ class Preparing:
         bases = engine.knowledge.bases
         self._bases = {name: _Progress(owner is not None, len(bases.get(name))) for name, owner in bases.owners.items()}
         self._recounted = time.monotonic()
+        engine.pending.head = self._head.tokens
         self._thread = threading.Thread(target=self._run, name="ragjax-preprocess", daemon=True)
         self._thread.start()
 
@@ -427,7 +428,9 @@ class Preparing:
                 return
             except Exception:
                 _log.exception("nothing more is preprocessed")
+                self._engine.pending.head = None
                 return
+            self._engine.pending.head = self._head.tokens if self.progress(tenants=True).running else None
 
     def _look(self) -> None:
         """Prepare what has come since the last look."""

@@ -35,6 +35,7 @@ from ragjax.core import (
 )
 from ragjax.engine import Engine
 from ragjax.engine.build import _compile
+from ragjax.engine.provision import least
 from ragjax.reuse import strategies
 from ragjax.reuse.exact import Full, Prefix
 from ragjax.runner.runner import Runner
@@ -309,7 +310,7 @@ def test_the_queue_has_an_end() -> None:
 def test_what_the_default_strategy_runs_is_compiled_before_any_request() -> None:
     """Its passes that end within a stage, too (CacheBlend's two layers)."""
     made = Runner(tiny.decoder(), pages=100, page_size=tiny.PAGE, grid=Grid(((2, 2), (128, 16)), (64,), (2,)))
-    _compile(made, [strategies()["blend"]], None, progress=False)
+    _compile(made, least(made, [strategies()["blend"]], None, whole=True), progress=False)
     before = set(made._programs.compiled)
     with tiny.engine(made, pages=100, strategy="blend") as engine:
         assert engine.answer_prompt(tiny.prompt(), max_tokens=3).strategy == "blend"

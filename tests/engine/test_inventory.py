@@ -50,7 +50,7 @@ def test_what_leaves_is_named_with_where_it_went(engine: Engine) -> None:
         ask(engine, name)
     seen = engine.inventory()
     check(seen)
-    assert seen.departures and seen.policy == "lru"
+    assert seen.departures and seen.policy == "lacr"
     assert {(one.left, one.kept) for one in seen.departures} >= {("device", "host")}
     assert any("host" in one.tiers and "device" not in one.tiers for one in seen.holdings)
     ages = [one.age for one in seen.departures]

@@ -117,7 +117,7 @@ def test_answers_are_those_of_whole_loads(
         with opened(runner, tmp_path, lambda number: time.sleep(random.choice([0, 0.002, 0.01]))) as engine:
             answer = ask(engine, strategy)
             engine.audit()
-        assert answer.tokens == expected.tokens and answer.notices == ()
+        assert answer.tokens == expected.tokens and answer.notices == expected.notices
         assert [report.reused for report in answer.segments] == [report.reused for report in expected.segments]
         assert answer.logits is not None and expected.logits is not None
         assert np.abs(answer.logits - expected.logits).max() < 1e-5

@@ -85,6 +85,20 @@ def test_all_passages_are_prepared_and_found(engine: Engine, caplog: pytest.LogC
     assert [one.reused > 0 for one in answer.segments if one.score is not None] == [True] * 3
 
 
+def test_a_strategy_whose_passages_are_still_to_come_gives_way_to_prefix(engine: Engine) -> None:
+    asked: Any = {"strategy": "fusion", "top_k": 3, "max_tokens": 1}
+    engine.pending.head = preprocessing.head_of(engine, None).tokens
+    answer = engine.answer("island", **asked)
+    assert answer.strategy == "prefix" and answer.exact_to == "full"
+    assert answer.notices == ("passages for fusion are still being prepared: the request ran prefix, which is exact",)
+    other = [Message("system", "Be brief."), Message("user", "island")]  # nothing is prepared for its passages
+    assert engine.answer(other, **asked).strategy == "fusion"
+    assert engine.answer("island", documents=[Document("given", "Given.")], strategy="fusion", max_tokens=1).strategy == "fusion"
+    engine.begin_preprocessing()
+    until(lambda: engine.pending.head is None)
+    assert prepared(engine) == (6, 6) and engine.answer("island", **asked).strategy == "fusion"
+
+
 def test_an_engine_prepares_nothing_unless_it_is_asked_to(engine: Engine) -> None:
     assert engine.preprocessed() is None and "passages" not in engine.stats()
 

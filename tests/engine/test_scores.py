@@ -101,7 +101,7 @@ def test_background_requests_let_others_pass_and_are_not_counted() -> None:
 def test_background_requests_make_room() -> None:
     big = Prompt((Segment("q", SegmentKind.JOIN, np.arange(200, dtype=np.int32)),))
     with tiny.engine(pages=40) as engine:
-        running = Hold(engine, lambda: engine._loop.running)
+        running = Hold(engine, lambda: engine._loop.requests.in_background)
         behind = [engine.begin_prompt(big, strategy="full", max_tokens=24, background=True) for _ in range(4)]
         with running:
             first = engine.begin_prompt(tiny.prompt(0), strategy="full", max_tokens=2)

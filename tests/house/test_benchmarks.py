@@ -15,7 +15,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "common": frozenset(),
     "baseline": frozenset(),
     "policies": frozenset({"common", "baseline"}),
-    "kernels": frozenset({"common"}),
+    "kernels": frozenset({"common", "baseline"}),
     "cluster": frozenset({"common", "load", "policies", "quality"}),
     "compression": frozenset({"common", "quality"}),
     "quality": frozenset({"common", "baseline"}),

@@ -264,7 +264,8 @@ def test_fusion_takes_what_the_question_attends_to_in_the_last_layer(source, sof
     assert sum(r.recomputed for r in done.plan.reports[1:4]) == counted(prompt, 0.15)
 
 
-def test_ragjax_takes_what_moves_the_question_most_and_nothing_of_the_anchor():
+def test_ragjax_takes_what_moves_the_question_most_and_nothing_of_the_anchor(monkeypatch):
+    monkeypatch.setattr("ragjax.reuse.ragjax.sections", lambda layers: tuple(range(layers + 1)))  # its model is shallow
     executor = Executor(stages=(0, 1, 2, 3))
     prompt, kept = preprocessed(executor, tiny.prompt(24))
     first = np.arange(prompt.starts[1], prompt.starts[2])
@@ -274,7 +275,7 @@ def test_ragjax_takes_what_moves_the_question_most_and_nothing_of_the_anchor():
     dense = model().dense(prompt.tokens, rows=joins(prompt), kept=kept)
     group = dense.prob.shape[2] // dense.v.shape[2]
     scores = dict.fromkeys(map(int, indices_of(prompt, Kind.CHUNK)), 0.0)
-    for layer, prob in list(enumerate(dense.prob))[2:]:  # the later of stages (0, 1), (1, 2), (2, 3)
+    for layer, prob in list(enumerate(dense.prob))[2:]:  # the later of sections (0, 1), (1, 2), (2, 3)
         for head in range(prob.shape[1]):
             for order in scores:
                 value = np.linalg.norm(dense.v[layer, order, head // group])

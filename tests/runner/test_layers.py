@@ -97,9 +97,11 @@ def test_units_may_lie_in_any_layer_of_an_array(runners: tuple[Runner, Runner]) 
         compute(made, [piece(part, 0, 16)], 24)
         old = np.array(part.spans[0].run.pages[:2])
         new = np.array([25, 21])
-        copies = [
-            np.concatenate([np.asarray(x) for x in xs]) for xs in zip(*map(leaves, made.download(old)[0]), strict=True)
+        pages = [
+            [np.concatenate([np.asarray(x) for x in xs]) for xs in zip(*map(leaves, part), strict=True)]
+            for part in made.download(old)  # a part for each page: programs move 16, 4 or 1
         ]
+        copies = [np.concatenate(xs, 1) for xs in zip(*pages, strict=True)]
         page_LS, lender_LS = np.zeros((LAYERS, 2), np.int32), np.zeros((LAYERS, 2), np.int32)
         laid = [np.full_like(x, np.nan) for x in copies]
         for first in range(0, LAYERS, made.reach):
@@ -111,7 +113,13 @@ def test_units_may_lie_in_any_layer_of_an_array(runners: tuple[Runner, Runner]) 
                 for x, y in zip(laid, copies, strict=True):
                     x[lender, page] = y[layer, entry]
         stages = [slice(i, i + 2) for i in (0, 2)]
-        made.restore(new, [tuple(Pages(*(jnp.asarray(x[stage]) for x in laid)) for stage in stages)])
+        made.restore(
+            new,
+            [
+                tuple(Pages(*(jnp.asarray(x[stage, i : i + 1]) for x in laid)) for stage in stages)
+                for i in range(len(new))
+            ],
+        )
 
         step = step_of([piece(part, 16, 17)], 2)
         plain = np.asarray(made.step(step).x_TE)

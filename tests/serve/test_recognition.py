@@ -45,7 +45,8 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", [stuff_chain, stuff_prompt])
-def test_from_the_second_request_on_passages_are_warm_in_any_order(served: Served, chain: Chain) -> None:
+def test_passages_that_come_back_are_warm_in_any_order_from_then_on(served: Served, chain: Chain) -> None:
+    """New ones are computed exactly; what a second request brings again is computed for any place."""
     client = served.client(timeout=120)
     known: set[int] = set()
     for number, order in enumerate(RETRIEVED):
@@ -61,8 +62,10 @@ def test_from_the_second_request_on_passages_are_warm_in_any_order(served: Serve
                 assert report["reused"] == report["tokens"]
             else:  # a share of all passages' tokens is computed again
                 assert report["reused"] > 0.5 * report["tokens"] and report["tier"] == "device"
-        assert rag["approximate"] and rag["predicted"] is None
-        known |= set(order)
+        assert rag["approximate"] == (number > 0)
+        if rag["approximate"]:
+            assert rag["predicted"] is None
+            known |= set(order)
 
 
 def test_an_earlier_turn_that_was_stuffed_is_warm(served: Served) -> None:

@@ -248,7 +248,7 @@ def test_adapter_file_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-d
     for x, y in zip(jax.tree.leaves(dict(read.pairs)), jax.tree.leaves(adapters()), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-2)
     (tmp_path / "b.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="cannot be read as a LoRA adapter"):
+    with pytest.raises(ConfigError, match="cannot be read as an adapter or packet"):
         Adapter.load(tmp_path / "b.safetensors")
 
 

@@ -93,7 +93,8 @@ def test_a_strategy_whose_passages_are_still_to_come_gives_way_to_prefix(engine:
     assert answer.notices == ("passages for fusion are still being prepared: the request ran prefix, which is exact",)
     other = [Message("system", "Be brief."), Message("user", "island")]  # nothing is prepared for its passages
     assert engine.answer(other, **asked).strategy == "fusion"
-    assert engine.answer("island", documents=[Document("given", "Given.")], strategy="fusion", max_tokens=1).strategy == "fusion"
+    given = engine.answer("island", documents=[Document("given", "Given.")], strategy="fusion", max_tokens=1)
+    assert given.strategy == "fusion"
     engine.begin_preprocessing()
     until(lambda: engine.pending.head is None)
     assert prepared(engine) == (6, 6) and engine.answer("island", **asked).strategy == "fusion"

@@ -120,7 +120,7 @@ class KnowledgeCache:
         return None if record is None else record.meta
 
     def write_soon(self, keys: Iterable[bytes]) -> None:
-        """Have the nodes with these keys put on disk while there is time, and not only when they leave memory."""
+        """Write the nodes with these keys to disk in idle time, before they leave memory."""
         self._hierarchy.write_soon([node for key in keys if (node := self.tree.find(key)) is not None])
 
     def room(self, tenant: str) -> int:

@@ -387,7 +387,7 @@ class Hierarchy:
             self.write_soon(nodes)
 
     def write_soon(self, nodes: Sequence[Node]) -> None:
-        """Have nodes put on disk while there is time, and not only when they leave memory."""
+        """Write nodes to disk in idle time, before they leave memory."""
         if self.storage is not None and self.storage.disk_index is not None:
             self._new.update(dict.fromkeys(nodes))
 

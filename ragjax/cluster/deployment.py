@@ -143,7 +143,7 @@ class RayTransport:
         return dict(self._broadcast("inventory", tenant))
 
     def _broadcast(self, method: str, *arguments: object) -> list[Any]:
-        """What the replicas answer that do so in time."""
+        """Answers of the replicas that answer in time."""
         try:
             found = self._handle.broadcast(method, *arguments).results(timeout_s=ANSWER, return_exceptions=True)
         except (RayError, DeploymentUnavailableError, TimeoutError) as error:

@@ -540,7 +540,7 @@ class Engine:
         return tuple(meta is not None and noted(meta) for meta in metas)
 
     def write_soon(self, prompts: Sequence[Prompt], strategy: Strategy, tenant: str = "") -> None:
-        """Have the KV that a strategy uses and keeps of prompts put on disk, if there is one, while there is time."""
+        """Write the KV that a strategy uses and keeps of prompts to disk in idle time, if there is a disk tier."""
 
         def write() -> None:  # keys are those of the tree as it is, which is the loop's
             self._cache.write_soon({key for prompt in prompts for key in strategy.keys(prompt, self._cache, tenant)})
@@ -561,7 +561,7 @@ class Engine:
         self._preparing = self._preparing or Preparing(self)
 
     def preprocessed(self, tenants: bool = True) -> Preprocessed | None:
-        """How far the preprocessing is; None if there is none. tenants: count their own passages, too."""
+        """Progress of the preprocessing; None if there is none. tenants: count their own passages, too."""
         return None if self._preparing is None else self._preparing.progress(tenants)
 
     def vacate_device(self) -> None:

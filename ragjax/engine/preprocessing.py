@@ -339,7 +339,7 @@ class _Planned(NamedTuple):
 
 @dataclass
 class _Progress:
-    """How far a knowledge base is.
+    """Progress of a knowledge base.
 
     planned: chunks whose KV is to be there, those that were asked for last at the end. alone: chunks whose isolated KV
     is counted in `pages`, which is all that they take. state: `KnowledgeBase.changes` when all was done that could be
@@ -414,7 +414,7 @@ class Preparing:
         self._thread.join()
 
     def progress(self, tenants: bool) -> Preprocessed:
-        """How far all are. tenants: count what belongs to tenants, too."""
+        """Progress of all together. tenants: count what belongs to tenants, too."""
         found = [one for one in list(self._bases.values()) if tenants or not one.owned]
         running = not self._over.is_set() and any(one.state is None for one in found)
         total, prepared, beyond = (sum(getattr(one, name) for one in found) for name in ("total", "prepared", "beyond"))

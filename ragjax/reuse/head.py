@@ -44,7 +44,7 @@ class ChunkStrategy(Strategy):
         return self.chunk_outlook(prompt, cache, tenant)
 
     def work(self, prompt: Prompt, cache: KnowledgeCache, tenant: str, ratio: float | None = None) -> int:
-        """What is missing of the head, and the query segments behind it."""
+        """Tokens of the head that the cache lacks, and of the query segments behind it."""
         behind = [i for i in segments_of(prompt, Kind.QUERY) if prompt.starts[i] >= head_length(prompt)]
         head = sum(cache.peek(Outlook((head_part(prompt, tenant),))).missing.values())
         return head + sum(len(prompt.segments[i]) for i in behind)

@@ -222,7 +222,7 @@ class Programs:
         return program
 
     def _facts(self, name: Name) -> dict[str, object]:
-        """What a program depends on besides the machine and the code."""
+        """Facts that a program depends on, besides the machine and the code."""
         shaped = name[0] in ("begin", "stage", "layered")
         return {"name": name, "shape": self._grid.shape(name[1]) if shaped else None, "common": self._common}
 

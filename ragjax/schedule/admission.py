@@ -161,7 +161,7 @@ class Admission:
         return started, None
 
     def _weigh(self, state: RequestState) -> None:
-        """Have a request that left its strategy to the engine run `prefix` where another one would compute more.
+        """Serve a request that left its strategy to the engine by `prefix` where another one would compute more.
 
         Chunks of a knowledge base are computed for later requests and do not count. Nor do passages that a message
         brought and that stood elsewhere before. Those that are new are no reason to leave `prefix`: it is exact, costs

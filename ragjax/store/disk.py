@@ -355,7 +355,7 @@ class DiskStore:
         return self._files.name(self._files.entry(key))
 
     def _asked(self, ask: Callable[[Index], T], otherwise: T) -> T:
-        """What the index answers; an error of it is noted, and it is suspected."""
+        """Answer of the index; an error is noted, and the index is suspected."""
         index = self._index
         try:
             return ask(index)

@@ -43,10 +43,10 @@ START_S = 900.0
 
 
 @contextmanager
-def served(cache: Path) -> Iterator[tuple[Popen[bytes], str]]:
+def served(cache: Path, *flags: str) -> Iterator[tuple[Popen[bytes], str]]:
     """A server on the demo, and its URL, with this cache folder; it ends with the context."""
     port = free_port()
-    command = [sys.executable, "-m", "ragjax.serve", "--port", str(port), "--model", MODEL]
+    command = [sys.executable, "-m", "ragjax.serve", "--port", str(port), "--model", MODEL, *flags]
     settings = {"RAGJAX_CACHE": str(cache), "PYTHONPATH": str(envs.HERE.parent)}
     with Popen(command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL, env=envs.clean_environment(settings)) as process:
         try:
@@ -107,8 +107,8 @@ async def longest_gap(url: str, strategy: str | None, tokens: int = 150) -> floa
     return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
 
 
-def started(cache: Path, state: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The row of a start, and, of a later one, what the first requests of strategies cost."""
+def started(cache: Path, state: str) -> dict[str, Any]:
+    """The row of a start."""
     begun = time.perf_counter()
     with served(cache) as (process, url):
         wait(process, url)
@@ -119,8 +119,17 @@ def started(cache: Path, state: str) -> tuple[dict[str, Any], list[dict[str, Any
         asyncio.run(at_once(url))
         peak = peak_mb(process.pid)
         programs = sum(1 for file in (cache / "executables").rglob("*") if file.is_file())
-        uses = [first_use(url, strategy) for strategy in ("ragjax", "blend")] if state == "later" else []
-    return row("ragjax", state, ready_s, first_answer_s, rss, peak, programs), uses
+    return row("ragjax", state, ready_s, first_answer_s, rss, peak, programs)
+
+
+def first_uses(cache: Path) -> list[dict[str, Any]]:
+    """Rows of strategies that are used for the first time.
+
+    Nothing is preprocessed: a strategy whose passages are still being prepared would give way to `prefix`.
+    """
+    with served(cache, "--no-preprocess") as (process, url):
+        wait(process, url)
+        return [first_use(url, strategy) for strategy in ("ragjax", "blend")]
 
 
 def first_use(url: str, strategy: str) -> dict[str, Any]:
@@ -155,11 +164,8 @@ def measured(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
     hub.resolve(MODEL)
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(own_cache(Path(folder)))
-        rows = []
-        for state in ("first", "later"):
-            of_state, uses = started(cache, state)
-            rows.append(of_state)
-        session.tables["first_use"] = uses
+        rows = [started(cache, state) for state in ("first", "later")]
+        session.tables["first_use"] = first_uses(cache)
         return [*rows, *([] if chosen.quick else rivals(Path(folder)))]
 
 

@@ -19,7 +19,7 @@ from tests.support.serving import serving
 @pytest.mark.parametrize("state", ["first", "later"])
 def test_a_start_has_these_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     @contextmanager
-    def served(_: Path) -> Iterator[tuple[Any, str]]:
+    def served(*_: Path | str) -> Iterator[tuple[Any, str]]:
         with serving(FakeEngine()) as served:
             yield SimpleNamespace(pid=os.getpid(), poll=lambda: None), served.url
 
@@ -28,8 +28,8 @@ def test_a_start_has_these_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         start, "body", lambda question, *_, **__: {"model": "fake", "messages": [{"role": "user", "content": question}]}
     )
     (tmp_path / "executables").mkdir()
-    row, uses = start.started(tmp_path, state)
+    row = start.started(tmp_path, state)
     assert list(row) == ["system", "state", "ready_s", "first_answer_s", "rss_mb", "peak_mb", "programs"]
     assert (row["system"], row["state"], row["programs"]) == ("ragjax", state, 0)
     assert 0 < row["ready_s"] <= row["first_answer_s"] and 0 < row["rss_mb"] <= row["peak_mb"]
-    assert [use["strategy"] for use in uses] == (["ragjax", "blend"] if state == "later" else [])
+    assert [use["strategy"] for use in start.first_uses(tmp_path)] == ["ragjax", "blend"]

@@ -106,7 +106,7 @@ FIGURES: Mapping[str, Figure] = {
         "FusionRAG, Figure 13",
         "F1, normalised where full reuse loses any, exact match, and divergence, by recomputed share",
         "SmolLM2-135M instead of models of 7B to 32B; hotpotqa and nq_open; few questions",
-        lost_f1, ("hotpotqa", "nq_open"), ("blend", "craft", "fusion", "ragjax"), ratios=(0.0, 0.05, 0.1),
+        lost_f1, ("hotpotqa", "nq_open"), ("blend", "craft", "fusion", "anchor"), ratios=(0.0, 0.05, 0.1),
     ),
     "fusionrag_14a": Figure(
         "FusionRAG, Figure 14a", "time to first token by recomputed share",

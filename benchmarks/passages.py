@@ -1,13 +1,13 @@
 """What training for passages that stand alone is worth: answers and divergence, beside the untouched model.
 
 Every question is asked over its own passages (`demo`: the bundled questions, over the three chunks that retrieval
-finds), of the untouched model by `full`, `naive` and `ragjax`, and of each trained model: one with an adapter of
+finds), of the untouched model by `full`, `naive` and `anchor`, and of each trained model: one with an adapter of
 `python -m train.depft --target teacher` by `naive`, one with packets of `python -m train.packet` by `packet`, and both
 by `full`, which says what training did to self-attention. --adapter and --packet name files, or packaged models.
 
 `kl` is the divergence from the untouched model's full attention, in nats a token over the reference answer's first 12
 tokens; `answered` the share of answers of 32 tokens that hold a reference. `answered_minus_full`: the paired difference
-from the untouched `full`; `kl_minus_ragjax`: from its `ragjax` at 15%, behind ten neighbours. `ttft_over_naive`:
+from the untouched `full`; `kl_minus_anchor`: from its `anchor` at 15%, behind ten neighbours. `ttft_over_naive`:
 the median over questions of the first token's time, all KV warm, over that of `naive` on the same model. Intervals are
 95% paired bootstrap intervals over questions.
 """
@@ -40,12 +40,12 @@ from ragjax.engine.preprocessing import fuse_all
 
 SETS = ("demo", "musique", "2wikimultihopqa")  # the demo, and sets that the packaged models were not trained on
 NEIGHBOURS, TOP_K, TOKENS = 10, 3, 32
-RAGJAX = Setting("ragjax", 0.15, NEIGHBOURS)
+ANCHOR = Setting("anchor", 0.15, NEIGHBOURS)
 PACKET = Setting("packet")
 
 COLUMNS = (
     "set", "model", "strategy", "n", "kl", "kl_lo", "kl_hi", "top1", "answered", "answered_minus_full",
-    "answered_minus_full_lo", "answered_minus_full_hi", "kl_minus_ragjax", "kl_minus_ragjax_lo", "kl_minus_ragjax_hi",
+    "answered_minus_full_lo", "answered_minus_full_hi", "kl_minus_anchor", "kl_minus_anchor_lo", "kl_minus_anchor_hi",
     "rougeL_vs_full", "ttft_ms", "ttft_over_naive",
 )  # fmt: skip
 
@@ -64,7 +64,7 @@ class Arm:
 def arms(chosen: Namespace) -> list[Arm]:
     trained = [Arm(name, name, (FULL, NAIVE)) for name in chosen.adapter]
     packed = [Arm(name, name, (FULL, NAIVE, PACKET)) for name in chosen.packet]
-    return [Arm(chosen.model, chosen.model, (FULL, NAIVE, RAGJAX)), *trained, *packed]
+    return [Arm(chosen.model, chosen.model, (FULL, NAIVE, ANCHOR)), *trained, *packed]
 
 
 def measure(arm: Arm, questions: QuestionSet, chosen: Namespace, exact: dict[str, Answer]) -> Found:
@@ -116,7 +116,7 @@ def rows(name: str, found: Found) -> Iterator[dict[str, Any]]:
         ttft, naive = column(samples, "ttft_ms"), column(found[model, NAIVE], "ttft_ms")
         yield {
             "set": name, "model": model, "strategy": setting.strategy, "n": len(samples),
-            **compared(samples, ("kl",), {"minus_ragjax": found[base, RAGJAX]}),
+            **compared(samples, ("kl",), {"minus_anchor": found[base, ANCHOR]}),
             **compared(samples, ("answered",), {"minus_full": found[base, FULL]}),
             **{key: float(np.mean(column(samples, key))) for key in ("top1", "rougeL_vs_full")},
             "ttft_ms": float(np.median(ttft)), "ttft_over_naive": float(np.median(np.divide(ttft, naive))),

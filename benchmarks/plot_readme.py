@@ -39,7 +39,7 @@ BARS = (
 )
 """Label, and the row of `ttft`: system, strategy, order. A system that no report has is left out."""
 
-STRATEGIES = ("full", "naive", "blend", "craft", "fusion", "ragjax")
+STRATEGIES = ("full", "naive", "blend", "craft", "fusion", "anchor")
 
 
 def newest(results: Path, benchmark: str) -> list[Row]:
@@ -89,7 +89,7 @@ def bars(axes: Any, found: dict[str, float]) -> None:
 
 def scatter(axes: Any, kl: dict[str, float], faster: dict[str, float]) -> None:
     for name in (s for s in STRATEGIES if s in kl and s in faster):
-        axes.plot(faster[name], kl[name], "o", color=OURS if name == "ragjax" else OTHERS, markersize=7)
+        axes.plot(faster[name], kl[name], "o", color=OURS if name == "anchor" else OTHERS, markersize=7)
         axes.annotate(name, (faster[name], kl[name]), (7, 4), textcoords="offset points", color=INK, fontsize=9)
     axes.set_xscale("log")
     axes.set_xlim(0.85, 1.9 * max(faster.values()))

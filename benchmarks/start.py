@@ -129,7 +129,7 @@ def first_uses(cache: Path) -> list[dict[str, Any]]:
     """
     with served(cache, "--no-preprocess") as (process, url):
         wait(process, url)
-        return [first_use(url, strategy) for strategy in ("ragjax", "blend")]
+        return [first_use(url, strategy) for strategy in ("anchor", "blend")]
 
 
 def first_use(url: str, strategy: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ Each system starts with an empty cache, its programs compiled (with --quick thos
 the second request on: `reused` is the share of all prompt tokens whose KV came from the cache, `ttft_ms` the median and
 `ttft_mean_ms` the mean time to the first token. `kl` (nats a token) and `top1` compare with full attention over the
 whole text, over the reference answer's first 12 tokens: of exact systems they are 0 and 1 up to rounding. `full` and
-`prefix` do not recognise passages, `naive` and `ragjax` do. `--llamacpp` adds llama.cpp with its prompt cache (the
+`prefix` do not recognise passages, `naive` and `anchor` do. `--llamacpp` adds llama.cpp with its prompt cache (the
 equal prefix of the prompt before) and the packaged file; it is installed on first use. `other_load`: cores that other
 programs kept busy meanwhile.
 """
@@ -65,7 +65,7 @@ class System:
     recognise: bool
 
 
-SYSTEMS = (System("full", False), System("prefix", False), System("naive", True), System("ragjax", True))
+SYSTEMS = (System("full", False), System("prefix", False), System("naive", True), System("anchor", True))
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def row(name: str, recognise: bool, served: Sequence[Served], exact: Sequence[Se
 def rows(chosen: Namespace, _: Session) -> Iterator[dict[str, Any]]:
     questions = dataset.load(chosen.data, chosen.set)
     with Engine.load(
-        chosen.model, strategy="ragjax", dtype=chosen.dtype, device_cache_gb=2.0, progress=False,
+        chosen.model, strategy="anchor", dtype=chosen.dtype, device_cache_gb=2.0, progress=False,
         compile=not chosen.quick,
     ) as engine:  # fmt: skip
         asked = requests(questions, chosen, packaged_encoder(), engine.tokenizer)

@@ -46,7 +46,7 @@ BLEND = Way("blend", RATIO)
 WAYS = (
     BLEND,
     *(Way(name, ratio, rest) for rest in RESTS for name, ratio in
-      (("naive", None), ("fusion", RATIO), ("ragjax", RATIO))),
+      (("naive", None), ("fusion", RATIO), ("anchor", RATIO))),
 )  # fmt: skip
 
 Figures = Mapping[str, float]
@@ -79,7 +79,7 @@ def _figures(
     found: dict[Way, list[Figures]] = defaultdict(list)
     at_rest = ways[0].at_rest
     with Engine.load(
-        chosen.model, strategy="ragjax", dtype=chosen.dtype, device_cache_gb=1.0, lookup=0,
+        chosen.model, strategy="anchor", dtype=chosen.dtype, device_cache_gb=1.0, lookup=0,
         storage=StorageOptions(host_gb=2.0, at_rest=at_rest), compile=False,  # nothing is timed
     ) as engine:  # fmt: skip
         work = Evaluation(

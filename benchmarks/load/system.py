@@ -28,7 +28,7 @@ OWN: Mapping[str, Settings] = {
     "full": {"strategy": "full"}, "prefix-lru": {"strategy": "prefix", "policy": "lru", "host_gb": 0.0},
     "prefix-tiers": {"strategy": "prefix", **TIERS, "order": "ratio", "speculate": 4},
     "naive": {"strategy": "naive", **TIERS}, "fusion": {"strategy": "fusion", **TIERS},
-    "ragjax": {"strategy": "ragjax", **TIERS}, "craft": {"strategy": "craft", **TIERS},
+    "anchor": {"strategy": "anchor", **TIERS}, "craft": {"strategy": "craft", **TIERS},
     "dependency": {"strategy": "dependency", **TIERS}, "contract": {"quality_budget": "KL=0.1", **TIERS},
 }  # fmt: skip
 """Settings by name. `prefix-lru` is what vLLM and SGLang do: a prefix tree on the device, and no tier below."""

@@ -8,8 +8,8 @@ from typing import Any
 from benchmarks.common.plot import Figures, Panel, Panels, bars, label, lines
 from benchmarks.common.report import Row
 
-SELECTIONS = ("blend", "fusion+blend", "craft", "fusion+craft", "fusion", "ragjax")  # FusionRAG, Figure 16
-LADDER = ("unmoved", "naive", "craft", "blend", "fusion", "ragjax", "full")
+SELECTIONS = ("blend", "fusion+blend", "craft", "fusion+craft", "fusion", "anchor")  # FusionRAG, Figure 16
+LADDER = ("unmoved", "naive", "craft", "blend", "fusion", "anchor", "full")
 """Neither place nor causality fixed; place alone; some causality too; all (Cache-Craft, Table 3)."""
 
 

@@ -130,7 +130,7 @@ def optional(setting: Setting, pairs: Sequence[tuple[Question, str]]) -> dict[st
 
 
 def verdicts(made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the methods promise, cell by cell: fusion's KL at most half of blend's and craft's, `ragjax` below fusion,
+    """What the methods promise, cell by cell: fusion's KL at most half of blend's and craft's, `anchor` below fusion,
     and 80% of the F1 that full reuse loses recovered over all sets.
     """
     found = []
@@ -141,10 +141,10 @@ def verdicts(made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         over = r.get("kl_over_fusion")
         if r["strategy"] in ("blend", "craft") and over is not None:
             found.append(_verdict(r, "fusion's KL is at most half", over, over >= 2, "kl_over_fusion"))
-        if r["strategy"] == "ragjax" and over is not None:
+        if r["strategy"] == "anchor" and over is not None:
             found.append(_verdict(r, "KL is below fusion's", over, over < 1, "kl_over_fusion"))
         normalised = r["normalised_f1"]
-        if r["strategy"] in ("fusion", "ragjax") and r["set"] == (pooled or r["set"]) and normalised is not None:
+        if r["strategy"] in ("fusion", "anchor") and r["set"] == (pooled or r["set"]) and normalised is not None:
             found.append(_verdict(r, "recovers 80% of F1", normalised, normalised >= 0.8, "normalised_f1"))
     return found
 

@@ -42,6 +42,7 @@ from ragjax.core import (
     Tokens,
     Wrapper,
 )
+from ragjax.core.registry import strategy_named
 from ragjax.engine import Engine
 from ragjax.engine.measurement import alpha_of, report_path
 from ragjax.engine.preprocessing import preprocess
@@ -137,6 +138,7 @@ def settings_of(
     Raises:
         ConfigError: for a strategy that is not known, or if none is left.
     """
+    names = None if names is None else [strategy_named(name) for name in names]
     unknown = [name for name in names or () if name not in known]
     if unknown:
         raise ConfigError(f"unknown strategy {unknown[0]!r}; choose of {', '.join(known)}")

@@ -11,9 +11,10 @@ from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Gt, Le
 
-from ragjax.core.check import check_fields
+from ragjax.core.check import check_fields, put
 from ragjax.core.compression import Compression
 from ragjax.core.errors import ConfigError
+from ragjax.core.registry import strategy_named
 
 AtRest = Literal["raw", "int8", "int4"]
 """How KV is encoded below the device."""
@@ -166,5 +167,6 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, lambda _, reason: ConfigError(reason))
+        put(self, "strategy", strategy_named(self.strategy))
         if self.compression is not None:
             Compression.parse(self.compression)

@@ -8,6 +8,16 @@ from typing import Any, Generic, TypeVar, cast
 from ragjax.core.errors import ConfigError
 
 T = TypeVar("T")
+
+RENAMED: Mapping[str, str] = {"ragjax": "anchor"}
+"""Earlier names of strategies: requests, flags and quality reports may still say them."""
+
+
+def strategy_named(name: str) -> str:
+    """Today's name of a strategy."""
+    return RENAMED.get(name, name)
+
+
 Made = TypeVar("Made", bound=Callable[..., Any])
 
 

@@ -16,6 +16,7 @@ from ragjax.core.compression import Compression
 from ragjax.core.errors import RequestError
 from ragjax.core.passes import Exactness, SegmentReport
 from ragjax.core.prompt import Document, Prompt, Tokens
+from ragjax.core.registry import strategy_named
 
 Count = Annotated[int, Ge(0)]
 AtLeastOne = Annotated[int, Ge(1)]
@@ -174,6 +175,8 @@ class Rag:
 
     def __post_init__(self) -> None:
         check_fields(self, lambda name, reason: _invalid(reason, f"rag.{name}"))
+        if self.strategy is not None:
+            put(self, "strategy", strategy_named(self.strategy))
         texts = self.knowledge is not None or bool(self.sources) or self.top_k is not None or self.documents is not None
         _check(self.graph is None or not texts, "give graph, or knowledge, top_k and documents, not both", "rag.graph")
         beside = self.knowledge is not None or self.documents is not None

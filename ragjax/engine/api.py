@@ -48,6 +48,7 @@ from ragjax.core import (
 )
 from ragjax.core.cancellation import Cancellation
 from ragjax.core.depprompt import DepPrompt, Positions
+from ragjax.core.registry import strategy_named
 from ragjax.engine.build import Parts, build
 from ragjax.engine.compose import Composer
 from ragjax.engine.depkv import DepKV, Keeping, Resumed
@@ -487,7 +488,7 @@ class Engine:
         self, prompt: Prompt, *, strategy: str, recompute_ratio: float | None = None, tenant: str = ""
     ) -> DepKV:
         """Compute a prompt by any strategy, and hold its KV until it is closed, for many continuations."""
-        inner = self._strategies.get(strategy)
+        inner = self._strategies.get(strategy_named(strategy))
         if inner is None:
             known = ", ".join(self._strategies)
             raise RequestError(f"unknown strategy {strategy!r}; choose one of {known}", param="strategy")

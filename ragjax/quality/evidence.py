@@ -12,10 +12,10 @@ from ragjax.quality.report import Budget, Measurement, Report, Setting, bounds
 
 CANDIDATES = (
     Setting("naive"),
-    Setting("ragjax", 0.0),
+    Setting("anchor", 0.0),
     Setting("fusion", 0.0),
-    Setting("ragjax", 0.05),
-    Setting("ragjax", 0.15),
+    Setting("anchor", 0.05),
+    Setting("anchor", 0.15),
 )
 """Settings that are tried, from the one on that is expected to be fastest."""
 

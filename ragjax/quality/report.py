@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError, Divergence
+from ragjax.core.check import put
 from ragjax.core.file import atomic_path
+from ragjax.core.registry import strategy_named
 
 VERSION = 2
 """Version of the file. In reports of version 1 Cache-Craft found what settings before it had kept."""
@@ -40,6 +42,9 @@ class Setting:
     strategy: str
     ratio: float | None = None
     compression: str | None = None
+
+    def __post_init__(self) -> None:
+        put(self, "strategy", strategy_named(self.strategy))
 
     def __str__(self) -> str:
         plain = self.strategy if self.ratio is None else f"{self.strategy} at {self.ratio:g}"

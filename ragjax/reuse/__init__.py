@@ -1,6 +1,7 @@
 """Reuse strategies by name; a method of your own registers itself in `STRATEGIES`."""
 
 from ragjax.core import Wrapper
+from ragjax.reuse.anchor import Anchored, Valued
 from ragjax.reuse.base import STRATEGIES, ModelTraits, Strategy
 from ragjax.reuse.blend import Deviation
 from ragjax.reuse.craft import Craft
@@ -8,7 +9,6 @@ from ragjax.reuse.dependency import Dependency
 from ragjax.reuse.exact import Full, Prefix
 from ragjax.reuse.fusion import Fused, Prophetic, QueryGuided
 from ragjax.reuse.naive import Naive, Packet
-from ragjax.reuse.ragjax import Anchored, Valued
 from ragjax.reuse.repair import Selective
 from ragjax.reuse.stitch import Isolated
 
@@ -26,7 +26,7 @@ STRATEGIES.add("craft-focus", lambda model: Craft("craft-focus", alpha=model.alp
 STRATEGIES.add("fusion", lambda model: Selective("fusion", Fused(), QueryGuided()))
 STRATEGIES.add("fusion+blend", lambda model: Selective("fusion+blend", Fused(), Deviation()))
 STRATEGIES.add("fusion+craft", lambda model: Craft("fusion+craft", alpha=model.alpha, fused=True))
-STRATEGIES.add("ragjax", lambda model: Selective("ragjax", Anchored(), Valued()))
+STRATEGIES.add("anchor", lambda model: Selective("anchor", Anchored(), Valued()))
 STRATEGIES.add("prophet", lambda model: Selective("prophet", Isolated(), Prophetic()))
 STRATEGIES.add("dependency", lambda model: Dependency("path"))
 STRATEGIES.add("dependency-preorder", lambda model: Dependency("preorder"))

@@ -6,7 +6,7 @@ KV is always the isolated one, computed behind the system prompt alone (the one 
 place: if fused KV were used where there is some, the result would depend on the order in which chunks are fused.
 
 The result is kept as method "fusion", under the system prompt and the digest of the neighbours; its first K is rotated
-at |X|. The chunk's isolated KV is computed and kept, too: `ragjax` reads it
+at |X|. The chunk's isolated KV is computed and kept, too: `anchor` reads it
 where the chunk comes first. Without neighbours there is nothing to fuse.
 
 No request can name this strategy: `ragjax.engine.preprocessing` gives it to the engine.

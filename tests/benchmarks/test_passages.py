@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import passages
-from benchmarks.passages import NAIVE, PACKET, RAGJAX, Found
+from benchmarks.passages import NAIVE, PACKET, ANCHOR, Found
 from benchmarks.quality.evaluation import FULL
 from ragjax.core import Chunk
 from ragjax.retrieval.chunking import Chunker
@@ -26,7 +26,7 @@ def test_rows_compare_every_model_with_the_untouched_one() -> None:
     found: Found = {
         ("base", FULL): samples([0, 0, 0], [1, 1, 0], [90, 90, 90]),
         ("base", NAIVE): samples([0.6, 0.4, 0.2], [1, 0, 0], [10, 20, 30]),
-        ("base", RAGJAX): samples([0.1, 0.2, 0.3], [1, 1, 0], [40, 40, 40]),
+        ("base", ANCHOR): samples([0.1, 0.2, 0.3], [1, 1, 0], [40, 40, 40]),
         ("soft", NAIVE): samples([0.5, 0.5, 0.5], [0, 0, 0], [10, 10, 20]),
         ("soft", PACKET): samples([0.1, 0.1, 0.1], [1, 0, 1], [11, 12, 20]),
     }
@@ -36,7 +36,7 @@ def test_rows_compare_every_model_with_the_untouched_one() -> None:
     assert packet["n"] == 3 and packet["kl"] == pytest.approx(0.1) and packet["top1"] == pytest.approx(0.9)
     assert packet["answered"] == pytest.approx(2 / 3) and packet["answered_minus_full"] == pytest.approx(0)
     assert packet["answered_minus_full_lo"] < 0 < packet["answered_minus_full_hi"]
-    assert packet["kl_minus_ragjax"] == pytest.approx(-0.1)
+    assert packet["kl_minus_anchor"] == pytest.approx(-0.1)
     assert packet["ttft_over_naive"] == pytest.approx(1.1), "of the same model's naive, question by question"
     assert made["base", "naive"]["answered_minus_full"] == pytest.approx(-1 / 3)
     assert set(packet) >= set(passages.COLUMNS)
@@ -45,7 +45,7 @@ def test_rows_compare_every_model_with_the_untouched_one() -> None:
 def test_models_are_asked_for_what_they_were_trained_for() -> None:
     chosen = argparse.Namespace(model="m", adapter=["a"], packet=["p", "q"])
     assert [(arm.name, arm.settings) for arm in passages.arms(chosen)] == [
-        ("m", (FULL, NAIVE, RAGJAX)),
+        ("m", (FULL, NAIVE, ANCHOR)),
         ("a", (FULL, NAIVE)),
         ("p", (FULL, NAIVE, PACKET)),
         ("q", (FULL, NAIVE, PACKET)),

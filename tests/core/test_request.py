@@ -13,6 +13,7 @@ from ragjax.core import (
     Answer,
     Compression,
     Document,
+    EngineOptions,
     Graph,
     Kind,
     Message,
@@ -24,6 +25,7 @@ from ragjax.core import (
     Segment,
     Timings,
 )
+from ragjax.quality.report import Setting
 
 SCHEMA: Any = {"type": "integer"}
 
@@ -94,6 +96,12 @@ def test_what_can_be_stays_as_it_is() -> None:
     assert Rag(compression=Compression("snapkv", 64), graph=None).top_k is None
     assert Request([Message("user", "Hi")]).question == "Hi"  # type: ignore[arg-type]
     assert Request(prompt=(1, 2), rag=None).rag is None
+
+
+def test_the_earlier_name_of_a_strategy_stands_for_todays() -> None:
+    assert Rag(strategy="ragjax").strategy == "anchor" and Rag(strategy="prefix").strategy == "prefix"
+    assert EngineOptions("m", strategy="ragjax").strategy == "anchor"
+    assert str(Setting("ragjax", 0.15)) == "anchor at 0.15"  # of a quality report made before
 
 
 def test_what_holds_arrays_is_compared_and_hashed() -> None:

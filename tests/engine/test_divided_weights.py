@@ -54,7 +54,7 @@ print("agree on", jax.device_count(), "devices")
 MATRIX = """
 base = rounded(scratch / "llama", "llama", 4)
 bare = assert_alike(base, ["prefix", "naive"])
-assert_alike(trained(base, "adapter"), ["prefix", "ragjax"], among=[2], unlike=bare)
+assert_alike(trained(base, "adapter"), ["prefix", "anchor"], among=[2], unlike=bare)
 assert_alike(trained(base, "packet"), ["packet", "naive"], among=[4])
 assert_alike(trained(rounded(scratch / "phi3", "phi3", 8), "adapter"), ["naive"])
 assert_alike(trained(rounded(scratch / "gemma2", "gemma2", 8), "adapter"), ["naive"])

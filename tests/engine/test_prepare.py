@@ -65,7 +65,7 @@ def test_a_strategy_of_ones_own_takes_no_ratio_that_has_no_effect(engine: Engine
         engine.answer_prompt(tiny.prompt(), strategy=Full(), recompute_ratio=0.5, max_tokens=1)
 
 
-@pytest.mark.parametrize("strategy", ["naive", "ragjax"])
+@pytest.mark.parametrize("strategy", ["naive", "anchor"])
 def test_a_prompt_that_asks_nothing_is_the_callers_mistake(engine: Engine, strategy: str) -> None:
     *parts, _ = tiny.prompt().segments
     with pytest.raises(RequestError, match="the prompt ends with a chunk segment: put a query segment behind it"):

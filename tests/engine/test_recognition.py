@@ -27,7 +27,7 @@ pytestmark = pytest.mark.engine(recognise=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["naive", "ragjax", "craft", "blend"])
+@pytest.mark.parametrize("strategy", ["naive", "anchor", "craft", "blend"])
 def test_passages_are_warm_at_any_place_in_any_order(engine: Engine, strategy: str) -> None:
     engine.answer(stuffed(ORDERS[0], system="Be kind, and say what you know."), strategy=strategy, max_tokens=1)
     for order, shape in zip(ORDERS, ("stuff", "numbered", "tags"), strict=True):
@@ -129,7 +129,7 @@ def test_auto_is_exact_with_recognised_passages() -> None:
         assert made.answer(stuffed(ORDERS[0]), recognise=True, strategy="naive", max_tokens=1).predicted is None
 
 
-@pytest.mark.parametrize("strategy", ["naive", "ragjax"])
+@pytest.mark.parametrize("strategy", ["naive", "anchor"])
 def test_a_document_that_is_pasted_again_is_a_prefix_and_one_that_moves_is_reused(strategy: str) -> None:
     with tiny.engine(recognise=True, strategy=strategy) as made:
         first = made.answer(stuffed(ORDERS[0]), max_tokens=1)

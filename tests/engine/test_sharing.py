@@ -65,7 +65,7 @@ IN_ANY_ORDER = {
     "dependency",
     "dependency-preorder",
     "fusion",
-    "ragjax",
+    "anchor",
     "h2o",
     "random",
 }
@@ -90,7 +90,7 @@ def test_what_an_outlook_misses_is_what_a_request_keeps(name: str) -> None:
     assert executor.cache.peek(strategies()["full"].outlook(prompt, executor.cache, "")).found == 0
 
 
-SOME = ["prefix", "naive", "set-cache", "fusion", "ragjax", "craft", "dependency"]
+SOME = ["prefix", "naive", "set-cache", "fusion", "anchor", "craft", "dependency"]
 
 
 @pytest.mark.slow

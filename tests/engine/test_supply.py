@@ -96,9 +96,9 @@ def test_the_least_programs_answer_as_all_do(gate: Gate) -> None:
 def test_a_request_waits_for_its_programs_while_another_goes_on(gate: Gate) -> None:
     prompt = tiny.prompt(3)
     with tiny.engine() as plain:
-        expected = plain.answer_prompt(prompt, strategy="ragjax", sampling=SAMPLING)
+        expected = plain.answer_prompt(prompt, strategy="anchor", sampling=SAMPLING)
     with started([]) as engine:
-        waits: Future[Answer] = engine.begin_prompt(prompt, strategy="ragjax", sampling=SAMPLING)
+        waits: Future[Answer] = engine.begin_prompt(prompt, strategy="anchor", sampling=SAMPLING)
         assert gate.reached.wait(120)
         other = engine.answer_prompt(prompt, strategy="prefix", sampling=SAMPLING)
         assert other.notices == () and not waits.done()
@@ -110,7 +110,7 @@ def test_a_request_waits_for_its_programs_while_another_goes_on(gate: Gate) -> N
         assert notice.startswith("programs were compiled for this request, which waited ")
         assert 0 < found.timings.compile < found.timings.ttft
         assert found.timings.prefill + found.timings.compile <= found.timings.ttft
-        assert engine.answer_prompt(tiny.prompt(4), strategy="ragjax", sampling=SAMPLING).timings.compile == 0
+        assert engine.answer_prompt(tiny.prompt(4), strategy="anchor", sampling=SAMPLING).timings.compile == 0
 
 
 def test_what_a_request_asks_for_is_made_first(gate: Gate) -> None:
@@ -130,7 +130,7 @@ def test_what_a_request_asks_for_is_made_first(gate: Gate) -> None:
 
 def test_a_client_that_leaves_waits_no_more(gate: Gate) -> None:
     with started([]) as engine:
-        waits = engine.begin_prompt(tiny.prompt(6), strategy="ragjax", sampling=SAMPLING)
+        waits = engine.begin_prompt(tiny.prompt(6), strategy="anchor", sampling=SAMPLING)
         assert gate.reached.wait(120)
         (state,) = engine._loop.requests.unready
         engine._loop.cancel(state)
@@ -152,7 +152,7 @@ def test_a_program_that_cannot_be_made_fails_its_request_alone(
 
         monkeypatch.setattr(Programs, "_make", failing)
         with pytest.raises(MemoryError):
-            engine.answer_prompt(tiny.prompt(7), strategy="ragjax", sampling=SAMPLING)
+            engine.answer_prompt(tiny.prompt(7), strategy="anchor", sampling=SAMPLING)
         assert engine.answer_prompt(tiny.prompt(7), strategy="prefix", sampling=SAMPLING).tokens
         assert "could not be compiled" in caplog.text
 

@@ -66,7 +66,7 @@ def answers(devices):
             found[name] = [ask(prompt, strategy=name).result() for prompt in asked]  # the second one reuses KV
         for one in COMPRESSIONS:
             found[one] = [ask(LINEAR, strategy="full", compression=one).result()]
-        mixed = ["prefix", "naive", "full", "blend", "prefix", "ragjax"]
+        mixed = ["prefix", "naive", "full", "blend", "prefix", "anchor"]
         futures = [ask(AGAIN if i % 2 else LINEAR, strategy=name) for i, name in enumerate(mixed)]
         found["batch"] = [future.result() for future in futures]
         engine.audit()
@@ -170,7 +170,7 @@ print("agree on", jax.device_count(), "devices")
 """
 
 
-SOME = ("full", "prefix", "naive", "ragjax", "craft", "dependency")
+SOME = ("full", "prefix", "naive", "anchor", "craft", "dependency")
 """Of each kind of pass one."""
 
 

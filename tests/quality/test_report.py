@@ -308,10 +308,10 @@ def test_without_a_setting_inside_the_budget_auto_is_exact(measured: Report | No
     assert contract.pick == PREFIX and contract.summary == "auto: prefix" and contract.strategies == {"prefix"}
 
 
-FUSION, RAGJAX = Setting("fusion"), Setting("ragjax", 0.15)
+FUSION, ANCHOR = Setting("fusion"), Setting("anchor", 0.15)
 FUSED = replace(
     REPORT,
-    measurements=(*REPORT.measurements, measurement(FUSION, 0.06, 30.0), measurement(RAGJAX, 0.02, 35.0)),
+    measurements=(*REPORT.measurements, measurement(FUSION, 0.06, 30.0), measurement(ANCHOR, 0.02, 35.0)),
 )
 
 
@@ -336,7 +336,7 @@ def test_what_replay_sees_of_requests_that_the_report_does_not_cover_moves_nothi
     assert contract.pick == FUSION
     for _ in range(LEAST):
         contract.observe(FUSION, False, Divergence(0.2, 0.5))
-    assert contract.pick == RAGJAX
+    assert contract.pick == ANCHOR
     contract.observe(PREFIX, True, Divergence(0.01, 1.0), False)
     assert contract.setting == contract.pick == FULL, "an exact answer that is not ends all reuse"
 
@@ -756,7 +756,7 @@ def test_a_replay_that_fails_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> No
 # ------------------------------------------------------------------------------------------ learning
 
 
-TRIED = (NAIVE, Setting("ragjax", 0.0))
+TRIED = (NAIVE, Setting("anchor", 0.0))
 
 
 def learning(budget: float, path: Path | None = None, candidates: tuple[Setting, ...] = TRIED) -> Contract:

@@ -13,7 +13,7 @@ from tests.support import tiny
 from tests.support.dense import dense, dense_naive
 
 TOLERANCE = 2e-4
-STRATEGIES = ("naive", "fusion", "ragjax", "blend", "blend-gradual", "craft", "epic", "h2o")
+STRATEGIES = ("naive", "fusion", "anchor", "blend", "blend-gradual", "craft", "epic", "h2o")
 
 
 def with_history(seed: int, turns: int = 1) -> Prompt:

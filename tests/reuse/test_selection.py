@@ -265,7 +265,7 @@ def test_fusion_takes_what_the_question_attends_to_in_the_last_layer(source, sof
 
 
 def test_ragjax_takes_what_moves_the_question_most_and_nothing_of_the_anchor(monkeypatch):
-    monkeypatch.setattr("ragjax.reuse.ragjax.sections", lambda layers: tuple(range(layers + 1)))  # its model is shallow
+    monkeypatch.setattr("ragjax.reuse.anchor.sections", lambda layers: tuple(range(layers + 1)))  # its model is shallow
     executor = Executor(stages=(0, 1, 2, 3))
     prompt, kept = preprocessed(executor, tiny.prompt(24))
     first = np.arange(prompt.starts[1], prompt.starts[2])
@@ -280,7 +280,7 @@ def test_ragjax_takes_what_moves_the_question_most_and_nothing_of_the_anchor(mon
             for order in scores:
                 value = np.linalg.norm(dense.v[layer, order, head // group])
                 scores[order] += float(prob[joins(prompt), head, order].sum() * value) / prob.shape[1]
-    strategy = strategies()["ragjax"]
+    strategy = strategies()["anchor"]
     np.testing.assert_allclose(executor.run(strategy, prompt, 0.0).logits, dense.logits[-1], atol=1e-5)
     done = executor.run(strategy, prompt, 0.15)
     found = results_of(done, Measure.VALUED_SCORE).sum(0)
@@ -296,7 +296,7 @@ def test_ragjax_takes_what_moves_the_question_most_and_nothing_of_the_anchor(mon
 
 def test_an_anchor_that_lost_precision_is_repaired_like_others():
     executor, prompt = Executor(), tiny.prompt(24)
-    strategy = strategies()["ragjax"]
+    strategy = strategies()["anchor"]
     executor.run(strategy, prompt, 0.2)
     for node in executor.cache.tree.nodes():
         node.lossy = node.provenance is Provenance.ISOLATED

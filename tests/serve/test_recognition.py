@@ -35,7 +35,7 @@ def stuff_prompt(question: str, found: list[str]) -> list[dict[str, str]]:
     return [{"role": "user", "content": asked}]
 
 
-@pytest.fixture(params=["naive", "ragjax"])
+@pytest.fixture(params=["naive", "anchor"])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """As `python -m ragjax.serve --recognise --strategy NAME`."""
     with tiny.engine(recognise=True, strategy=request.param) as engine, serving(engine) as running:

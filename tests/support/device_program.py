@@ -21,7 +21,7 @@ from tests.support import tiny
 PAGES = 100
 CONFIG = replace(tiny.CONFIG, head_dim=64)  # GPU kernels take heads of 64 and 128
 COMPRESSIONS = ("snapkv+graph:40", "pyramidkv:40")
-MIXED = ("prefix", "naive", "full", "blend", "prefix", "ragjax")
+MIXED = ("prefix", "naive", "full", "blend", "prefix", "anchor")
 
 
 def answers(engine: Engine) -> dict[str, list[Answer]]:

@@ -28,7 +28,7 @@ from ragjax.serve import create_app
 
 DATA = Path(__file__).parents[1] / "data"
 HOME = DATA / "freeze"
-STRATEGIES = ("full", "prefix", "naive", "craft", "ragjax", "dependency")
+STRATEGIES = ("full", "prefix", "naive", "craft", "anchor", "dependency")
 TOKENS = 8
 CLOSE = 5e-4
 """Nats between the two likeliest tokens, below which their order may depend on the machine."""
@@ -173,9 +173,9 @@ def answers(engine: Engine, strategy: str, **sampling: int) -> list[Answer]:
     asks = trees() if strategy == "dependency" else linear()
     done = []
     for i, ask in enumerate(asks):
-        if strategy == "ragjax" and i == 30:  # those before meet chunks without neighbours
+        if strategy == "anchor" and i == 30:  # those before meet chunks without neighbours
             preprocess(engine, n=3, progress=False)
-        if i == 20 and strategy != "ragjax":
+        if i == 20 and strategy != "anchor":
             engine.clear_cache()  # cold once more
         done.append(ask(engine, strategy, {"max_tokens": TOKENS, **sampling}))
     engine.audit()
@@ -326,7 +326,7 @@ KEPT: tuple[tuple[str, Ask], ...] = (
     ("prefix", _chat("Who has the lamp?", knowledge="harbour", top_k=2)),
     ("naive", _chat("When does it leave?", knowledge="harbour", top_k=2)),
     ("craft", _chat("Is honey sold?", knowledge="harbour", top_k=2)),
-    ("ragjax", _chat("What nests?", knowledge="harbour", top_k=2)),
+    ("anchor", _chat("What nests?", knowledge="harbour", top_k=2)),
     ("dependency", _chat("Where?", graph=Graph("facts", entities=ABOUT[1], hops=2, paths=3))),
     ("prefix", _chat("Who has the lamp?", knowledge="harbour", top_k=1, tenant="acme")),
 )

@@ -40,7 +40,7 @@ def ask(page: Page, question: str, knowledge: str, strategy: str, ratio: str = "
 
 def passages(page: Page) -> None:
     """Passages that were repaired."""
-    ask(page, QUESTION, "base:demo", "ragjax", "0.15")
+    ask(page, QUESTION, "base:demo", "anchor", "0.15")
 
 
 def graph(page: Page) -> None:
@@ -82,14 +82,14 @@ def main(folder: Path) -> None:
     """Take the pictures."""
     questions = [*("Who is the mayor of Candlehythe?", "What does the flag of Tolverey show?"), QUESTION]
     known = {"knowledge": {"demo": DEMO / "documents"}, "graph": {"demo": DEMO / "facts.tsv"}}
-    kept = {name: strategies()[name] for name in ("full", "prefix", "ragjax")}
+    kept = {name: strategies()[name] for name in ("full", "prefix", "anchor")}
     with (
         Engine.load("smollm2-135m-instruct", strategies=kept, progress=True, **known) as engine,
         serving(engine) as served,  # type: ignore[arg-type]
         browsing() as browser,
     ):
         for question in questions * 2:
-            for strategy in ("full", "prefix", "ragjax"):
+            for strategy in ("full", "prefix", "anchor"):
                 engine.answer(question, strategy=strategy, max_tokens=8)
         engine.answer(FACTS, graph="demo", strategy="prefix", max_tokens=8)
         for name, (prepare, look) in PICTURES.items():

@@ -65,7 +65,7 @@ export function initCompare() {
 
 /** Fill in what the server offers: full attention against what is fastest, unless something else was chosen. */
 export function offerCompare(strategies) {
-  const other = ["ragjax", "naive"].find((name) => strategies.includes(name)) ?? strategies[0];
+  const other = ["anchor", "naive"].find((name) => strategies.includes(name)) ?? strategies[0];
   fillStrategies(find("compare-a-strategy"), find("compare-a-ratio"), strategies.includes("full") ? "full" : undefined);
   fillStrategies(find("compare-b-strategy"), find("compare-b-ratio"), other);
 }

@@ -56,6 +56,7 @@ from ragjax.core.prompt import (
     Hit,
     Intervals,
     Kind,
+    Place,
     Prompt,
     Segment,
     Tokens,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import unicodedata
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge
 from numpy.typing import NDArray
+from pydantic import InstanceOf
 
 from ragjax.core.check import check_fields, put
 from ragjax.core.errors import RequestError
@@ -57,15 +61,42 @@ def _refused(reason: str, param: str) -> RequestError:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a part of a document stands in its source; it ends where the next one begins.
+
+    Args:
+        begin: offset in characters into the document's text.
+        page: number in the source, from 1; None if it has no pages.
+        heading: what the part stands under, the outermost first, as "Setup > Linux".
+    """
+
+    begin: Annotated[int, Ge(0)]
+    page: Annotated[int, Ge(1)] | None = None
+    heading: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, lambda _, reason: _refused(f"a place's {reason}", "documents"))
+
+
+@dataclass(frozen=True)
 class Document:
-    """One source text. `id` is unique within a knowledge base."""
+    """One source text. `id` is unique within a knowledge base. places: where its parts stand, ascending by `begin`."""
 
     id: str
     text: str
     title: str = ""
+    places: tuple[InstanceOf[Place], ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, lambda _, reason: _refused(f"a document's {reason}", "documents"))
+        begins = [place.begin for place in self.places]
+        if begins != sorted(begins) or (begins and begins[-1] > len(self.text)):
+            raise _refused("a document's places must be ascending by begin, and within its text", "documents")
+
+    def place_at(self, offset: int) -> Place | None:
+        """The place in which the character at this offset stands; of several that begin at once, the last."""
+        found = bisect_right(self.places, offset, key=lambda place: place.begin)
+        return self.places[found - 1] if found else None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import passages
-from benchmarks.passages import NAIVE, PACKET, ANCHOR, Found
+from benchmarks.passages import ANCHOR, NAIVE, PACKET, Found
 from benchmarks.quality.evaluation import FULL
 from ragjax.core import Chunk
 from ragjax.retrieval.chunking import Chunker

@@ -17,13 +17,20 @@ from typing import Any
 
 from ragjax.core import ConfigError, Document, has_controls, is_unicode
 from ragjax.retrieval.chunking import finish
-from ragjax.retrieval.html import decode, read_html, read_markdown, read_text
+from ragjax.retrieval.html import read_html
+from ragjax.retrieval.markdown import read_markdown
 from ragjax.retrieval.pdf import read_pdf_steps
+from ragjax.retrieval.text import Part, Reading, clean, decode, joined
 
 MAX_BYTES = 32 * 2**20
 """Default limit of one document's file (for JSONL: of one line)."""
 
-_READERS = {".md": read_markdown, ".txt": read_text, ".html": read_html, ".htm": read_html}
+
+def _read_plain(data: bytes, path: Path) -> Reading:
+    return Reading("", (Part(decode(data, path)),))
+
+
+_READERS = {".md": read_markdown, ".txt": _read_plain, ".html": read_html, ".htm": read_html}
 SUFFIXES = (*_READERS, ".pdf")
 """Kinds of files that are documents."""
 
@@ -88,9 +95,12 @@ def _lines(path: Path, max_bytes: int) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(iter(lambda: file.readline(max_bytes + 2), b""), start=1):
                 if len(line.rstrip(b"\r\n")) > max_bytes:
                     raise ConfigError(f"{path}:{number}: longer than the limit of {max_bytes} bytes per document")
-                text = decode(line, path, number)
+                text = line.decode("utf-8-sig")
                 if text.strip():
                     yield number, text
+    except UnicodeDecodeError as error:
+        byte = line[error.start]
+        raise ConfigError(f"{path}:{number}: not UTF-8 text (byte 0x{byte:02x}); convert the file") from error
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
 
@@ -110,7 +120,7 @@ def _from_line(line: str, where: str) -> Document:
         raise ConfigError(f"{where}: id is empty")
     if has_controls(values["id"]):
         raise ConfigError(f"{where}: id {values['id']!r} holds a control character; leave it out")
-    return Document(values["id"], values["text"].strip(), values["title"].strip())
+    return Document(values["id"], clean(values["text"]).strip(), clean(values["title"]).strip())
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -183,10 +193,11 @@ def parse_steps(data: bytes, path: Path, document_id: str) -> Generator[None, No
     if suffix not in SUFFIXES:
         raise ConfigError(f"{path}: files of this type cannot be read; use {', '.join(SUFFIXES)}")
     if suffix == ".pdf":
-        title, text = yield from read_pdf_steps(data, path)
+        reading = yield from read_pdf_steps(data, path)
     else:
-        title, text = _READERS[suffix](data, path)
-    return Document(document_id, text.strip(), title or path.stem)
+        reading = _READERS[suffix](data, path)
+    text, places = joined(reading.parts)
+    return Document(document_id, text, " ".join(clean(reading.title).split()) or path.stem, places)
 
 
 def _data(path: Path, max_bytes: int) -> bytes:

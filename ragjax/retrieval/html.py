@@ -1,24 +1,21 @@
-"""The text of HTML, Markdown and plain files. Nothing in a page is run or fetched.
+"""The text of HTML pages. Nothing in a page is run or fetched.
 
-For HTML lxml's parser reports elements and text as it comes to them; no tree is made. It reads any page in time that
-grows with its bytes, except end tags without a begin, each of which is compared with all elements that are open.
+lxml's parser reports elements and text as it comes to them; no tree is made. It reads any page in time that grows with
+its bytes, except end tags without a begin, each of which is compared with all elements that are open.
 """
 
 from __future__ import annotations
 
-import codecs
 import re
-from bisect import bisect_right
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lxml import etree
 
 from ragjax.core import ConfigError
-
-_FENCED = re.compile(r"^(```|~~~).*?(?:^\1|\Z)", re.MULTILINE | re.DOTALL)
-# The title ends with the line: an end that skips the closing marks would try every split of a run of spaces.
-_HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]+(?P<title>\S.*)$", re.MULTILINE)
+from ragjax.retrieval.text import Reading, decode, lowered, outlined, raised
 
 MAX_TAGS = 250_000
 """Tags of a page: each takes some microseconds and a hundred bytes."""
@@ -26,71 +23,65 @@ MAX_TAGS = 250_000
 MAX_DEPTH_TIMES_ENDS = 5 * 10**8
 """Open elements times end tags of a page: some seconds."""
 
-_PARAGRAPHS = frozenset(
+# The elements that the HTML standard (section "Rendering") shows as blocks, lines or boxes; all others run on.
+_HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
+_BLOCKS = frozenset(
     (
-        *("address", "article", "aside", "blockquote", "div", "dl", "fieldset", "figcaption", "figure", "footer"),
-        *("form", "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "main", "nav", "ol", "p", "pre", "section"),
-        *("table", "ul"),
+        *("address", "article", "aside", "blockquote", "center", "details", "dialog", "dir", "div", "dl", "fieldset"),
+        *("figcaption", "figure", "footer", "form", "frameset", "header", "hgroup", "hr", "legend", "listing", "main"),
+        *("menu", "nav", "ol", "optgroup", "p", "plaintext", "pre", "search", "section", "summary", "table", "ul"),
+        *("caption", "xmp", *_HEADINGS),
     )
 )
-_BEFORE = {"br": "\n", "td": " ", "th": " "} | dict.fromkeys(("dd", "dt", "li", "tr"), "\n")
-_NO_TEXT = frozenset(("head", "script", "style", "template", "noscript", "svg", "rt", "rp"))
-_HEADINGS = ("title", "h1")
+_LINES = frozenset(("br", "dd", "dt", "li", "option", "tr"))
+_BOXES = frozenset(
+    (
+        *("audio", "button", "canvas", "iframe", "input", "math", "meter", "object", "progress", "select", "td"),
+        *("textarea", "th", "video"),
+    )
+)
+_NO_TEXT = frozenset(
+    (
+        *(
+            "annotation",
+            "annotation-xml",
+            "datalist",
+            "del",
+            "head",
+            "noembed",
+            "noframes",
+            "noscript",
+            "rp",
+            "rt",
+            "s",
+        ),
+        *("script", "strike", "style", "svg", "template", "title"),
+    )
+)
+_TOLD_BY = {"img": "alt", "math": "alttext"}  # attributes that stand for an element
+_SCRIPTS = {"sup": raised, "sub": lowered}
+_BETWEEN = {"mfrac": "/", "msub": "_", "msup": "^"}  # what stands between the two parts of a formula
+_UNSEEN = re.compile(
+    r"(?:^|;)\s*(?:display\s*:\s*none|visibility\s*:\s*(?:hidden|collapse)"
+    r"|(?:opacity|font-size)\s*:\s*0(?:\.0+)?[a-z%]*\s*(?:;|!|$))",
+    re.IGNORECASE,
+)
 
 _FED_CHARS = 2**16
 _PROLOGUE = 2048  # bytes in which a page declares its charset; the HTML standard wants it in the first 1,024
 _CHARSET = re.compile(rb"""^\s*<\?[^>]*encoding=['"](.*?)['"]|<\s*meta[^>]+charset\s*=\s*["']?([^>]*?)[ /;'">]""", re.I)
 
-# Python's own, in which no page is written; the time of punycode grows with the square of its text.
-_NOT_OF_PAGES = frozenset(("idna", "punycode", "raw-unicode-escape", "unicode-escape", "undefined", "utf-7"))
 
+def read_html(data: bytes, path: Path) -> Reading:
+    """The <title> or first <h1>, and the text that a reader of the page sees, with its headings as places.
 
-def decode(data: bytes, path: Path, first_line: int = 1) -> str:
-    """UTF-8 text with its line ends made alike.
-
-    Raises:
-        ConfigError: if it is none; the message names the line, counted from `first_line`.
-    """
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = first_line + data.count(b"\n", 0, error.start)
-        raise ConfigError(f"{path}:{line}: not UTF-8 text (byte 0x{data[error.start]:02x}); convert it") from error
-    if "\0" in text:
-        line = first_line + text.count("\n", 0, text.index("\0"))
-        raise ConfigError(f"{path}:{line}: binary content (a NUL byte), not text")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def read_text(data: bytes, path: Path) -> tuple[str, str]:
-    """No title, and the text; raises as `decode`."""
-    return "", decode(data, path)
-
-
-def read_markdown(data: bytes, path: Path) -> tuple[str, str]:
-    """The first heading ("" if there is none) outside fenced code, and the text, without a heading that opens it.
-
-    Raises as `decode`.
-    """
-    text = decode(data, path).strip()
-    fences = [found.span() for found in _FENCED.finditer(text)]
-    begins = [begin for begin, _ in fences]
-    for heading in _HEADING.finditer(text):
-        before = bisect_right(begins, heading.start())
-        if not before or fences[before - 1][1] <= heading.start():
-            line = heading["title"]
-            title = line.rstrip().rstrip("#").rstrip() or line[0]  # of closing marks alone the first stays
-            return title, text[heading.end() :] if heading.start() == 0 else text
-    return "", text
-
-
-def read_html(data: bytes, path: Path) -> tuple[str, str]:
-    """The <title> or first <h1> ("" if there is none), and the text, without a title that opens it.
+    Attributes hide text (`hidden`, aria-hidden="true", a style of the element itself), style sheets do not.
 
     Raises:
-        ConfigError: it is not text of the charset it declares, or has more or deeper tags than a page should.
+        ConfigError: it is not text, or has more or deeper tags than a page should.
     """
-    text = _decode_page(data, path)
+    found = _CHARSET.search(data, 0, _PROLOGUE)
+    text = decode(data, path, "" if found is None else (found[1] or found[2] or b"").decode("ascii", "replace"))
     tags = text.count("<")
     if tags > MAX_TAGS:
         raise ConfigError(f"{path}: {tags} tags, more than the limit of {MAX_TAGS} of a page; split the file")
@@ -105,24 +96,39 @@ def read_html(data: bytes, path: Path) -> tuple[str, str]:
         raise ConfigError(f"{path}: too many end tags for elements this deep; split the file") from None
     except etree.LxmlError as error:
         raise ConfigError(f"{path}: not a readable page: {error}; mend it") from error
-    return page.title, page.text.strip().removeprefix(f"{page.title}\n")
-
-
-def _decode_page(data: bytes, path: Path) -> str:
-    found = _CHARSET.search(data, 0, _PROLOGUE)
-    declared = "" if found is None else (found[1] or found[2] or b"").decode("ascii", "replace").lower()
-    if declared in ("", "utf-8", "utf8"):
-        return decode(data, path)
-    try:
-        if codecs.lookup(declared).name in _NOT_OF_PAGES:
-            raise LookupError(declared)
-        return decode(data.decode(declared).encode("utf-8"), path)
-    except (UnicodeError, LookupError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as {declared!r}, the charset it declares; convert it") from error
+    return outlined(page.title, ((part.level, part.name, part.text) for part in page.parts))
 
 
 class _TooDeepError(Exception):
     pass
+
+
+@dataclass
+class _Part:
+    """The pieces of text from one heading to the next. level: 1 to 6; 0 above the first."""
+
+    level: int = 0
+    pieces: list[str] = field(default_factory=list)
+    name: str = ""
+    has_pre: bool = False
+
+    @property
+    def text(self) -> str:
+        """The text with the breaks its elements make and without those of its source (but for <pre>)."""
+        text = "".join(self.pieces)
+        if not self.has_pre:
+            text = re.sub(r"\n[ \t]+", "\n", text)
+        # (a run of blanks is looked at from its first alone)
+        return re.sub(r"\n{3,}", "\n\n", re.sub(r"(?<![ \t])[ \t]+\n", "\n", text))
+
+
+@dataclass
+class _Formula:
+    """An open element of a formula, whose second part has a mark before it."""
+
+    depth: int
+    mark: str
+    parts: int = 0
 
 
 class _Page:
@@ -130,53 +136,82 @@ class _Page:
 
     def __init__(self, ends: int):
         self._ends = ends
-        self._pieces: list[str] = []
+        self.parts = [_Part()]
         self._run: list[str] = []  # text since the last tag
         self._depth = 0
         self._open: Counter[str] = Counter()
-        self._hidden = 0  # open elements that show no text
-        self._has_pre = False
-        self._headings: dict[str, list[str]] = {}
-        self._heard: list[tuple[str, int, int]] = []  # open headings, with the depth and `_hidden` within them
+        self._hidden: tuple[int, str] | None = None  # depth and tag of the outermost open element that shows no text
+        self._title: list[str] = []
+        self._title_depth = 0
+        self._heading_depth = 0  # of the open heading; 0: none is open
+        self._script: tuple[int, _Part, int] | None = None  # depth of an open <sup> or <sub>; the pieces before it
+        self._formulas: list[_Formula] = []
 
     @property
     def title(self) -> str:
         """The first <title>, or else the first <h1>, as one line."""
-        lines = (" ".join("".join(self._headings.get(name, ())).split()) for name in _HEADINGS)
-        return next((line for line in lines if line), "")
+        told = " ".join("".join(self._title).split())
+        return told or next((part.name for part in self.parts if part.level == 1 and part.name), "")
 
-    @property
-    def text(self) -> str:
-        """The page's text, with the breaks its elements make and without those of its source (but for <pre>)."""
-        text = "".join(self._pieces)
-        if not self._has_pre:
-            text = re.sub(r"\n[ \t]+", "\n", text)
-        # (a run of blanks is looked at from its first alone)
-        return re.sub(r"\n{3,}", "\n\n", re.sub(r"(?<![ \t])[ \t]+\n", "\n", text))
-
-    def start(self, tag: str, attributes: object) -> None:
+    def start(self, tag: str, attributes: Mapping[str, str]) -> None:
         self._end_run()
         self._depth += 1
         if self._depth * self._ends > MAX_DEPTH_TIMES_ENDS:
             raise _TooDeepError
-        if tag not in _NO_TEXT:
-            self._show("\n\n" if tag in _PARAGRAPHS else _BEFORE.get(tag, ""))
+        if tag == "title" and not self._title and (self._hidden is None or self._hidden[1] == "head"):
+            self._title_depth = self._depth
+        if self._hidden is not None:
+            return
+        if tag in _NO_TEXT or _is_hidden(attributes):
+            self._hidden = (self._depth, tag)
+            return
+        if self._formulas and self._formulas[-1].depth == self._depth - 1:
+            self._formulas[-1].parts += 1
+            self._show(self._formulas[-1].mark if self._formulas[-1].parts == 2 else "")
+        self._show("\n\n" if tag in _BLOCKS else "\n" if tag in _LINES else " " if tag in _BOXES else "")
+        if tag in _TOLD_BY and attributes.get(_TOLD_BY[tag], "").strip():
+            for piece in (" ", attributes[_TOLD_BY[tag]].strip(), " "):
+                self._show(piece)
+            self._hidden = (self._depth, tag)
+            return
         self._open[tag] += 1
-        self._hidden += tag in _NO_TEXT
-        self._has_pre |= tag == "pre"
-        if tag in _HEADINGS and tag not in self._headings:
-            self._headings[tag] = []
-            self._heard.append((tag, self._depth, self._hidden))
+        if tag in _HEADINGS:
+            self.parts.append(_Part(int(tag[1])))
+            self._heading_depth = self._depth
+        elif tag == "pre":
+            self.parts[-1].has_pre = True
+        elif tag == "q":
+            self._show('"')
+        elif tag in _SCRIPTS and self._script is None:
+            self._script = (self._depth, self.parts[-1], len(self.parts[-1].pieces))
+        elif tag in _BETWEEN:
+            self._formulas.append(_Formula(self._depth, _BETWEEN[tag]))
 
     def end(self, tag: str) -> None:
         self._end_run()
-        if self._heard and self._heard[-1][1] == self._depth:
-            self._heard.pop()
-        self._depth -= 1
+        depth, self._depth = self._depth, self._depth - 1
+        if depth == self._title_depth:
+            self._title_depth = 0
+        if self._hidden is not None:
+            if depth == self._hidden[0]:
+                self._hidden = None
+            return
         self._open[tag] -= 1
-        self._hidden -= tag in _NO_TEXT
-        if tag in _PARAGRAPHS:
-            self._show("\n\n")
+        part = self.parts[-1]
+        if self._script is not None and depth == self._script[0]:
+            _, begun, before = self._script
+            self._script = None
+            if begun is part and len(part.pieces) > before:  # else a heading stands in it
+                text = "".join(part.pieces[before:])
+                part.pieces[before:] = [_SCRIPTS[tag](part.pieces[before - 1] if before else "", text)]
+        elif self._formulas and depth == self._formulas[-1].depth:
+            self._formulas.pop()
+        elif tag == "q":
+            self._show('"')
+        if depth == self._heading_depth:
+            part.name = " ".join("".join(part.pieces).split())
+            self._heading_depth = 0
+        self._show("\n\n" if tag in _BLOCKS else " " if tag in _BOXES else "")
 
     def data(self, text: str) -> None:
         self._run.append(text)
@@ -189,11 +224,25 @@ class _Page:
             return
         text = "".join(self._run)
         self._run.clear()
-        for heading, _, hidden in self._heard:
-            if hidden == self._hidden:
-                self._headings[heading].append(text)
-        self._show(text if self._open["pre"] else re.sub(r"\s+", " ", text))
+        if self._title_depth:
+            self._title.append(text)
+        if self._hidden is None:
+            self._show(text if self._open["pre"] else re.sub(r"\s+", " ", text))
 
     def _show(self, piece: str) -> None:
-        if piece and not self._hidden:
-            self._pieces.append(piece)
+        pieces = self.parts[-1].pieces
+        if self._heading_depth and piece.isspace():  # a heading is one line
+            piece = " "
+        if pieces and pieces[-1][-1].isspace() and not self._open["pre"]:
+            piece = piece.removeprefix(" ")
+        if piece:
+            pieces.append(piece)
+
+
+def _is_hidden(attributes: Mapping[str, str]) -> bool:
+    if not attributes:
+        return False
+    hidden = attributes.get("hidden")
+    if attributes.get("aria-hidden") == "true" or (hidden is not None and hidden.lower() != "until-found"):
+        return True
+    return _UNSEEN.search(attributes.get("style", "")) is not None

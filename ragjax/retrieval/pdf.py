@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ragjax.core import ConfigError
+from ragjax.retrieval.text import Part, Reading
 
 MAX_PAGES = 10_000
 MAX_STREAM = 32 * 2**20  # bytes of a stream once it is decompressed
@@ -36,7 +37,7 @@ _CHILD = f"from {__name__} import read_in_child; read_in_child()"
 _ERROR_CHARS = 300
 
 
-def read_pdf_steps(data: bytes, path: Path) -> Generator[None, None, tuple[str, str]]:
+def read_pdf_steps(data: bytes, path: Path) -> Generator[None, None, Reading]:
     """No title, and the text of all pages; in steps of `STEP_SECONDS`, between which the process is stopped.
 
     Raises:
@@ -75,7 +76,7 @@ def read_pdf_steps(data: bytes, path: Path) -> Generator[None, None, tuple[str, 
         raise ConfigError(f"{path}: not a readable PDF: reading it ends its process")
     if reason:
         raise ConfigError(f"{path}: {reason}")
-    return "", text
+    return Reading("", (Part(text),))
 
 
 def read_pages(data: bytes, limits: dict[str, Any]) -> tuple[str, str]:

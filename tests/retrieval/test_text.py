@@ -1,0 +1,210 @@
+"""Text as a person reads it: what each reader gives for what it sees, and where its parts stand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ragjax.core import Document
+from ragjax.retrieval.document import parse
+from ragjax.retrieval.text import clean
+
+
+def read(name: str, data: str | bytes) -> Document:
+    return parse(data if isinstance(data, bytes) else data.encode(), Path(name), "a")
+
+
+def page(data: str | bytes) -> Document:
+    return read("a.html", data)
+
+
+def headings(document: Document) -> list[tuple[str, str | None]]:
+    """The first word at each place, and its heading."""
+    return [(document.text[place.begin :].split()[0], place.heading) for place in document.places]
+
+
+# ------------------------------------------------------------------------------------------ characters
+
+JOINED = "👩\u200d👧 🏴\U000e0067\U000e0062\U000e007f می\u200cروم"
+KEY = "MIIEpAIBAAKCAQEA" * 4 + "\n" + ("q8Jf+/0x" * 8 + "\n") * 9 + "aGVsbG8=\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("The ﬁrst oﬃce ﬂoor, aﬄuent, ﬀ, ﬅ ﬆ.", "The first office floor, affluent, ff, st st."),
+        ("light\u00adhouse, zero\u200bwidth, \ufeffmark, word\u2060joiner", "lighthouse, zerowidth, mark, wordjoiner"),
+        ("\ufeb3\ufefc\ufee1", "سلام"),  # Arabic as a PDF shows it
+        ("e\u0301te\u0301", "été"),
+        ("a\r\nb\rc\u2028d\fe", "a\nb\nc\nd\ne"),
+        ("\x1b[31mred\x1b[0m N\bNA\bA\x07", "red NA"),
+        ("seen\U000e0073\U000e0065\U000e0063", "seen"),
+        (
+            "👩\u200d👧 🏴\U000e0067\U000e0062\U000e007f می\u200cروم",
+            "👩\u200d👧 🏴\U000e0067\U000e0062\U000e007f می\u200cروم",
+        ),
+    ],
+    ids=["ligatures", "invisible", "presentation", "accents", "lines", "terminal", "tags", "joiners and flags stay"],
+)
+def test_characters_are_spelled_as_they_look(written: str, read: str) -> None:
+    assert clean(written) == read
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("![map](data:image/png;base64," + "iVBOR/+" * 9_000 + "==)", "![map]()"),
+        ("[i]: <data:image/svg+xml,%3Csvg" + "%20x" * 99 + ">", "[i]: <>"),
+        ("a\n" + "QUJDQUJD" * 10_000 + "\nb", "a\n\nb"),
+        ('{"icon": "' + "aGVsbG8x" * 100 + '"}', '{"icon": ""}'),
+        (
+            "-----BEGIN\n" + "MIIEpAIBAAKCAQEA" * 4 + "\n" + ("q8Jf+/0x" * 8 + "\n") * 9 + "aGVsbG8=\nend",
+            "-----BEGIN\n\nend",
+        ),
+        ("x" * 600 + " " + "=" * 600, "x" * 600 + " " + "=" * 600),
+        ("see data:image/png;base64,iVBO", "see data:image/png;base64,iVBO"),
+    ],
+    ids=["Markdown", "reference", "line", "JSON", "certificate", "drawn lines stay", "short ones stay"],
+)
+def test_encoded_files_are_left_out(written: str, read: str) -> None:
+    assert clean(written) == read
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("The ferry leaves at nine — “sharp”.", "utf-16"),
+        ("The ferry leaves at nine.", "utf-8-sig"),
+        ("\ufeffDas Café öffnet um neun.", "utf-16-be"),
+        ("Паром в девять.", "utf-32"),
+        ("It’s “open”", "cp1252"),
+        ("Le café ouvre à neuf heures.", "latin-1"),
+        ("Příliš žluťoučký kůň úpěl ďábelské ódy.", "cp1250"),
+        ("Паром отходит в девять.", "cp1251"),
+        ("Паром отходит в девять.", "koi8-r"),
+        ("渡轮九点出发。", "gb18030"),
+        ("フェリーは九時に出発します①", "cp932"),
+    ],
+)
+def test_text_of_other_encodings_is_read(text: str, encoding: str) -> None:
+    for name in ("a.txt", "a.md", "a.html"):
+        assert read(name, text.encode(encoding)).text == text.lstrip("\ufeff")
+
+
+def test_a_few_broken_bytes_do_not_change_the_encoding() -> None:
+    text = "Öl, Käse, Brötchen, Würste, Äpfel, Gemüse, Früchte, "
+    assert read("a.txt", text.encode() * 2 + b"\xff end").text == text * 2 + "\ufffd end"
+
+
+@pytest.mark.parametrize(
+    ("label", "encoding", "text"),
+    [
+        ("iso-8859-1", "cp1252", "price “5 €” it’s"),
+        ("latin1", "cp1252", "it’s"),
+        ("us-ascii", "cp1252", "“it”"),
+        ("iso-8859-9", "cp1254", "“güneş”"),
+        ("tis-620", "cp874", "เรือ…"),
+        ("gb2312", "gb18030", "渡轮 €"),
+        ("x-sjis", "cp932", "①"),
+        ("euc-kr", "cp949", "똠방각하"),
+        ("big5", "big5hkscs", "渡輪嘅"),
+        ("utf-16", "utf-8", "café"),
+        ("unicode-1-1-utf-8", "utf-8", "café"),
+        ("iso-8859-1", "utf-8", "café 5 €"),
+        ("klingon", "utf-8", "café"),
+        ("utf-8", "utf-16", "café"),
+    ],
+)
+def test_charsets_of_pages_mean_what_browsers_take_them_for(label: str, encoding: str, text: str) -> None:
+    assert page(f"<meta charset={label}><p>{text}".encode(encoding)).text == text
+
+
+# ------------------------------------------------------------------------------------------------ HTML
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("1889<sup>2</sup>, 10<sup>6</sup>, 10<sup>-6</sup>, 5 m<sup>2</sup>", "1889^2, 10^6, 10^-6, 5 m^2"),
+        ("10<sup>n+1</sup> end.<sup>1, 2</sup>", "10^(n+1) end.^(1, 2)"),
+        (
+            "1<sup>st</sup> 2<sup>ème</sup> Brand<sup>TM</sup> a<sup>[3]</sup> b <sup>4</sup>",
+            "1st 2ème BrandTM a[3] b 4",
+        ),
+        ("1889<sup><a href=x>2</a></sup> x<sup>n</sup>", "1889^2 x^n"),
+        ("H<sub>2</sub>O C<sub>6</sub>H<sub>12</sub> x<sub>i</sub> 101<sub>2</sub>", "H2O C6H12 x_i 101_2"),
+        ("<math><msup><mn>10</mn><mn>6</mn></msup><mfrac><mn>1</mn><mn>2</mn></mfrac></math>", "10^61/2"),
+        ("a <math alttext='x^2'><mi>x</mi><mn>2</mn></math> b", "a x^2 b"),
+        ("5<del>6</del> <s>7</s> <q>yes</q> <img alt='A map' src='data:image/png;base64,AAAA'>", '5 "yes" A map'),
+    ],
+)
+def test_inline_elements_that_look_apart_are_read_apart(written: str, text: str) -> None:
+    assert page(f"<p>{written}</p>").text == text
+
+
+@pytest.mark.parametrize(
+    ("written", "lines"),
+    [
+        ("<details><summary>When?</summary>At nine.</details><details><summary>Parking?</summary>No.</details>", 4),
+        ("<fieldset><legend>Address</legend>Street</fieldset>", 2),
+        (
+            "<select><option>Adult</option><option>Child</option></select><button>Send</button><button>Cancel</button>",
+            2,
+        ),
+        ("<menu><li>1</li></menu><dialog>2</dialog><center>3</center>4<search>5</search>6<hgroup>7</hgroup>8", 8),
+        ("<table><caption>Prices</caption><tr><th>Plan<th>Price<tr><td>Starter<td>9</table>after", 4),
+        ("<i>a</i><object>b</object><i>c</i><textarea>d</textarea><i>e</i><meter>f</meter><i>g</i>", 1),
+    ],
+)
+def test_blocks_and_boxes_are_not_glued(written: str, lines: int) -> None:
+    text = page(written).text
+    words = [word for part in written.split("<") for word in part.partition(">")[2].split()]
+    assert text.split() == words and len([line for line in text.splitlines() if line]) == lines
+
+
+@pytest.mark.parametrize(
+    ("written", "title"),
+    [
+        ("<h1>Annual<br>Report</h1><p>x", "Annual Report"),
+        ("<h1><div>Harbour</div><div>Timetable</div></h1><p>x", "Harbour Timetable"),
+        ("<title>Annual\nReport</title><h1>Annual<br/>Report</h1><p>x", "Annual Report"),
+        ("<svg><title>icon</title></svg><h1>Ferry</h1><p>x", "Ferry"),
+        ("<h1 hidden>Old</h1><h1>10<sup>6</sup> tons</h1><p>x", "10^6 tons"),
+    ],
+)
+def test_titles_of_pages(written: str, title: str) -> None:
+    document = page(written)
+    assert (document.title, document.text) == (title, "x")
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [
+        *("hidden", "hidden=''", "aria-hidden='true'", "style='display:none'", "style='color:red; Display : None'"),
+        *("style='visibility: hidden'", "style='opacity:0'", "style='font-size:0px;'"),
+    ],
+)
+def test_hidden_text_is_left_out(attribute: str) -> None:
+    assert (
+        page(f"<p>a</p><div {attribute}><h2>No</h2><p>SECRET<br></div><p>b <b {attribute}>SECRET</b>c").text
+        == "a\n\nb c"
+    )
+
+
+def test_what_only_seems_hidden_is_read() -> None:
+    for attribute in (
+        "hidden=until-found",
+        "aria-hidden='false'",
+        "style='opacity:0.5;font-size:08px'",
+        "class=hidden",
+    ):
+        assert page(f"<p {attribute}>a").text == "a"
+
+
+def test_headings_of_pages_are_places() -> None:
+    document = page("<h1>Guide</h1>Intro<h2>Setup</h2>a<h3>Linux</h3>b<h2>Use <br>it</h2>c<p>d<h1>End</h1>e")
+    assert document.title == "Guide"
+    assert document.text.startswith("Intro\n\nSetup\n\na\n\nLinux\n\nb")
+    places = [("Setup", "Setup"), ("Linux", "Setup > Linux"), ("Use", "Use it"), ("End", "End")]
+    assert headings(document) == places

@@ -13,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {
     "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "integrations/langchain/README.md": "integrations/langchain.md",
     "integrations/llama_index/README.md": "integrations/llama_index.md",

@@ -34,6 +34,8 @@ from ragjax.core import (
 if TYPE_CHECKING:
     from ragjax.engine import Engine
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Answer",
     "ClosedError",

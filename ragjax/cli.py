@@ -6,6 +6,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from ragjax import __version__
+from ragjax.core.registry import meant
+
 COMMANDS = {
     "serve": ("ragjax.serve.command", "answer over HTTP, from a model and your documents"),
     "chat": ("ragjax.commands.chat", "talk with a server in the terminal"),
@@ -26,12 +29,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code, 2 if there is none of that name."""
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if name in ("-h", "--help"):
-        print("usage: ragjax COMMAND [--help] …\n\nRetrieval-augmented generation that computes a passage once.\n")
+        print(
+            "usage: ragjax COMMAND [--help] …, or ragjax --version\n\nRetrieval-augmented generation that computes a passage once.\n"
+        )
         for command, (_, does) in COMMANDS.items():
             print(f"  {command:<12}{does}")
         return 0
+    if name == "--version":
+        print(f"ragjax {__version__}")
+        return 0
     if name not in COMMANDS:
-        print(f"ragjax: error: there is no {name}; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"ragjax: error: there is no {name}; {meant(name, COMMANDS)}", file=sys.stderr)
         return 2
     place = COMMANDS[name][0]
     if name == "gate" and "--alpha" in rest:  # Cache-Craft's alpha, in place of the report

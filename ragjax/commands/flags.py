@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -24,6 +25,9 @@ from pydantic import TypeAdapter, ValidationError
 from ragjax.core import ConfigError, EngineOptions, RagjaxError, StorageOptions
 from ragjax.core.check import reason_of
 from ragjax.core.options import Flag, FromZero, Positive, Share
+from ragjax.core.registry import meant, strategy_named
+from ragjax.quality.contract import AUTO
+from ragjax.reuse import STRATEGIES
 
 DEMO = Path(__file__).parents[1] / "demo"
 """Packaged documents and facts, and questions on them."""
@@ -40,7 +44,10 @@ class Parser(argparse.ArgumentParser):
         self._sections: dict[str, Any] = {}
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help lists the flags)")
+        wrong, _, text = message.partition(": ")
+        near = get_close_matches(text.split()[0], self._option_string_actions, n=1) if text.startswith("-") else []
+        hint = f"; did you mean {near[0]}?" if near and wrong == "unrecognized arguments" else ""
+        raise ConfigError(f"{message}{hint} (--help lists the flags)")
 
     def add_fields(
         self, of: object, names: Iterable[str] | None = None, needed: Iterable[str] = (), sections: bool = True
@@ -141,6 +148,9 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
     given = vars(options)
     plain = {name: given[name] for name, _, _ in flags_of(EngineOptions) if name in given}
     storage = {name: given[name] for name, _, _ in flags_of(StorageOptions) if name in given}
+    strategy = strategy_named(plain.get("strategy", AUTO))
+    if strategy not in (AUTO, *STRATEGIES):
+        raise ConfigError(f"--strategy: unknown strategy {strategy!r}; {meant(strategy, (AUTO, *STRATEGIES))}")
     named = plain.get("knowledge", "none")
     plain["knowledge"] = None if named == "none" else knowledge(named)
     plain["graph"] = None if plain.get("graph") is None else graph(plain["graph"])

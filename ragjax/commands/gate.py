@@ -42,7 +42,7 @@ from ragjax.core import (
     Tokens,
     Wrapper,
 )
-from ragjax.core.registry import strategy_named
+from ragjax.core.registry import meant, strategy_named
 from ragjax.engine import Engine
 from ragjax.engine.measurement import alpha_of, report_path
 from ragjax.engine.preprocessing import preprocess
@@ -141,7 +141,7 @@ def settings_of(
     names = None if names is None else [strategy_named(name) for name in names]
     unknown = [name for name in names or () if name not in known]
     if unknown:
-        raise ConfigError(f"unknown strategy {unknown[0]!r}; choose of {', '.join(known)}")
+        raise ConfigError(f"unknown strategy {unknown[0]!r}; {meant(unknown[0], known)}")
     chosen = [known[name] for name in names or known if name != "full" and (names or name not in DEPENDENCY)]
     if not chosen:
         raise ConfigError("only full is to be measured; name another strategy")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
 
-from ragjax.commands.flags import Parser, exit_code, size_text
+from ragjax.commands.flags import DEFAULTS, Parser, exit_code, size_text
 from ragjax.core import CHUNK_TOKENS, AtRest, ConfigError, EngineOptions
 from ragjax.models.config import ModelConfig
 from ragjax.models.hub import LocalModel, NotHereError, resolve
@@ -33,6 +34,34 @@ SHARE = 0.9
 """Of the device's memory, for weights and KV; the rest is for what programs hold meanwhile."""
 
 
+@dataclass(frozen=True)
+class Advice:
+    """A model that suits a machine.
+
+    weights, token: bytes of all weights and of the KV of one token, in bfloat16. flags: beside --model.
+    """
+
+    machine: str
+    model: str
+    weights: int
+    token: int
+    flags: str = ""
+
+
+ADVICE = (
+    Advice("laptop, 8 GB", "Qwen/Qwen2.5-1.5B-Instruct", 3_087_718_400, 28_672, "--max-context 16384"),
+    Advice(
+        "laptop, 16 GB",
+        "Qwen/Qwen3-4B-Instruct-2507",
+        8_045_328_384,
+        147_456,
+        "--max-context 16384 --device-cache-gb 2.3",
+    ),
+    Advice("one card of 24 GB", "Qwen/Qwen2.5-7B-Instruct", 15_231_899_648, 57_344, "--device-cache-gb 1.8"),
+    Advice("one H100", "meta-llama/Llama-3.1-8B-Instruct", 16_061_054_976, 131_072, "--device-cache-gb 30"),
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     return exit_code("ragjax models", lambda: _run(argv))
 
@@ -49,10 +78,21 @@ def _run(argv: Sequence[str] | None) -> int:
     if options.command == "list":
         for name, model in inventory():
             print(f"{name}: {'not on this machine' if model is None else _line(model)}")
+        print(_advice())
         return 0
     if options.command == "get":
         return _get(options.model)
     return _report(resolve(options.model, download=False), options.model)
+
+
+def _advice() -> str:
+    """The table "your machine, take this"."""
+    lines = ["", f"{DEFAULTS.model} is a demonstration. For answers take"]
+    for one in ADVICE:
+        size = f"weights {size_text(one.weights)}, KV of 1,000 tokens {size_text(1000 * one.token)}"
+        lines.append(f"  {one.machine:<18}{one.model:<34}{size}")
+        lines.append(f"{'':<20}ragjax serve --model {one.model} {one.flags}".rstrip())
+    return "\n".join([*lines, "`ragjax models get NAME` downloads one, and says first what it takes."])
 
 
 def _line(model: LocalModel) -> str:
@@ -91,7 +131,7 @@ def _report(model: LocalModel, asked: str) -> int:
     flags = _print_needs(config)
     if flags is None:
         return 1
-    print(f"can be served: python -m ragjax.serve --model {asked}{flags}")
+    print(f"can be served: ragjax serve --model {asked}{flags}")
     return 0
 
 

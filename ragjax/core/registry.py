@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any, Generic, TypeVar, cast
 
 from ragjax.core.errors import ConfigError
@@ -16,6 +17,13 @@ RENAMED: Mapping[str, str] = {"ragjax": "anchor"}
 def strategy_named(name: str) -> str:
     """Today's name of a strategy."""
     return RENAMED.get(name, name)
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: what may have been meant, or else what there is."""
+    there = list(known)
+    near = get_close_matches(name, there, n=1)
+    return f"did you mean {near[0]}? There are {', '.join(there)}" if near else f"choose one of {', '.join(there)}"
 
 
 Made = TypeVar("Made", bound=Callable[..., Any])
@@ -50,7 +58,7 @@ class Registry(Mapping[str, T], Generic[T]):
     def lookup(self, name: str) -> T:
         """The value of this name."""
         if name not in self._values:
-            raise ConfigError(f"unknown {self._kind} {name!r}; choose one of {', '.join(self._values)}")
+            raise ConfigError(f"unknown {self._kind} {name!r}; {meant(name, self._values)}")
         return self._values[name]
 
     def register(self, name: str) -> Callable[[Made], Made]:

@@ -25,6 +25,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from ragjax.core import ConfigError
+from ragjax.core.registry import meant
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ def resolve(name_or_path: str | Path, *, download: bool = True) -> LocalModel:
     if is_repository(name):
         return LocalModel(name, _snapshot(name, download), "huggingface")
     raise ConfigError(
-        f"unknown model {name!r}; give {', '.join((*PACKAGED, *ADAPTED))}, a directory with config.json and "
+        f"unknown model {name!r}; {meant(name, (*PACKAGED, *ADAPTED))}; or give a directory with config.json and "
         "safetensors, a .gguf file, an adapter's .safetensors file, or a Hugging Face repository id"
     )
 

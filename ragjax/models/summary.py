@@ -6,12 +6,11 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from functools import cache
 from math import prod
 from pathlib import Path
-
-import jax
 
 from ragjax.core import ConfigError
 from ragjax.models.config import ModelConfig
@@ -45,21 +44,22 @@ class Summary:
     @staticmethod
     def of(model: LocalModel) -> Summary:
         """Read it; no weights are read. Raises ConfigError with the reason for which it cannot be served."""
-        checkpoint = open_checkpoint(model.path)
-        tokenizer = Tokenizer.load(model.path)
-        tokenizer.check(checkpoint.config)
-        count: Counter[str] = Counter()
-        for tensor in checkpoint.tensors.stored.values():
-            count[tensor.dtype] += prod(tensor.shape)
-        kind = count.most_common(1)[0][0]
-        files = weight_files(model.path) if model.path.is_dir() else [model.path]
-        files += [model.adapter] if model.adapter else []
-        return Summary(
-            checkpoint.config,
-            kind if model.path.is_dir() else f"GGUF, {kind}",
-            sum(file.stat().st_size for file in files),
-            tokenizer.has_template,
-        )
+        base = _summary(model.path)
+        return replace(base, stored_bytes=base.stored_bytes + model.adapter.stat().st_size) if model.adapter else base
+
+
+@cache  # adapters have one base
+def _summary(path: Path) -> Summary:
+    checkpoint = open_checkpoint(path)
+    tokenizer = Tokenizer.load(path)
+    tokenizer.check(checkpoint.config)
+    count: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.stored.values():
+        count[tensor.dtype] += prod(tensor.shape)
+    kind = count.most_common(1)[0][0]
+    files = weight_files(path) if path.is_dir() else [path]
+    stored = sum(file.stat().st_size for file in files)
+    return Summary(checkpoint.config, kind if path.is_dir() else f"GGUF, {kind}", stored, tokenizer.has_template)
 
 
 def parameters(config: ModelConfig) -> int:
@@ -86,6 +86,8 @@ class DeviceMemory:
 
 def device_memory() -> DeviceMemory:
     """Memory of the first device: its allocator's limit; on a CPU the machine's memory, or the container's limit."""
+    import jax  # late: `ragjax models list` asks no device
+
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
     if not limit:

@@ -26,6 +26,7 @@ from ragjax import core
 from ragjax.cluster.router import DEFAULT_ROUTER, ROUTERS
 from ragjax.commands.flags import DEFAULTS, Parser, engine_options, exit_code
 from ragjax.core.options import CACHE, FIRST, LOAD, RETRIEVAL, REUSE, Flag, Positive
+from ragjax.core.registry import meant
 from ragjax.serve.app import MAX_BODY_BYTES, MAX_FILE_BYTES, create_app
 from ragjax.serve.middleware import LOOPBACK, is_loopback
 from ragjax.serve.server import Drain, Limits, Server, Watchdog, limited
@@ -163,7 +164,7 @@ def _check_replicas(options: argparse.Namespace) -> None:
     if not count.isdecimal() or not 1 <= int(count) <= 1024:
         raise core.ConfigError(f"--replicas: give a whole number from 1 to 1024, not {count!r}")
     if options.router not in ROUTERS:
-        raise core.ConfigError(f"--replicas: unknown router {router!r}; choose one of {', '.join(ROUTERS)}")
+        raise core.ConfigError(f"--replicas: unknown router {router!r}; {meant(router, ROUTERS)}")
     options.replicas = int(count)
     options.engine = replace(options.engine, preprocess=False)  # the documents are with the front, the KV is not
     if options.engine.speculate:
@@ -358,5 +359,7 @@ def _say_ready(engine: Service, listener: socket.socket, options: argparse.Names
     knowledge = ", ".join(engine.knowledge_names) or "none"
     serves = f"knowledge: {knowledge}; strategy: {engine.strategy_summary}"
     _log.info("%s ready at %s (%s)", engine.model_name, url, serves)
+    if options.engine.model == DEFAULTS.model:
+        _log.info("%s is a demonstration; `ragjax models list` says what to take for answers", DEFAULTS.model)
     if not _keys(options) and host not in ("127.0.0.1", "::1"):
         _log.warning("no API key is set, and %s can be reached from other machines", host)

@@ -19,8 +19,9 @@ from ragjax.commands.models import main
 from ragjax.engine.build import PAGE_SIZE, page_bytes, pool_pages
 from ragjax.models import hub, summary
 from ragjax.models.huggingface import read_config
-from ragjax.models.summary import DeviceMemory, device_memory
+from ragjax.models.summary import DeviceMemory, device_memory, weight_bytes
 from ragjax.models.weights import load_decoder
+from ragjax.serve.command import parse_options
 from tests.support.devices import ROOT
 from tests.support.training import make_model
 
@@ -60,7 +61,7 @@ def test_check_says_what_a_model_is_and_takes(model: Path, said: Said, tmp_path:
     assert f"KV of 1,000 tokens: {1000 * token / 2**10:.3g} KiB in bfloat16; 126 KiB in int8" in out
     room = (int(0.9 * 2**30) - taken) // token
     assert f"(cpu, 1 GiB) has room for {room:,} tokens of KV: {room // 192:,} passages" in out
-    assert out.endswith(f"can be served: python -m ragjax.serve --model {model}\n")
+    assert out.endswith(f"can be served: ragjax serve --model {model}\n")
 
 
 def test_check_reads_no_weights(model: Path, said: Said, tmp_path: Path) -> None:
@@ -133,11 +134,37 @@ def test_list_tells_what_is_here(said: Said, monkeypatch: pytest.MonkeyPatch, mo
     places = {"someone/here": model, "someone/broken": ROOT / "tests" / "data" / "tiny_qwen3"}
     monkeypatch.setattr(hub, "_snapshot", lambda name, download: places[name])
     code, out, _ = said("list")
-    found = dict(line.split(": ", 1) for line in out.splitlines())
-    assert code == 0 and set(found) == {*hub.PACKAGED, *hub.ADAPTED, *places}
+    here, _, advice = out.partition("\n\n")
+    found = dict(line.split(": ", 1) for line in here.splitlines())
+    assert code == 0 and advice.startswith("smollm2-135m-instruct is a demonstration. For answers take\n")
+    assert set(found) == {*hub.PACKAGED, *hub.ADAPTED, *places}
     assert all(found[name] == "not on this machine" for name in (*hub.PACKAGED, *hub.ADAPTED))
     assert found["someone/here"].startswith("llama, F32, ")
     assert "tokenizer.json is missing" in found["someone/broken"]
+
+
+SHAPES = {
+    "Qwen/Qwen2.5-1.5B-Instruct": ("qwen2", 151_936, 1536, 8960, 28, 12, 2, True, 32_768),
+    "Qwen/Qwen3-4B-Instruct-2507": ("qwen3", 151_936, 2560, 9728, 36, 32, 8, True, 262_144),
+    "Qwen/Qwen2.5-7B-Instruct": ("qwen2", 152_064, 3584, 18_944, 28, 28, 4, False, 32_768),
+    "meta-llama/Llama-3.1-8B-Instruct": ("llama", 128_256, 4096, 14_336, 32, 32, 8, False, 131_072),
+}
+"""Their published configurations: family, vocabulary, hidden and MLP sizes, layers, heads, KV heads, whether the head is
+the embedding, and context."""
+
+
+@pytest.mark.parametrize("one", command.ADVICE, ids=lambda one: one.machine)
+def test_what_is_advised_is_what_check_computes(one: command.Advice) -> None:
+    """Weights and KV of a model, and that its flags have room for one whole context."""
+    family, vocabulary, hidden, mlp, layers, heads, kv_heads, tied, context = SHAPES[one.model]
+    made = {"model_type": family, "architectures": [f"{family.title()}ForCausalLM"], "vocab_size": vocabulary}
+    made |= {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "head_dim": 128}
+    made |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": tied}
+    made |= {"max_position_embeddings": context, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "eos_token_id": 1}
+    config = read_config(made)
+    assert one.weights == weight_bytes(config, 2) and one.token == config.kv_bytes_per_token(2)
+    options = parse_options(["--knowledge", "none", "--model", one.model, *one.flags.split()]).engine
+    assert ((options.max_context or context) + 128) * one.token <= options.device_cache_gb * 2**30
 
 
 def test_list_leaves_out_repositories_that_cannot_be_named(
@@ -152,7 +179,7 @@ def test_list_leaves_out_repositories_that_cannot_be_named(
         (snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     code, out, err = said("list")
-    found = dict(line.split(": ", 1) for line in out.splitlines())
+    found = dict(line.split(": ", 1) for line in out.partition("\n\n")[0].splitlines())
     assert (code, err) == (0, "")
     assert set(found) - {*hub.PACKAGED, *hub.ADAPTED} == {"someone/here"}
 

@@ -275,7 +275,7 @@ def test_names_that_lead_nowhere_are_clear(tmp_path: Path) -> None:
         tmp_path / "absent": "no such file",
         "./absent": "no such file",
         "absent.gguf": "no such file",
-        "smollm": "unknown model 'smollm'; give smollm2-135m-instruct",
+        "smollm": "unknown model 'smollm'; choose one of smollm2-135m-instruct",
         "a/b/c": "unknown model",
         "": "unknown model",
         "~nobody-of-this-name/x": "no model can have this name",

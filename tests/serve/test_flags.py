@@ -114,6 +114,9 @@ def test_the_page_of_flags_is_made_from_the_options() -> None:
         (["--replicas", "2", "--speculate", "3"], "--speculate"),
         (["--replicas", "2", "--record-trace", "trace"], "--record-trace"),
         (["--tensor-parallel", "0"], "--tensor-parallel"),
+        (["--stratgy", "anchor"], "unrecognized arguments: --stratgy anchor; did you mean --strategy?"),
+        (["--strategy", "fussion"], "unknown strategy 'fussion'; did you mean fusion? There are auto, full, "),
+        (["--strategy", "magic"], "unknown strategy 'magic'; choose one of auto, full, "),
     ],
 )
 def test_bad_flag_is_one_line_and_code_2(flags: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:

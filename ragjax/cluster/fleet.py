@@ -43,7 +43,7 @@ from ragjax.core.overload import Overload
 from ragjax.engine import Engine
 from ragjax.engine.build import contract_of, strategies_of
 from ragjax.engine.compose import Composer
-from ragjax.engine.knowledge import ENCODER, Knowledge
+from ragjax.engine.knowledge import ENCODER, Knowledge, check_documents
 from ragjax.engine.measurement import alpha_of
 from ragjax.engine.stats import Stats
 from ragjax.models.hub import resolve
@@ -438,6 +438,7 @@ def fleet_of(options: EngineOptions, transport: Transport, router: str) -> Fleet
     Raises:
         ConfigError: saying what to change.
     """
+    check_documents(options)
     card = transport.card()
     local = resolve(options.model)
     tokenizer = Tokenizer.load(local.path)

@@ -49,7 +49,9 @@ def _run(argv: Sequence[str] | None) -> int:
         return np.zeros(math.ceil(len(text.encode()) / _TOKEN_BYTES), np.int32)
 
     chunker = Chunker(count_tokens, options.chunk_tokens)
-    chunks = [chunk for document in load(options.documents).documents for chunk in chunker.chunks(document)]
+    chunks = [
+        chunk for document in load(options.documents, strict=False).documents for chunk in chunker.chunks(document)
+    ]
     key = options.api_key or os.environ.get("OPENAI_API_KEY")
     try:
         headers = {"Authorization": f"Bearer {key}"} if key else {}

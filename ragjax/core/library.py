@@ -32,6 +32,41 @@ class File:
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """A file of the server's own documents that is left out.
+
+    name: its path inside the folder, with ":" and the number if it is a line of it. reason: with what to do about it.
+    empty: nothing is wrong but that it has no text.
+    """
+
+    name: str
+    reason: str
+    empty: bool = False
+
+
+@dataclass(frozen=True)
+class Indexing:
+    """How far the server's own documents are read: files that are searchable or left out, and megabytes of them.
+
+    running: some are still to be read. seconds_left: until all are, about.
+    """
+
+    knowledge: str
+    files: int
+    files_total: int
+    mb: float
+    mb_total: float
+    chunks: int
+    seconds_left: float
+    skipped: tuple[Skipped, ...]
+    running: bool
+
+    @property
+    def share(self) -> str:
+        return f"{self.files:,} of {self.files_total:,} files of {self.knowledge}"
+
+
+@dataclass(frozen=True)
 class Attachment:
     """A file in a store."""
 

@@ -152,6 +152,9 @@ class EngineOptions:
     index_dir: Annotated[
         Place | None, Flag(FIRST, "where chunks, index and uploads are kept (default: in memory)", "DIR")
     ] = None
+    strict_documents: Annotated[
+        bool, Flag(RETRIEVAL, "end the start if a document or fact cannot be read, instead of leaving it out")
+    ] = False
     file_quota_gb: Annotated[
         Positive, Flag(RETRIEVAL, "files that a tenant may keep, and put into its stores, units of 2^30 B")
     ] = 1.0

@@ -53,7 +53,7 @@ from ragjax.engine.build import Parts, build
 from ragjax.engine.compose import Composer
 from ragjax.engine.depkv import DepKV, Keeping, Resumed
 from ragjax.engine.inventory import inventory_of
-from ragjax.engine.knowledge import ENCODER, Knowledge
+from ragjax.engine.knowledge import ENCODER, Knowledge, check_documents
 from ragjax.engine.loop import Loop
 from ragjax.engine.prepare import Pending, Preparation
 from ragjax.engine.preprocessing import Preparing
@@ -174,6 +174,7 @@ class Engine:
             ConfigError: saying what to change.
         """
         asked = replace(model, **options) if isinstance(model, EngineOptions) else EngineOptions(model, **options)
+        check_documents(asked)  # before the minute that compiling takes
         engine = cls(build(asked, strategies, early=early), asked)
         try:
             engine.knowledge.fill(asked)

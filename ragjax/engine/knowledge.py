@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,8 @@ from ragjax.models.encoder import Encoder
 from ragjax.models.hub import cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.document import load as load_documents
+from ragjax.retrieval.document import load
+from ragjax.retrieval.filling import Filling
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase, TextEncoder
 from ragjax.retrieval.library import Library
@@ -190,7 +191,7 @@ class Knowledge:
             ConfigError: if they cannot be read.
         """
         for name, source in sources(options.knowledge).items():
-            fill(self.bases.make(name), name, source, options.progress)
+            fill(self.bases.make(name), source, options.progress)
         self.library.open()
         for name, source in sources(options.graph).items():
             fill_graph(self.graphs.make(name), name, source, options.progress)
@@ -347,17 +348,34 @@ def sources(given: Source) -> Mapping[str, str | Path]:
     return given
 
 
-def fill(base: KnowledgeBase, name: str, source: str | Path, progress: bool) -> None:
-    """Make the knowledge base hold exactly what the source holds."""
-    loaded = load_documents(source)
-    with tqdm(desc=f"indexing {name}", unit="document", disable=not progress) as bar:
-        base.add(loaded.documents, lambda done, total: show(bar, done, total))
-    gone = base.document_ids - {document.id for document in loaded.documents}
-    if gone:
-        base.delete(sorted(gone))
+def check_documents(options: EngineOptions) -> None:
+    """Read all documents that the options name, if they are strict.
+
+    Raises:
+        ConfigError: naming all that cannot be read.
+    """
+    faults = list[str]()
+    for source in sources(options.knowledge).values() if options.strict_documents else ():
+        try:
+            load(source)
+        except ConfigError as error:
+            faults.append(str(error))
+    if faults:
+        raise ConfigError("\n".join(faults))
 
 
-def show(bar: tqdm[NoReturn], done: int, total: int) -> None:
-    """Bring a progress bar to `done` of `total`."""
-    bar.total = total
-    bar.update(done - bar.n)
+def fill(base: KnowledgeBase, source: str | Path, progress: bool) -> None:
+    """Make the knowledge base hold exactly what the source holds, but for files that cannot be read.
+
+    Raises:
+        ConfigError: the source is missing, or no file in it has any text.
+    """
+    filling = Filling(base, Path(source))
+    with tqdm(desc=f"indexing {base.name}", unit="B", unit_scale=True, disable=not progress) as bar:
+        for _ in filling.steps():
+            if (told := base.indexing) is not None:
+                bar.total = int(told.mb_total * 1e6)
+                bar.set_postfix_str(f"{told.files}/{told.files_total} files, {told.chunks} chunks", refresh=False)
+                bar.update(int(told.mb * 1e6) - bar.n)
+    if not len(base):
+        raise ConfigError(f"{source}: no document with text in it")

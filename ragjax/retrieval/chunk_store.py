@@ -50,6 +50,7 @@ create table if not exists checksums (
     number integer primary key references chunks (number) on delete cascade,
     checksum blob not null
 );
+create table if not exists files (name text primary key, note text not null) without rowid;
 """  # a directory that was made before there were marks gets these tables when it is opened
 _SIZES = "create temp table sizes (document_id text primary key, size integer not null) without rowid"
 _MEASURED = "select document_id, sum(length(cast(text as blob)) + length(tokens)) from chunks"

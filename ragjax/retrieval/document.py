@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import stat
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragjax.core import ConfigError, Document, has_controls, is_unicode
+from ragjax.core import ConfigError, Document, Skipped, has_controls, is_unicode
 from ragjax.retrieval.chunking import finish
 from ragjax.retrieval.html import read_html
 from ragjax.retrieval.markdown import read_markdown
@@ -34,75 +35,163 @@ _READERS = {".md": read_markdown, ".txt": _read_plain, ".html": read_html, ".htm
 SUFFIXES = (*_READERS, ".pdf")
 """Kinds of files that are documents."""
 
+TOLD = 20
+"""Files left out that the log names; beyond them it says how many there are of each kind."""
+
 _FIELDS = ("id", "title", "text")
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class SourceFile:
+    """A file of a source.
+
+    name: its path inside the folder. document_id: None for a JSONL file, each line of which is a document.
+    modified: in nanoseconds since 1970.
+    """
+
+    name: str
+    path: Path
+    document_id: str | None
+    size: int
+    modified: int
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The files of a source, those that are left out unread, and what else there is that is no document."""
+
+    files: tuple[SourceFile, ...]
+    skipped: tuple[Skipped, ...] = ()
+    told: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Loaded:
-    """The documents of a source in a fixed order, and the number left out because they had no text."""
+    """The documents of a source in a fixed order, and what is left out: broken files, and those without text."""
 
     documents: tuple[Document, ...]
-    skipped: int
+    skipped: tuple[Skipped, ...]
 
 
-def load(source: str | Path, *, max_bytes: int = MAX_BYTES) -> Loaded:
+def load(source: str | Path, *, max_bytes: int = MAX_BYTES, strict: bool = True) -> Loaded:
     """Load every document of a folder or a JSONL file.
 
     A file's id is its path relative to the folder, without the suffix where that is unique; its title is the first
     heading (.md), <title> or first <h1> (.html), or else the file's stem. A heading that opens the file becomes the
     title and is not repeated in the text. Hidden files, files of other types and folders that are linked are not
-    documents; the latter two are named in a warning. Documents without text are left out, counted, and named in a
-    warning.
+    documents; the latter two are named in a warning. Documents without text are left out and named in a warning, and,
+    unless it is strict, so are those that cannot be read.
 
     Raises:
-        ConfigError: the source is missing, empty or broken; the message names file and line.
+        ConfigError: the source is missing or empty, or, if it is strict, broken; the message names every broken file.
+    """
+    found = scan(source)
+    items = [item for file in found.files for item in read_steps(file, max_bytes)]
+    documents = tuple(item for item in items if isinstance(item, Document))
+    skipped = (*found.skipped, *(item for item in items if isinstance(item, Skipped)))
+    if strict and (broken := [one for one in skipped if not one.empty]):
+        folder = Path(source) if Path(source).is_dir() else Path(source).parent
+        raise ConfigError("\n".join(f"{folder / one.name}: {one.reason}" for one in broken))
+    if not documents:
+        raise ConfigError(f"{source}: no document with text in it")
+    log_left_out(source, found.told, skipped)
+    return Loaded(documents, skipped)
+
+
+def log_left_out(source: str | Path, told: Iterable[str], skipped: Sequence[Skipped]) -> None:
+    """Name what of a source is left out, with its cure; beyond `TOLD` files, how many there are of each kind."""
+    for line in told:
+        _log.warning("%s: not loaded: %s", source, line)
+    for one in skipped[:TOLD]:
+        _log.warning("%s: left out %s: %s", source, one.name, one.reason)
+    if rest := Counter(Path(one.name.partition(":")[0]).suffix or "no suffix" for one in skipped[TOLD:]):
+        kinds = ", ".join(f"{n} {kind}" for kind, n in rest.most_common(TOLD))
+        _log.warning("%s: left out %d more: %s", source, rest.total(), kinds)
+
+
+def scan(source: str | Path) -> Scan:
+    """List the files of a folder, or a JSONL file; nothing is read.
+
+    Raises:
+        ConfigError: the source is missing, of another kind, or has no files that are documents.
     """
     source = Path(source)
     if source.is_dir():
-        found = _from_folder(source, max_bytes)
-    elif source.suffix == ".jsonl" and source.is_file():
-        found = list(_from_jsonl(source, max_bytes))
-    elif source.exists():
+        return _scan_folder(source)
+    if source.suffix == ".jsonl" and source.is_file():
+        found = source.stat()
+        return Scan((SourceFile(source.name, source, None, found.st_size, found.st_mtime_ns),))
+    if source.exists():
         raise ConfigError(f"{source}: give a folder of documents or a .jsonl file")
-    else:
-        raise ConfigError(f"{source}: no such folder or file")
-    documents = tuple(document for document in found if document.text)
-    if not documents:
-        raise ConfigError(f"{source}: no document with text in it")
-    empty = [document.id for document in found if not document.text]
-    if empty:
-        shown = ", ".join(empty[:5]) + (", …" if len(empty) > 5 else "")
-        _log.warning("%s: left out %d document(s) without text: %s", source, len(empty), shown)
-    return Loaded(documents, len(empty))
+    raise ConfigError(f"{source}: no such folder or file")
 
 
-def _from_jsonl(path: Path, max_bytes: int) -> Iterator[Document]:
-    first_seen: dict[str, int] = {}
-    for number, line in _lines(path, max_bytes):
-        document = _from_line(line, f"{path}:{number}")
-        if document.id in first_seen:
-            raise ConfigError(f"{path}:{number}: duplicate id {document.id!r}, first on line {first_seen[document.id]}")
-        first_seen[document.id] = number
-        yield document
+def read_steps(file: SourceFile, max_bytes: int = MAX_BYTES) -> Iterator[Document | Skipped | None]:
+    """Read the documents of a file, or why there are none, in steps; None stands for a step that gives neither.
 
-
-def _lines(path: Path, max_bytes: int) -> Iterator[tuple[int, str]]:
-    """Non-blank lines with their numbers, from 1."""
+    max_bytes: of a document, and of a JSONL line.
+    """
+    if file.document_id is None:
+        yield from _from_jsonl(file, max_bytes)
+        return
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(max_bytes + 2), b""), start=1):
+        document = yield from parse_steps(_data(file.path, max_bytes), file.path, file.document_id)
+    except ConfigError as error:
+        yield _skipped(file, error)
+    except Exception:  # a reader's fault; the other files are read all the same
+        _log.exception("%s: reading it failed", file.path)
+        yield Skipped(file.name, "reading it failed, and the log says how; convert the file")
+    else:
+        yield document if document.text else Skipped(file.name, "there is no text in it", empty=True)
+
+
+def _skipped(file: SourceFile, error: ConfigError) -> Skipped:
+    """What an error says of a file or its line, without its place on this machine, which clients need not know."""
+    line, _, reason = str(error).removeprefix(str(file.path)).partition(": ")
+    return Skipped(f"{file.name}{line}", reason) if re.fullmatch(r"(:\d+)?", line) else Skipped(file.name, str(error))
+
+
+def _from_jsonl(file: SourceFile, max_bytes: int) -> Iterator[Document | Skipped]:
+    first_seen: dict[str, int] = {}
+    try:
+        for number, line in _lines(file.path, max_bytes):
+            where = f"{file.path}:{number}"
+            try:
                 if len(line.rstrip(b"\r\n")) > max_bytes:
-                    raise ConfigError(f"{path}:{number}: longer than the limit of {max_bytes} bytes per document")
-                text = line.decode("utf-8-sig")
-                if text.strip():
-                    yield number, text
-    except UnicodeDecodeError as error:
-        byte = line[error.start]
-        raise ConfigError(f"{path}:{number}: not UTF-8 text (byte 0x{byte:02x}); convert the file") from error
+                    raise ConfigError(f"{where}: longer than the limit of {max_bytes} bytes per document; cut it")
+                text = _line_text(line, where)
+                if not text.strip():
+                    continue
+                document = _from_line(text, where)
+                first = first_seen.setdefault(document.id, number)
+                if first != number:
+                    raise ConfigError(f"{where}: duplicate id {document.id!r}, first on line {first}; change one")
+            except ConfigError as error:
+                yield _skipped(file, error)
+            else:
+                name = f"{file.name}:{number}"
+                yield document if document.text else Skipped(name, "there is no text in it", empty=True)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        yield Skipped(file.name, str(error.strerror))
+
+
+def _line_text(line: bytes, where: str) -> str:
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not UTF-8 text (byte 0x{line[error.start]:02x}); convert the file") from error
+
+
+def _lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """The lines with their numbers, from 1; of one that is too long, its beginning."""
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(max_bytes + 2), b""), start=1):
+            rest = line
+            while len(line) > max_bytes and rest and not rest.endswith(b"\n"):
+                rest = file.readline(max_bytes + 2)
+            yield number, line
 
 
 def _from_line(line: str, where: str) -> Document:
@@ -142,40 +231,58 @@ def _string(entry: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
-def _from_folder(folder: Path, max_bytes: int) -> list[Document]:
-    names = sorted(_walk(folder))
+def _scan_folder(folder: Path) -> Scan:
+    skipped, told = list[Skipped](), list[str]()
+    names = sorted(_walk(folder, skipped, told))
     chosen = [name for name in names if Path(name).suffix.lower() in SUFFIXES]
     others = Counter(Path(name).suffix or Path(name).name for name in names if name not in set(chosen))
     if not chosen:
         raise ConfigError(f"{folder}: no documents: put {', '.join(SUFFIXES)} files into it")
     if others:
-        _log.warning("%s: not loaded: %s", folder, ", ".join(f"{n} {kind}" for kind, n in sorted(others.items())))
+        told.append(", ".join(f"{n} {kind}" for kind, n in others.most_common(TOLD)))
     stems = {name: name[: -len(Path(name).suffix)] for name in chosen}
     uses = Counter(stems.values()) + Counter(chosen)  # a stem is an id where no other file can be meant by it
-    return [_from_file(folder / name, stem if uses[stem] == 1 else name, max_bytes) for name, stem in stems.items()]
+    files = []
+    for name, stem in stems.items():
+        path = folder / name
+        if fault := _fault(name):
+            skipped.append(Skipped(repr(name)[1:-1], fault))
+            continue
+        try:
+            found = path.stat()
+        except OSError as error:
+            skipped.append(Skipped(name, str(error.strerror)))
+            continue
+        files.append(SourceFile(name, path, stem if uses[stem] == 1 else name, found.st_size, found.st_mtime_ns))
+    return Scan(tuple(files), tuple(skipped), tuple(told[:TOLD]))
 
 
-def _walk(folder: Path) -> Iterator[str]:
-    """Relative paths, with forward slashes, of all files that are not hidden. Linked folders are not entered."""
+def _fault(name: str) -> str:
+    """Why a file cannot be known by its name; empty if it can."""
+    if not is_unicode(name):
+        return "the file's name is not valid UTF-8; rename it"
+    return "the file's name holds a control character; rename it" if has_controls(name) else ""
+
+
+def _walk(folder: Path, skipped: list[Skipped], told: list[str]) -> Iterator[str]:
+    """Relative paths, with forward slashes, of all files that are not hidden. Linked folders are not entered.
+
+    skipped: takes the folders that cannot be listed. told: takes the links.
+    """
 
     def refuse(error: OSError) -> None:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+        if Path(error.filename) == folder:
+            raise ConfigError(f"{error.filename}: {error.strerror}") from error
+        name = Path(error.filename).relative_to(folder).as_posix()
+        skipped.append(Skipped(repr(name)[1:-1] if _fault(name) else name, str(error.strerror)))
 
     for parent, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for link in (Path(parent, name) for name in folders if Path(parent, name).is_symlink()):
-            _log.warning("%s: not loaded: %s is a link to a folder", folder, link.relative_to(folder))
+            told.append(f"{link.relative_to(folder)} is a link to a folder")
         for name in files:
             if not name.startswith("."):
                 yield Path(parent, name).relative_to(folder).as_posix()
-
-
-def _from_file(path: Path, document_id: str, max_bytes: int) -> Document:
-    if not is_unicode(document_id):
-        raise ConfigError(f"{str(path)!r}: the file's name is not valid UTF-8; rename it")
-    if has_controls(document_id):
-        raise ConfigError(f"{str(path)!r}: the file's name holds a control character; rename it")
-    return parse(_data(path, max_bytes), path, document_id)
 
 
 def parse(data: bytes, path: Path, document_id: str) -> Document:

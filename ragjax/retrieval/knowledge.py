@@ -21,7 +21,7 @@ import math
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -31,7 +31,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import CHUNK_TOKENS, Chunk, Document, Hit, RequestError, Tokens, is_unicode
+from ragjax.core import CHUNK_TOKENS, Chunk, Document, Hit, Indexing, RequestError, Tokens, is_unicode
 from ragjax.retrieval import chunk_store
 from ragjax.retrieval.chunk_store import nearest_chunks
 from ragjax.retrieval.chunking import Chunker, finish
@@ -112,6 +112,7 @@ class KnowledgeBase:
         self._unsaved = 0  # chunks that were added to the index, or taken out, since it was saved
         self._closed = False
         self._asked: deque[int] = deque(maxlen=_ASKED)  # the latest first
+        self.indexing: Indexing | None = None  # how far its source is read; None: it has none
         self.changes = 0  # counts the times that chunks came or went
 
     @classmethod
@@ -466,6 +467,18 @@ class KnowledgeBase:
         with self._opened():
             found = self._database.execute("select size from sizes where document_id = ?", (document_id,)).fetchone()
         return None if found is None else int(found[0])
+
+    @property
+    def files(self) -> dict[str, str]:
+        """What is noted of the files of its source (`filling.py`), by name."""
+        with self._opened():
+            return dict(self._database.execute("select name, note from files"))
+
+    def note_files(self, notes: Mapping[str, str], gone: Iterable[str] = ()) -> None:
+        """Note something of files, and forget what was noted of others."""
+        with self._writing, self._transaction() as database:
+            database.executemany("delete from files where name = ?", [(name,) for name in gone])
+            database.executemany("insert or replace into files values (?, ?)", notes.items())
 
     @property
     def extent(self) -> tuple[int, int]:

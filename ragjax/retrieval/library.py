@@ -291,10 +291,15 @@ class Library:
         self.expire()
         if not self.store(tenant, store).own:
             return self._catalog.attachments(store, state, part)
-        if state not in (None, "completed"):
-            return []
-        found = self._bases.get(store).sizes(part.count, after=part.after, before=part.before, last=part.last)
-        return [self._own_document(store, file, size) for file, size in found]
+        found = list[Attachment]()
+        if state in (None, "failed"):
+            found += self._own_failures(store, part)
+        if state in (None, "completed"):
+            sizes = self._bases.get(store).sizes(part.count, after=part.after, before=part.before, last=part.last)
+            found += [self._own_document(store, file, size) for file, size in sizes]
+        found.sort(key=lambda one: one.file)
+        count = len(found) if part.count < 0 else part.count
+        return found[max(0, len(found) - count) :] if part.last else found[:count]
 
     def attachment(self, tenant: str, store: str, file: str) -> Attachment:
         """A file in a store; raises MissingError if it is not there."""
@@ -302,7 +307,8 @@ class Library:
         found: Attachment | None
         if self.store(tenant, store).own:
             size = self._bases.get(store).size(file)
-            found = None if size is None else self._own_document(store, file, size)
+            failed = (one for one in self._own_failures(store) if one.file == file)
+            found = next(failed, None) if size is None else self._own_document(store, file, size)
         else:
             found = self._catalog.attachment(store, file)
         if found is None:
@@ -334,8 +340,11 @@ class Library:
         """The files of a store by what became of them, and the bytes that their chunks take."""
         self.expire()
         if self.store(tenant, store).own:
-            documents, size = self._bases.get(store).extent
-            return Counts(completed=documents), size
+            base = self._bases.get(store)
+            (documents, size), told = base.extent, base.indexing
+            if told is None:
+                return Counts(completed=documents), size
+            return Counts(told.files_total - told.files, documents, len(told.skipped)), size
         return self._catalog.counts(store)
 
     def passages(self, tenant: str, store: str, file: str) -> tuple[Chunk, ...]:
@@ -414,6 +423,15 @@ class Library:
 
     def _own_document(self, store: str, file: str, size: int) -> Attachment:
         return Attachment(store, file, self._began, "completed", size)
+
+    def _own_failures(self, store: str, part: Slice = WHOLE) -> list[Attachment]:
+        """What was left out of one of the server's own stores."""
+        told = self._bases.get(store).indexing
+        return [
+            Attachment(store, one.name, self._began, "failed", error=("invalid_file", one.reason))
+            for one in (() if told is None else told.skipped)
+            if (part.after or "") < one.name and (part.before is None or one.name < part.before)
+        ]
 
     def _changeable(self, tenant: str, store: str) -> Store:
         found = self.store(tenant, store)

@@ -1,0 +1,184 @@
+"""Fill a knowledge base from a folder or a JSONL file, and keep it so.
+
+What was read is noted beside the documents: a file whose name, size and time of change are as they were is not read
+again, unless the readers have changed. A process that is killed goes on with the files that it had not noted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from ragjax.core import Document, Indexing, RequestError, Skipped
+from ragjax.retrieval.document import Scan, SourceFile, log_left_out, read_steps, scan
+from ragjax.retrieval.knowledge import KnowledgeBase
+
+_BATCH_CHARS = 200_000  # of documents that are stored together: some hundred chunks, so batches of the encoder are full
+_BATCH_FILES = 200
+_MOST_LINES = 1000  # of a JSONL file that are listed as left out
+_SETTLED_NS = 2 * 10**9  # a file that changed later may change again within the same tick of its file system's clock
+_TEXT_SHARE = {".pdf": 0.1, ".html": 0.4, ".htm": 0.4}  # of a file's bytes that is text; of other kinds all
+_USUAL_RATE, _USUAL_S = 30_000.0, 5.0  # bytes of text a second; what is measured counts more after so many seconds
+
+
+@dataclass
+class Filling:
+    """Makes a knowledge base hold exactly what a source holds. `base.indexing` says how far it is."""
+
+    base: KnowledgeBase
+    source: Path
+    _skipped: dict[str, list[Skipped]] = field(default_factory=dict)  # by file
+    _listed: tuple[Skipped, ...] = ()
+    _told: tuple[object, ...] = ()  # what the log said of the source lately
+    _files: int = 0  # that are read and stored
+    _all_files: int = 0
+    _bytes: int = 0
+    _all_bytes: int = 0
+    _work: float = 0.0  # bytes of text that were read and stored in this run, and that are to be
+    _all_work: float = 0.0
+    _began: float = 0.0
+
+    def steps(self) -> Iterator[None]:
+        """Read what is new or has changed and forget what is gone, in steps of a second or two.
+
+        Raises:
+            ConfigError: the source is missing or has no documents; what the base holds stays.
+        """
+        found = scan(self.source)
+        left = self._begin(found)
+        yield
+        documents: list[Document] = []
+        read: list[SourceFile] = []
+        for file in left:
+            ids = set[str]()
+            for item in read_steps(file):
+                if isinstance(item, Skipped):
+                    self._skip(file, item)
+                elif item is not None:
+                    documents.append(item)
+                    ids.add(item.id)
+                    if file.document_id is None and _chars(documents) >= _BATCH_CHARS:  # its file has many
+                        yield from self._store(documents)
+                        self._advance(_chars(documents), _chars(documents))
+                        documents = []
+                self._tell()
+                yield
+            read.append(file)
+            if file.document_id is not None and not ids and file.document_id in self.base:
+                self.base.delete([file.document_id])  # it could be read before
+            if _chars(documents) >= _BATCH_CHARS or len(read) >= _BATCH_FILES or file is left[-1]:
+                yield from self._store(documents)
+                if file.document_id is None:
+                    self.base.delete(self.base.document_ids - ids)
+                self._note(read)
+                documents, read = [], []
+        self._tell(running=False)
+        told = (*found.told, *self._listed)
+        if told != self._told:
+            self._told = told
+            log_left_out(self.source, found.told, self._listed)
+
+    def _begin(self, found: Scan) -> list[SourceFile]:
+        """Forget what is gone; returns the files that are new, or not as they were noted."""
+        noted, held = self.base.files, self.base.document_ids
+        self._skipped = {"": [*found.skipped]}
+        left = []
+        for file in found.files:
+            skipped = _skipped_before(file, noted.get(file.name))
+            if skipped is None or not (skipped or file.document_id is None or file.document_id in held):
+                left.append(file)
+            else:
+                self._skipped[file.name] = skipped
+        if not any(file.document_id is None for file in found.files):
+            self.base.delete(held - {file.document_id for file in found.files})
+        self.base.note_files({}, noted.keys() - {file.name for file in found.files})
+        self._files, self._all_files = len(found.files) - len(left), len(found.files)
+        self._all_bytes = sum(file.size for file in found.files)
+        self._bytes = self._all_bytes - sum(file.size for file in left)
+        self._work, self._all_work = 0.0, sum(map(_text_bytes, left))
+        self._began = time.monotonic()
+        self._list()
+        self._tell()
+        return left
+
+    def _skip(self, file: SourceFile, item: Skipped) -> None:
+        some = self._skipped.setdefault(file.name, [])
+        if len(some) < _MOST_LINES:
+            some.append(item)
+        elif len(some) == _MOST_LINES:
+            some.append(Skipped(file.name, "more lines like these cannot be read"))
+
+    def _list(self) -> None:
+        self._listed = tuple(one for some in self._skipped.values() for one in some)
+
+    def _store(self, documents: Sequence[Document]) -> Iterator[None]:
+        try:
+            for _ in self.base.add_steps(documents):
+                self._tell()
+                yield
+        except RequestError as error:  # one of them is refused, and all with it
+            if len(documents) == 1:
+                self._skipped.setdefault("", []).append(Skipped(documents[0].id, str(error)))
+            else:
+                for one in documents:
+                    yield from self._store([one])
+
+    def _note(self, files: Sequence[SourceFile]) -> None:
+        """Note that these files were read and their documents stored."""
+        now = time.time_ns()
+        self.base.note_files({
+            file.name: _note_of(file, self._skipped.get(file.name, []))
+            for file in files
+            if now - file.modified > _SETTLED_NS and os.access(file.path, os.R_OK)
+        })  # fmt: skip
+        self._files += len(files)
+        self._advance(sum(file.size for file in files), sum(map(_text_bytes, files)))
+        self._list()
+        self._tell()
+
+    def _advance(self, size: int, work: float) -> None:
+        self._bytes = min(self._all_bytes, self._bytes + size)
+        self._work = min(self._all_work, self._work + work)
+
+    def _tell(self, running: bool = True) -> None:
+        rate = (self._work + _USUAL_RATE * _USUAL_S) / (time.monotonic() - self._began + _USUAL_S)
+        self.base.indexing = Indexing(
+            self.base.name, self._files, self._all_files, self._bytes / 1e6, self._all_bytes / 1e6, len(self.base),
+            (self._all_work - self._work) / rate, self._listed, running,
+        )  # fmt: skip
+
+
+def _chars(documents: Sequence[Document]) -> int:
+    return sum(len(document.text) for document in documents)
+
+
+def _text_bytes(file: SourceFile) -> float:
+    return file.size * _TEXT_SHARE.get(file.path.suffix.lower(), 1.0)
+
+
+@cache
+def _readers() -> str:
+    """Digest of the code that makes documents of files."""
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.blake2b(code, digest_size=16).hexdigest()
+
+
+def _note_of(file: SourceFile, skipped: Sequence[Skipped]) -> str:
+    told = [[one.name, one.reason, one.empty] for one in skipped]
+    return json.dumps([_readers(), file.document_id, file.size, file.modified, told])
+
+
+def _skipped_before(file: SourceFile, note: str | None) -> list[Skipped] | None:
+    """What was left out of a file when it was read; None: it is to be read again."""
+    if note is None:
+        return None
+    *known, told = json.loads(note)
+    if known != [_readers(), file.document_id, file.size, file.modified]:
+        return None
+    return [Skipped(name, reason, empty) for name, reason, empty in told]

@@ -1,0 +1,195 @@
+"""Filling a knowledge base from a folder: broken files do no harm, and what did not change is not read again."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from ragjax.core import ConfigError, Slice
+from ragjax.retrieval import document, filling
+from ragjax.retrieval.document import load
+from ragjax.retrieval.filling import Filling
+from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.retrieval.library import Library
+from tests.support.shelf import Shelf, open_base
+
+LONG_AGO = 10**18
+
+
+def write(folder: Path, name: str, text: str | bytes, modified: int = LONG_AGO) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    os.utime(path, ns=(modified, modified))
+    return path
+
+
+def fill(base: KnowledgeBase, source: Path) -> None:
+    for _ in Filling(base, source).steps():
+        pass
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are opened."""
+    names: list[str] = []
+    read = document._data
+
+    def noting(path: Path, max_bytes: int) -> bytes:
+        names.append(path.name)
+        return read(path, max_bytes)
+
+    monkeypatch.setattr(document, "_data", noting)
+    return names
+
+
+def test_files_that_cannot_be_read_are_left_out_and_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, "good.txt", "The ferry leaves at nine.")
+    write(tmp_path, "deep/broken.pdf", b"no pdf")
+    write(tmp_path, "binary.txt", b"first\nnot \0 text")
+    write(tmp_path, "empty.md", " ")
+    with open_base() as base:
+        with caplog.at_level(logging.WARNING):
+            fill(base, tmp_path)
+        told = base.indexing
+        assert base.document_ids == {"good"}
+        assert told is not None and (told.files, told.files_total, told.running) == (4, 4, False)
+        reasons = {one.name: one.reason for one in told.skipped}
+        assert list(reasons) == ["binary.txt:2", "deep/broken.pdf", "empty.md"]
+        assert "not a readable PDF" in reasons["deep/broken.pdf"] and str(tmp_path) not in str(reasons)
+        assert all(f"left out {name}: {reason}" in caplog.text for name, reason in reasons.items())
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path)
+    assert "broken.pdf: not a readable PDF" in str(refused.value) and "binary.txt:2: binary content" in str(
+        refused.value
+    )
+    assert "empty.md" not in str(refused.value), "an empty file is no fault"
+
+
+def test_the_log_names_so_many_and_sums_up_the_rest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, "good.txt", "The ferry leaves at nine.")
+    for n in range(25):
+        write(tmp_path, f"bad{n:02}.txt", b"\0")
+    with open_base() as base, caplog.at_level(logging.WARNING):
+        fill(base, tmp_path)
+    assert len(caplog.records) == 21 and caplog.records[-1].getMessage().endswith("left out 5 more: 5 .txt")
+
+
+def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+    source = write(
+        tmp_path, "a.jsonl", '{"id": "1", "text": "one"}\nbroken\n{"id": "1", "text": "two"}\n{"id": "2", "text": "2"}'
+    )
+    with open_base() as base:
+        fill(base, source)
+        assert base.document_ids == {"1", "2"} and base.indexing is not None
+        assert [one.name for one in base.indexing.skipped] == ["a.jsonl:2", "a.jsonl:3"]
+        write(tmp_path, "a.jsonl", '{"id": "2", "text": "2"}')
+        fill(base, source)
+        assert base.document_ids == {"2"} and not base.indexing.skipped
+
+
+def test_a_reader_that_fails_costs_its_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "a.html", "<p>A")
+    write(tmp_path, "b.txt", "B")
+    monkeypatch.setitem(document._READERS, ".html", lambda data, path: 1 / 0)
+    with open_base() as base:
+        fill(base, tmp_path)
+        assert base.document_ids == {"b"} and base.indexing is not None
+        assert [one.name for one in base.indexing.skipped] == ["a.html"]
+
+
+def test_what_did_not_change_is_not_read_again(tmp_path: Path, opened: list[str]) -> None:
+    folder, kept = tmp_path / "docs", tmp_path / "index"
+    for name in "abc":
+        write(folder, f"{name}.txt", f"This is {name}.")
+    write(folder, "d.txt", b"\0")
+    with open_base(kept) as base:
+        fill(base, folder)
+    assert opened == ["a.txt", "b.txt", "c.txt", "d.txt"]
+    opened.clear()
+    with open_base(kept) as base:
+        fill(base, folder)
+        assert not opened and base.document_ids == {"a", "b", "c"} and base.indexing is not None
+        assert [one.name for one in base.indexing.skipped] == ["d.txt:1"], "its fault is remembered"
+    write(folder, "b.txt", "This is b.", LONG_AGO + 1)
+    write(folder, "d.txt", "d now")
+    (folder / "c.txt").unlink()
+    with open_base(kept) as base:
+        fill(base, folder)
+        assert opened == ["b.txt", "d.txt"] and base.document_ids == {"a", "b", "d"}
+        assert base.files.keys() == {"a.txt", "b.txt", "d.txt"}
+        assert base.indexing is not None and not base.indexing.skipped
+        base.delete(["a"])
+        opened.clear()
+        fill(base, folder)
+        assert opened == ["a.txt"] and "a" in base
+        write(folder, "b.txt", b"\0\0")
+        fill(base, folder)
+        assert base.document_ids == {"a", "d"}, "what cannot be read any more is not found"
+
+
+def test_readers_that_changed_read_all_again(
+    tmp_path: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "a.txt", "text")
+    with open_base() as base:
+        fill(base, tmp_path)
+        monkeypatch.setattr(filling, "_readers", lambda: "others")
+        fill(base, tmp_path)
+    assert opened == ["a.txt", "a.txt"]
+
+
+def test_a_file_that_changed_just_now_is_read_again(tmp_path: Path, opened: list[str]) -> None:
+    """It may change once more within a tick of the clock."""
+    (tmp_path / "a.txt").write_text("one")
+    with open_base() as base:
+        fill(base, tmp_path)
+        fill(base, tmp_path)
+    assert opened == ["a.txt", "a.txt"]
+
+
+def test_a_run_that_ends_early_goes_on(tmp_path: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filling, "_BATCH_FILES", 1)
+    for name in "abc":
+        write(tmp_path, f"{name}.txt", f"This is {name}.")
+    with open_base() as base:
+        steps = Filling(base, tmp_path).steps()
+        while "b" not in base:
+            next(steps)
+            assert base.indexing is not None and base.indexing.running and base.indexing.seconds_left > 0
+        del steps
+        assert base.indexing is not None and base.indexing.files == 2
+        opened.clear()
+        fill(base, tmp_path)
+        assert opened == ["c.txt"] and base.indexing.share == "3 of 3 files of default"
+
+
+def test_a_folder_that_is_gone_takes_nothing_away(tmp_path: Path) -> None:
+    write(tmp_path / "docs", "a.txt", "text")
+    with open_base() as base:
+        fill(base, tmp_path / "docs")
+        (tmp_path / "docs" / "a.txt").unlink()
+        with pytest.raises(ConfigError, match="no documents"):
+            fill(base, tmp_path / "docs")
+        assert "a" in base
+
+
+def test_the_own_store_lists_what_was_left_out(tmp_path: Path) -> None:
+    shelf = Shelf()
+    base = shelf.make("own")
+    for name in "abc":
+        write(tmp_path, f"{name}.txt", "text" if name != "b" else b"\0")
+    fill(base, tmp_path)
+    library = Library(shelf, None)
+    try:
+        (failed,) = library.attachments("", "own", "failed")
+        assert failed.file == "b.txt:1" and failed.state == "failed" and "binary content" in failed.error[1]
+        assert library.attachment("", "own", "b.txt:1") == failed
+        assert [one.file for one in library.attachments("", "own")] == ["a", "b.txt:1", "c"]
+        assert [one.file for one in library.attachments("", "own", part=Slice(2, last=True))] == ["b.txt:1", "c"]
+        assert [one.file for one in library.attachments("", "own", part=Slice(1, after="a"))] == ["b.txt:1"]
+        counts, _ = library.counts("", "own")
+        assert (counts.completed, counts.failed, counts.in_progress) == (2, 1, 0)
+    finally:
+        library.close()

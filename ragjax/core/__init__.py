@@ -70,6 +70,7 @@ from ragjax.core.prompt import (
 )
 from ragjax.core.request import (
     Answer,
+    Citation,
     Delta,
     Divergence,
     Embedded,

@@ -80,12 +80,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Document:
-    """One source text. `id` is unique within a knowledge base. places: where its parts stand, ascending by `begin`."""
+    """One source text.
+
+    Args:
+        id: unique within a knowledge base.
+        places: where its parts stand, ascending by `begin`.
+        filename: of its source, with the path inside the folder; empty if it has none.
+    """
 
     id: str
     text: str
     title: str = ""
     places: tuple[InstanceOf[Place], ...] = ()
+    filename: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self, lambda _, reason: _refused(f"a document's {reason}", "documents"))
@@ -109,6 +116,14 @@ class Chunk:
     text: str
     tokens: Tokens  # exactly those of the text
     behind: bytes = b""  # digest of the neighbours that its fused KV was computed behind; empty if not preprocessed
+    filename: str = ""  # of its document
+    page: int | None = None  # that it begins on
+    heading: str | None = None  # that it begins under
+
+    @property
+    def source_name(self) -> str:
+        """What a reader knows its document by."""
+        return self.filename or self.title or self.document_id
 
 
 @dataclass(frozen=True)
@@ -118,6 +133,7 @@ class Hit:
     chunk: Chunk
     score: float  # cosine similarity to the question
     public: bool = False  # its KV may serve every tenant
+    knowledge: str | None = None  # the base that it was found in; None: the request brought it
 
 
 class Kind(StrEnum):

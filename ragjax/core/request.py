@@ -205,6 +205,29 @@ class FactReport:
 
 
 @dataclass(frozen=True)
+class Citation:
+    """A passage that stood in the prompt, and where it is from.
+
+    Args:
+        segment: its index in the account of segments.
+        knowledge: the base that it was found in; None if the request brought it.
+        filename: of its document, or what else that is known by.
+        page, heading: as `Chunk` has them.
+        score: cosine similarity to the question; None if the request named or brought its document.
+    """
+
+    segment: int
+    knowledge: str | None
+    file_id: str
+    filename: str
+    title: str
+    page: int | None
+    heading: str | None
+    score: float | None
+    text: str
+
+
+@dataclass(frozen=True)
 class Grounded:
     """The prompt of a request whose knowledge was retrieved: what is left to do needs a device."""
 
@@ -214,6 +237,7 @@ class Grounded:
     notices: tuple[str, ...] = ()  # for the answer
     retrieve_ms: float = 0.0  # time that the retrieval took
     spent_ms: float = 0.0  # time since the request arrived, retrieval included, where another process grounded it
+    sources: tuple[Citation, ...] = ()  # its passages that were retrieved or given, in order
 
 
 @dataclass(frozen=True)
@@ -298,7 +322,7 @@ class Answer:
     went by its own.
     predicted: divergence from full attention that the quality report has for the setting; None if it is unknown.
     scores: float32 [n, vocab], logits that predict each token of `Request.continuation`.
-    figures: as `Plan.figures`. facts: relation paths of the prompt.
+    figures: as `Plan.figures`. facts: relation paths of the prompt. sources: its passages, in order.
     compression: how the prompt was compressed; None: it was not. kept: tokens of it that the answer saw in
         each layer, the mean where layers keep other numbers.
     prompt: its tokens, int32 [prompt_tokens], if `Rag.detail` asked for them; segments cover them in order.
@@ -324,6 +348,7 @@ class Answer:
     compression: Compression | None = None
     kept: int | None = None
     prompt: Tokens | None = None
+    sources: tuple[Citation, ...] = ()
 
 
 @dataclass(frozen=True)

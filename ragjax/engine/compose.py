@@ -10,7 +10,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ragjax.core import EngineOptions, Graph, Grounded, Hit, Prompt, Rag, Request, RequestError, StepLimits
+from ragjax.core import (
+    Citation,
+    EngineOptions,
+    Graph,
+    Grounded,
+    Hit,
+    Kind,
+    Prompt,
+    Rag,
+    Request,
+    RequestError,
+    StepLimits,
+)
 from ragjax.engine.grounding import BROUGHT, Grounding, overlong, too_long
 from ragjax.engine.knowledge import Knowledge, KnowledgeRegistry
 from ragjax.models.tokenizer import Tokenizer
@@ -98,7 +110,7 @@ class Composer:
         hits = self.grounding.hits(request)
         retrieve_ms = (time.perf_counter() - began) * 1e3
         notices = (BROUGHT,) if hits is None and self.grounding.leaves_alone(request) else ()
-        return Grounded(self.prompt(request, hits), notices=notices, retrieve_ms=retrieve_ms)
+        return replace(self.compose(request, hits), notices=notices, retrieve_ms=retrieve_ms)
 
     def search(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
         """The search for a request's chunks in stages; None if it needs none, or its strategy's answers depend on it.
@@ -114,8 +126,8 @@ class Composer:
             return None
         return self.grounding.stages(request, stages)
 
-    def prompt(self, request: Request, hits: tuple[Hit, ...] | None) -> Prompt:
-        """The prompt of a request with these chunks (None: it uses no knowledge).
+    def compose(self, request: Request, hits: tuple[Hit, ...] | None) -> Grounded:
+        """The prompt of a request with these chunks (None: it uses no knowledge), and where they are from.
 
         Raises:
             RequestError: if it cannot be served as asked.
@@ -123,7 +135,11 @@ class Composer:
         build = partial(
             chat.chat_prompt, self.tokenizer, request.messages, hits, public=self.grounding.share, tools=request.tools
         )
-        return self._recognised(request, build)
+        prompt = self._recognised(request, build)
+        given = request.rag is not None and request.rag.documents is not None
+        places = (i for i, one in enumerate(prompt.segments) if one.kind is Kind.CHUNK and not one.recognised)
+        pairs = zip(places, hits or (), strict=True)
+        return Grounded(prompt, sources=tuple(cited(hit, place, given) for place, hit in pairs))
 
     def _recognised(self, request: Request, build: Callable[..., Prompt]) -> Prompt:
         """The prompt that `build` makes, with passages recognised if that is asked for."""
@@ -231,3 +247,12 @@ class Composer:
         said = "\n".join((*texts, *(f"{tool.description}{tool.parameters}" for tool in listed)))
         if self.grounding.chunker.exceeds(said, 4 * self.context_length):
             raise overlong(self.context_length, "messages have", "Shorten them", "messages")
+
+
+def cited(hit: Hit, segment: int, given: bool) -> Citation:
+    """Where a passage is from, which stands in this segment. given: whether the request named or brought it."""
+    chunk, score = hit.chunk, None if given else hit.score
+    return Citation(
+        segment, hit.knowledge, chunk.document_id, chunk.source_name, chunk.title, chunk.page, chunk.heading, score,
+        chunk.text,
+    )  # fmt: skip

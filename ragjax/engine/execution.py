@@ -365,6 +365,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         scores=state.scores,
         figures={**plan.figures, **_figures(state)},
         facts=state.facts,
+        sources=state.sources,
         compression=state.compression,
         kept=_kept(state, plan),
         prompt=state.prompt.tokens if state.request.rag is not None and state.request.rag.detail else None,

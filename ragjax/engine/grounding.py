@@ -55,8 +55,8 @@ class Grounding:
         bases = [self.knowledge.seen(name, request.tenant) for name in names]
         parts = [BasePart(base, source.within) for base, source in zip(bases, rag.searched, strict=True)]
         found = search_parts(parts, request.question, self._top_k(rag), rag.min_score)
-        public = {id(base): self._public(name) for base, name in zip(bases, names, strict=True)}
-        return tuple(replace(hit, public=public[id(part.base)]) for part, hit in found)
+        public = {base.name: self._public(name) for base, name in zip(bases, names, strict=True)}
+        return tuple(replace(hit, public=public[part.base.name], knowledge=part.base.name) for part, hit in found)
 
     def stages(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
         """The search for a request's chunks in stages; None if it needs none."""
@@ -70,7 +70,10 @@ class Grounding:
         base = self.knowledge.seen(source.knowledge, request.tenant)
         public = self._public(source.knowledge)
         found = base.stages(request.question, self._top_k(rag), stages)
-        return (replace(stage, hits=tuple(replace(hit, public=public) for hit in stage.hits)) for stage in found)
+        return (
+            replace(stage, hits=tuple(replace(hit, public=public, knowledge=base.name) for hit in stage.hits))
+            for stage in found
+        )
 
     def leaves_alone(self, request: Request) -> bool:
         """True if a request would get passages if its messages brought none."""
@@ -102,9 +105,11 @@ class Grounding:
             self.check()
             if isinstance(document, Document):
                 chunks = self._cut(document, room)
+                hits += [Hit(chunk, 1.0) for chunk in chunks]
             else:
-                chunks = self.knowledge.seen(knowledge, tenant).document(document)
-            hits += [Hit(chunk, 1.0, public and isinstance(document, str)) for chunk in chunks]
+                base = self.knowledge.seen(knowledge, tenant)
+                chunks = base.document(document)
+                hits += [Hit(chunk, 1.0, public, base.name) for chunk in chunks]
             room -= sum(len(chunk.tokens) for chunk in chunks)
             if room < 0:
                 raise self._too_long()

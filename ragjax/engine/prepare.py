@@ -142,7 +142,7 @@ class Preparation:
         grammar = tools.grammar(request, tokenizer.knows_tools)
         constraint = None if grammar is None else self.grammars.constraint(*grammar)
         state.sampler = Sampler(request.sampling, plain.tokens, constraint)
-        state.facts = made.facts
+        state.facts, state.sources = made.facts, made.sources
         state.notices += [*([] if chosen.notice is None else [chosen.notice]), *made.notices]
         if self.lookup:
             state.lookup = Lookup(self.lookup)

@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
 
-from ragjax.core import Answer, Event, Grounded, Hit, Request, RequestError
+from ragjax.core import Answer, Event, Hit, Request, RequestError
 from ragjax.engine.loop import Loop
 from ragjax.engine.prepare import Preparation
 from ragjax.retrieval.knowledge import SearchStage
@@ -192,7 +192,7 @@ class Pipeline:
 
     def _state_of(self, hits: tuple[Hit, ...], sink: Sink) -> RequestState:
         retrieve_ms = (time.perf_counter() - self._began) * 1e3
-        made = Grounded(self._composer.prompt(self._request, hits), retrieve_ms=retrieve_ms)
+        made = replace(self._composer.compose(self._request, hits), retrieve_ms=retrieve_ms)
         return self._preparation.state(replace(self._request, grounded=made), sink, self._arrival)
 
     def _finish(self, answer: Answer) -> Answer:

@@ -9,12 +9,13 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import Chunk, ConfigError
-from ragjax.retrieval.database import checksum, compare_schema, exclusive
+from ragjax.retrieval.database import add_column, checksum, compare_schema, exclusive
 from ragjax.retrieval.index import IndexKind, VectorIndex, Vectors
 
 FORMAT = "1"
@@ -22,7 +23,7 @@ FORMAT = "1"
 
 _SCHEMA = """
 create table settings (name text primary key, value text not null);
-create table documents (id text primary key, digest blob not null);
+create table documents (id text primary key, digest blob not null, filename text);
 create table chunks (
     number integer primary key autoincrement,
     id text not null,
@@ -30,7 +31,9 @@ create table chunks (
     title text not null,
     text text not null,
     tokens blob not null,
-    embedding blob not null
+    embedding blob not null,
+    page integer,
+    heading text
 );
 create index chunks_by_document on chunks (document_id);
 """
@@ -52,12 +55,14 @@ create table if not exists checksums (
 );
 create table if not exists files (name text primary key, note text not null) without rowid;
 """  # a directory that was made before there were marks gets these tables when it is opened
+_ADDED = (("documents", "filename", "text"), ("chunks", "page", "integer"), ("chunks", "heading", "text"))
+"""Columns that the tables of older directories lack."""
 _SIZES = "create temp table sizes (document_id text primary key, size integer not null) without rowid"
 _MEASURED = "select document_id, sum(length(cast(text as blob)) + length(tokens)) from chunks"
-_CONTENT = "id, document_id, title, text, tokens, embedding"
+_CONTENT = "id, document_id, title, text, tokens, embedding, page, heading"
 CHUNK = """
-select number, id, document_id, title, text, tokens, coalesce(behind, x'')
-from chunks left join fused using (number)
+select number, chunks.id, document_id, title, text, tokens, coalesce(behind, x''), coalesce(filename, ''), page, heading
+from chunks left join fused using (number) join documents on documents.id = document_id
 """
 """Rows that `chunk_of` takes."""
 
@@ -75,6 +80,8 @@ def connect(directory: Path | None, settings: dict[str, str]) -> sqlite3.Connect
         database.execute("pragma temp_store = memory")
         database.execute("begin exclusive")
         _check_settings(database, place or ":memory:", settings)
+        for table, column, kind in _ADDED:
+            add_column(database, table, column, kind)
         _run(database, _MARKS)
         compare_schema(database, _SCHEMA + _MARKS)
         _verify(database)
@@ -109,13 +116,19 @@ def _verify(database: sqlite3.Connection) -> None:
     rows = database.execute(f"select number, checksum, {_CONTENT} from chunks left join checksums using (number)")
     new = []
     for number, known, *content in rows:
-        if begun and known != checksum(content):
+        if begun and known != _checksum(content):
             raise sqlite3.DatabaseError(f"chunk {number} is not as it was written")
         if not begun:
-            new.append((number, checksum(content)))
+            new.append((number, _checksum(content)))
     if not begun:
         database.executemany("insert or replace into checksums values (?, ?)", new)
         database.execute("insert into settings values ('checksums', 'blake2b')")
+
+
+def _checksum(content: Sequence[object]) -> bytes:
+    """Checksum of a row of `_CONTENT`; a chunk without a place has that of directories that knew none."""
+    *older, page, heading = content
+    return checksum(older if page is heading is None else content)
 
 
 def _run(database: sqlite3.Connection, statements: str) -> None:
@@ -156,10 +169,11 @@ def open_index(database: sqlite3.Connection, directory: Path | None, kind: Index
 
 def insert(database: sqlite3.Connection, chunk: Chunk, embedding: NDArray[np.float32]) -> int:
     """Store a chunk and its embedding, float32 [E]; returns its number."""
-    values = (chunk.id, chunk.document_id, chunk.title, chunk.text, chunk.tokens.tobytes(), embedding.tobytes())
-    number = database.execute(f"insert into chunks ({_CONTENT}) values (?, ?, ?, ?, ?, ?)", values).lastrowid
+    raw = (chunk.tokens.tobytes(), embedding.tobytes())
+    values = (chunk.id, chunk.document_id, chunk.title, chunk.text, *raw, chunk.page, chunk.heading)
+    number = database.execute(f"insert into chunks ({_CONTENT}) values (?, ?, ?, ?, ?, ?, ?, ?)", values).lastrowid
     assert number is not None
-    database.execute("insert into checksums values (?, ?)", (number, checksum(values)))
+    database.execute("insert into checksums values (?, ?)", (number, _checksum(values)))
     return number
 
 
@@ -174,10 +188,17 @@ def numbers(database: sqlite3.Connection, document_id: str) -> list[int]:
     return [row[0] for row in database.execute("select number from chunks where document_id = ?", (document_id,))]
 
 
-def chunk_of(row: tuple[int, str, str, str, str, bytes, bytes]) -> tuple[int, Chunk]:
+def chunk_of(row: tuple[Any, ...]) -> tuple[int, Chunk]:
     """A chunk and its number, from a row of `CHUNK`."""
-    number, chunk_id, document_id, title, text, tokens, behind = row
-    return number, Chunk(chunk_id, document_id, title, text, np.frombuffer(tokens, np.int32), behind)
+    number, chunk_id, document_id, title, text, tokens, *about = row
+    return number, Chunk(chunk_id, document_id, title, text, np.frombuffer(tokens, np.int32), *about)
+
+
+def embeddings(database: sqlite3.Connection, document_ids: Iterable[str]) -> dict[str, Vectors]:
+    """Embeddings, float32 [E], of the chunks of these documents by their text."""
+    sql = "select text, embedding from chunks where document_id = ?"
+    rows = (row for document_id in document_ids for row in database.execute(sql, (document_id,)))
+    return {text: np.frombuffer(raw, np.float32) for text, raw in rows}
 
 
 def nearest_chunks(

@@ -22,6 +22,9 @@ _EVEN_UP_TO = 8
 _STEP_BLOCKS = 32  # cut in a step: about a second
 _STEP_CHUNKS = 1_000  # whose tokens are made in a step
 
+Pieces = list[tuple[int, str]]
+"""Parts of a text, each with its offset in characters."""
+
 
 @dataclass(frozen=True)
 class Chunker:
@@ -60,33 +63,37 @@ class Chunker:
             heading = TextSplitter.from_callback(self._count, self.max_tokens // 3).chunks(heading)[0] + "\n"
         pieces = yield from self._pieces(document.text, heading)
         made: list[Chunk] = []
-        for n, text in enumerate(f"{heading}{piece}\n\n" for piece in pieces):
+        for n, (begin, piece) in enumerate(pieces):
             if n and not n % _STEP_CHUNKS:
                 yield
-            tokens = np.asarray(self.encode(text), np.int32)
-            made.append(Chunk(f"{document.id}#{n}", document.id, document.title, text, tokens))
+            text, place = f"{heading}{piece}\n\n", document.place_at(begin)
+            chunk = Chunk(
+                f"{document.id}#{n}", document.id, document.title, text, np.asarray(self.encode(text), np.int32),
+                filename=document.filename,
+            )  # fmt: skip
+            made.append(chunk if place is None else replace(chunk, page=place.page, heading=place.heading))
         return tuple(made)
 
     def exceeds(self, text: str, limit: int) -> bool:
         """Tell if a text has more than `limit` tokens; encodes no more of it than that takes."""
         count = 0
-        for block in _blocks(text):
+        for _, block in _blocks(text):
             count += self._count(block)
             if count > limit:
                 return True
         return False
 
-    def _pieces(self, text: str, heading: str) -> Generator[None, None, list[str]]:
-        pieces: list[str] = []
-        for n, block in enumerate(_blocks(text)):
+    def _pieces(self, text: str, heading: str) -> Generator[None, None, Pieces]:
+        pieces: Pieces = []
+        for n, (begin, block) in enumerate(_blocks(text)):
             if n and not n % _STEP_BLOCKS:
                 yield
-            pieces += self._split(block, heading, self.max_tokens)
+            pieces += [(begin + at, piece) for at, piece in self._split(block, heading, self.max_tokens)]
         if not 1 < len(pieces) <= _EVEN_UP_TO:
             return pieces
         return self._evenly(text, heading, len(pieces)) or pieces
 
-    def _evenly(self, text: str, heading: str, n: int) -> list[str] | None:
+    def _evenly(self, text: str, heading: str, n: int) -> Pieces | None:
         """Cut into n pieces of like size: a cut that fills each piece leaves a last one too short to be of use."""
         fixed = self._count(f"{heading}\n\n")
         share = math.ceil(self._count(text) / n)
@@ -97,35 +104,35 @@ class Chunker:
                 return pieces
         return None
 
-    def _split(self, text: str, heading: str, budget: int) -> list[str]:
+    def _split(self, text: str, heading: str, budget: int) -> Pieces:
         splitter = TextSplitter.from_callback(lambda piece: self._count(f"{heading}{piece}\n\n"), budget)
-        return [fit for piece in splitter.chunks(text) for fit in self._fit(piece, heading)]
+        return [fit for begin, piece in splitter.chunk_indices(text) for fit in self._fit(begin, piece, heading)]
 
-    def _fit(self, piece: str, heading: str) -> Iterator[str]:
+    def _fit(self, begin: int, piece: str, heading: str) -> Iterator[tuple[int, str]]:
         """Halve what is still too long: a piece may cost more tokens than its parts promised."""
         if len(piece) == 1 or self._count(f"{heading}{piece}\n\n") <= self.max_tokens:
-            yield piece
+            yield begin, piece
             return
         middle = len(piece) // 2
-        for half in (piece[:middle].strip(), piece[middle:].strip()):
-            if half:
-                yield from self._fit(half, heading)
+        for at, half in ((0, piece[:middle]), (middle, piece[middle:])):
+            if half.strip():
+                yield from self._fit(begin + at + len(half) - len(half.lstrip()), half.strip(), heading)
 
     def _count(self, text: str) -> int:
         return len(self.encode(text))
 
 
-def _blocks(text: str) -> Iterator[str]:
-    """Cut a huge text at the last paragraph, line or word that ends within each block."""
+def _blocks(text: str) -> Iterator[tuple[int, str]]:
+    """Cut a huge text at the last paragraph, line or word that ends within each block; each with where it begins."""
     start = 0
     while len(text) - start > _BLOCK_CHARS:
         end = next(
             (cut + 1 for mark in ("\n\n", "\n", " ") if (cut := text.rfind(mark, start, start + _BLOCK_CHARS)) > start),
             start + _BLOCK_CHARS,
         )
-        yield text[start:end]
+        yield start, text[start:end]
         start = end
-    yield text[start:]
+    yield start, text[start:]
 
 
 T = TypeVar("T")

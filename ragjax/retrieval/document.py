@@ -12,7 +12,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,10 @@ def read_steps(file: SourceFile, max_bytes: int = MAX_BYTES) -> Iterator[Documen
         _log.exception("%s: reading it failed", file.path)
         yield Skipped(file.name, "reading it failed, and the log says how; convert the file")
     else:
-        yield document if document.text else Skipped(file.name, "there is no text in it", empty=True)
+        if not document.text:
+            yield Skipped(file.name, "there is no text in it", empty=True)
+            return
+        yield replace(document, filename=file.name)
 
 
 def _skipped(file: SourceFile, error: ConfigError) -> Skipped:

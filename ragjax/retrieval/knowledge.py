@@ -260,16 +260,18 @@ class KnowledgeBase:
         self, batch: Sequence[tuple[Document, tuple[Chunk, ...]]], max_tokens: int | None, check: Callable[[], None]
     ) -> Generator[None, None, None]:
         chunks = [chunk for _, cut in batch for chunk in cut]
-        embeddings = yield from self._embeddings([chunk.text for chunk in chunks])
-        rows = [(document.id, _digest(document, max_tokens)) for document, _ in batch]
+        with self._opened():
+            known = chunk_store.embeddings(self._database, [document.id for document, _ in batch])
+        embeddings = yield from self._embeddings([chunk.text for chunk in chunks], known)
+        rows = [(document.id, _digest(document, max_tokens), document.filename or None) for document, _ in batch]
         with self._writing:
             check()
             with self._transaction() as database:
-                gone = self._forget(database, [document_id for document_id, _ in rows])
-                database.executemany("insert into documents values (?, ?)", rows)
+                gone = self._forget(database, [document_id for document_id, *_ in rows])
+                database.executemany("insert into documents (id, digest, filename) values (?, ?, ?)", rows)
                 pairs = zip(chunks, embeddings, strict=True)
                 numbers = [chunk_store.insert(database, chunk, row) for chunk, row in pairs]
-                chunk_store.measure(database, [document_id for document_id, _ in rows])
+                chunk_store.measure(database, [document_id for document_id, *_ in rows])
             self.changes += 1
             self._update_index(gone)
             self._unindexed.update(numbers)
@@ -283,11 +285,14 @@ class KnowledgeBase:
                 self._unindexed.difference_update(numbers[start:end])
                 self._update_index((), [numbers[i] for i in left], embeddings[left])
 
-    def _embeddings(self, texts: Sequence[str]) -> Generator[None, None, Vectors]:
-        """Embed texts, float32 [len(texts), dim]; texts of like length together, as the encoder pads less then."""
+    def _embeddings(self, texts: Sequence[str], known: Mapping[str, Vectors]) -> Generator[None, None, Vectors]:
+        """Embed texts that are not known, float32 [len(texts), dim]; those of like length together, which pads less."""
         embeddings = np.empty((len(texts), self._encoder.dim), np.float32)
-        by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        for start in range(0, len(texts), _STEP_CHUNKS):
+        for i, text in enumerate(texts):
+            if text in known:
+                embeddings[i] = known[text]
+        by_length = sorted((i for i, text in enumerate(texts) if text not in known), key=lambda i: len(texts[i]))
+        for start in range(0, len(by_length), _STEP_CHUNKS):
             if start:
                 yield
             some = by_length[start : start + _STEP_CHUNKS]
@@ -545,8 +550,9 @@ def _check(documents: Sequence[Document]) -> None:
 
 
 def _digest(document: Document, max_tokens: int | None) -> bytes:
-    """Hash of what a document's chunks are made from; a chunk size counts only where it is not the base's own."""
-    parts = (document.title, document.text, *(() if max_tokens is None else (max_tokens,)))
+    """Hash of what a document's chunks are made from; what it does not have changes nothing of the hash."""
+    own = (max_tokens, document.filename or None, document.places or None)  # None: the base's own number of tokens
+    parts = (document.title, document.text, *(part for part in own if part is not None))
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
 

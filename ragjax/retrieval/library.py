@@ -21,6 +21,7 @@ from ragjax.core import (
     PURPOSES,
     WHOLE,
     Attachment,
+    Attributes,
     Chunk,
     Counts,
     File,
@@ -394,22 +395,16 @@ class Library:
             for hit in base.search(question, k, within=within, min_score=min_score):
                 known = best.get(hit.chunk.id)
                 if known is None or known.score < hit.score:
-                    best[hit.chunk.id] = self._passage(tenant, store, hit.chunk, hit.score)
+                    chunk = hit.chunk
+                    file = None if chunk.filename else self._catalog.file(tenant, chunk.document_id)
+                    name = chunk.source_name if file is None else file.name
+                    best[chunk.id] = Passage(chunk, hit.score, name, self.attributes(store, chunk.document_id))
         return sorted(best.values(), key=lambda passage: -passage.score)[:k]
 
-    def passage(self, tenant: str, store: str, chunk_id: str, score: float) -> Passage | None:
-        """The passage that a chunk of a store is; None: it was deleted meanwhile."""
-        try:
-            chunks = self._bases.get(store).document(chunk_id.rpartition("#")[0])
-        except RequestError:
-            return None
-        return next((self._passage(tenant, store, chunk, score) for chunk in chunks if chunk.id == chunk_id), None)
-
-    def _passage(self, tenant: str, store: str, chunk: Chunk, score: float) -> Passage:
-        file = self._catalog.file(tenant, chunk.document_id)
-        attachment = self._catalog.attachment(store, chunk.document_id)
-        name = chunk.title or chunk.document_id if file is None else file.name
-        return Passage(chunk, score, name, {} if attachment is None else attachment.attributes)
+    def attributes(self, store: str, file: str) -> Attributes:
+        """Attributes of a file in a store; none if it is not there."""
+        attachment = self._catalog.attachment(store, file)
+        return {} if attachment is None else attachment.attributes
 
     def _drop(self, store: str) -> None:
         """Close a store if it is open, and delete its folder."""

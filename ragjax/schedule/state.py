@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ragjax.core import (
     Answer,
     Chosen,
+    Citation,
     Compaction,
     Compression,
     Event,
@@ -204,6 +205,7 @@ class RequestState(Waiting):
     shadowed: list[NDArray[np.float32]] | None = None  # logits [V] of its first steps, if it is to be replayed
     notices: list[str] = field(default_factory=list)
     facts: tuple[FactReport, ...] = ()  # relation paths of the prompt
+    sources: tuple[Citation, ...] = ()  # its passages
     # the account of every segment as it was asked, by the first start that computed all of it: later ones find what
     # that one kept
     reports: tuple[SegmentReport, ...] = ()

@@ -257,7 +257,7 @@ class LibraryEndpoints:
             None if body.filters is None else body.filters.to_core(),
             None if body.ranking_options is None else body.ranking_options.score_threshold,
         )
-        shown = [{**cited(one), "content": [{"type": "text", "text": one.chunk.text}]} for one in found]
+        shown = [{**_cited(one), "content": [{"type": "text", "text": one.chunk.text}]} for one in found]
         kind = "vector_store.search_results.page"
         return {"object": kind, "search_query": body.query, "data": shown, "has_more": False, "next_page": None}
 
@@ -292,7 +292,7 @@ class LibraryEndpoints:
     def passages(self, tenant: Tenant, vector_store_id: str, file_id: str) -> Json:
         """The chunks of a file of a store, as they stand in prompts."""
         chunks = self._engine.library.passages(tenant, vector_store_id, file_id)
-        shown = [{"type": "text", "text": chunk.text} for chunk in chunks]
+        shown = [{"type": "text", "text": one.text, "page": one.page, "heading": one.heading} for one in chunks]
         return {"object": "vector_store.file_content.page", "data": shown, "has_more": False, "next_page": None}
 
     def detach(self, tenant: Tenant, vector_store_id: str, file_id: str) -> Json:
@@ -375,11 +375,13 @@ def _attachment(one: core.Attachment) -> Json:
     }
 
 
-def cited(passage: core.Passage) -> dict[str, Any]:
+def _cited(passage: core.Passage) -> dict[str, Any]:
     """Describes the file of a passage, as results of a search have it."""
     return {
         "file_id": passage.chunk.document_id,
         "filename": passage.name,
+        "page": passage.chunk.page,
+        "heading": passage.chunk.heading,
         "score": passage.score,
         "attributes": dict(passage.attributes),
     }

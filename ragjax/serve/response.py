@@ -258,6 +258,7 @@ def account(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]], not
         "figures": dict(answer.figures),
         "segments": _segments(answer, pieces),
         "facts": [asdict(path) for path in answer.facts],
+        "sources": [asdict(source) for source in answer.sources],
         "timings_ms": {name: round(getattr(answer.timings, name), 3) for name in names},
         "notices": [*notices, *answer.notices],
     }

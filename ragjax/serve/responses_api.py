@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from ragjax import core
 from ragjax.serve.error import ApiError
-from ragjax.serve.library import cited
 from ragjax.serve.response import Json, account, logprobs_of
 from ragjax.serve.schema.response import RESULTS, ResponseBody
 from ragjax.serve.tool_calls import CallReader, Piece
@@ -173,7 +172,7 @@ class Reply:
                     if isinstance(event, core.Delta):
                         more = self._going_on(event)
                     else:
-                        more = self._ending(event, await asyncio.to_thread(self._passages, event))
+                        more = self._ending(event, await asyncio.to_thread(self._results, event))
                     for said in more:
                         yield self._numbered(said)
             except core.RequestError as error:  # it has the field's name of chat
@@ -212,39 +211,41 @@ class Reply:
         if self._unsaid and self._reader.name is None:  # of tokens without a text of their own
             yield from self._output.say("", self._unsaid)
 
-    def _ending(self, answer: core.Answer, passages: Sequence[Json]) -> Iterator[Json]:
+    def _ending(self, answer: core.Answer, results: Sequence[Json] | None) -> Iterator[Json]:
         status = "incomplete" if answer.finish_reason == "length" else "completed"
         yield from self._left()
-        yield from self._output.end(status, self._annotations(passages))
-        if self._body.search is not None and RESULTS in (self._body.include or ()):
-            yield from self._output.found(passages)
+        yield from self._output.end(status, self._annotations(answer))
+        if results is not None:
+            yield from self._output.found(results)
         yield {"type": f"response.{status}", "response": self._response(status, answer)}
 
-    def _passages(self, answer: core.Answer) -> list[Json]:
-        """Lists the passages that the search put into the prompt, in its order, without those deleted meanwhile."""
-        if self._body.search is None:
-            return []
-        hits = [(segment.id, segment.score) for segment in answer.segments if segment.score is not None]
-        found = (self._passage(chunk, score) for chunk, score in hits)
-        return [{**cited(passage), "text": passage.chunk.text} for passage in found if passage is not None]
+    def _results(self, answer: core.Answer) -> list[Json] | None:
+        """Lists the passages that the search put into the prompt, in its order; None if they are not to be shown."""
+        if self._body.search is None or RESULTS not in (self._body.include or ()):
+            return None
+        library, names = self._engine.library, ("file_id", "filename", "page", "heading", "score", "text")
+        return [
+            {
+                **{name: getattr(one, name) for name in names},
+                "attributes": {} if one.knowledge is None else dict(library.attributes(one.knowledge, one.file_id)),
+            }
+            for one in answer.sources
+        ]
 
-    def _passage(self, chunk: str, score: float) -> core.Passage | None:
-        """Reads a passage from the first store that has it."""
-        library, tenant, file = self._engine.library, self._request.tenant, chunk.rpartition("#")[0]
-        for source in () if self._request.rag is None else self._request.rag.sources:
-            if source.knowledge is not None and (source.within is None or file in source.within):
-                found = library.passage(tenant, source.knowledge, chunk, score)
-                if found is not None:
-                    return found
-        return None
-
-    def _annotations(self, passages: Sequence[Json]) -> list[Json]:
-        """Cites each file that has a passage in the prompt, once, at the end of the text."""
-        names = {passage["file_id"]: passage["filename"] for passage in passages}
+    def _annotations(self, answer: core.Answer) -> list[Json]:
+        """Cites each page, or file without pages, that has a passage in the prompt, once, at the end of the text."""
         items = self._output.items
         said = len(items[-1]["content"][0]["text"]) if items and items[-1]["type"] == "message" else 0
-        cited = {"type": "file_citation", "index": said}
-        return [{**cited, "file_id": file, "filename": name} for file, name in names.items()]
+        cited: dict[tuple[str, int | None], core.Citation] = {}
+        for source in answer.sources:
+            cited.setdefault((source.file_id, source.page), source)
+        return [
+            {
+                "type": "file_citation", "index": said, "file_id": one.file_id, "filename": one.filename,
+                "page": one.page, "heading": one.heading,
+            }
+            for one in cited.values()
+        ]  # fmt: skip
 
     def _numbered(self, event: Json) -> Json:
         self._number += 1

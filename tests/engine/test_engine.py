@@ -26,6 +26,7 @@ from ragjax.core import (
     Kind,
     Message,
     OverloadError,
+    Place,
     Prompt,
     Rag,
     Request,
@@ -354,6 +355,24 @@ def test_documents_given_with_the_request(engine: Engine) -> None:
     assert "mine" not in engine.document_ids(), "documents of a request are not stored"
     with pytest.raises(RequestError, match="nowhere"):
         engine.answer("Who?", documents=["nowhere"])
+
+
+def test_an_answer_says_where_its_passages_are_from() -> None:
+    keeper = Document("keeper", "The keeper climbed the tower.", "Log", (Place(0, 12, "Tower > Stairs"),), "log.pdf")
+    boat = Document("boat", "A boat came in with the tide.", "Harbour")
+    with tiny.engine() as engine:
+        engine.add_documents([keeper, boat], "harbour")
+        answer = engine.answer("The keeper climbed", knowledge="harbour", top_k=2, max_tokens=1)
+        first, second = answer.sources
+        assert [answer.segments[one.segment].id for one in answer.sources] == ["keeper#0", "boat#0"]
+        assert (first.knowledge, first.file_id, first.filename, first.title) == ("harbour", "keeper", "log.pdf", "Log")
+        assert (first.page, first.heading) == (12, "Tower > Stairs") and "climbed" in first.text
+        assert first.score == answer.segments[first.segment].score
+        assert (second.filename, second.page, second.heading) == ("Harbour", None, None)
+        given = engine.answer("Who?", knowledge="harbour", documents=["keeper", Document("n", "A note.")], max_tokens=1)
+        known = [(one.knowledge, one.filename, one.page, one.score) for one in given.sources]
+        assert known == [("harbour", "log.pdf", 12, None), (None, "n", None, None)]
+        assert engine.answer("Who?", top_k=0, max_tokens=1).sources == ()
 
 
 @pytest.mark.parametrize(

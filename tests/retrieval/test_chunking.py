@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ragjax.core import ConfigError, Document, Tokens
+from ragjax.core import ConfigError, Document, Place, Tokens
 from ragjax.retrieval.chunking import MIN_TOKENS, Chunker
 
 PROSE = "The keeper climbed the stairs. He trimmed the wick, and wrote the weather down!\n\nThen he slept.\n" * 20
@@ -134,3 +134,23 @@ def test_cutting_is_deterministic() -> None:
 def test_tiny_budget_is_refused() -> None:
     with pytest.raises(ConfigError, match=f"use at least {MIN_TOKENS}"):
         Chunker(encode, MIN_TOKENS - 1)
+
+
+def test_a_chunk_has_the_page_and_heading_that_it_begins_in() -> None:
+    pages = [" ".join(f"{page}é:{word}" for word in range(30)) + "\n\n" for page in range(1, 70)]
+    pages[30] = "x" * 3000 + "\n\n"  # is cut between its characters
+    begins = np.cumsum([0, *map(len, pages)])[1:-1].tolist()
+    places = tuple(Place(begin, page, f"Part {page // 10}") for page, begin in enumerate(begins, 2))
+    for more in ("", "word " * 3000):  # one that is cut into blocks first
+        document = Document("d", "".join(pages) + more, "Log", places, "log.pdf")
+        at, seen = 0, set()
+        for chunk in Chunker(encode, 40).chunks(document):
+            body = chunk.text.removeprefix("Log\n").removesuffix("\n\n")
+            at = document.text.index(body, at)
+            expected = max(
+                (place for place in places if place.begin <= at), key=lambda place: place.begin, default=None
+            )
+            assert (chunk.page, chunk.heading) == ((expected.page, expected.heading) if expected else (None, None))
+            assert chunk.filename == "log.pdf"
+            at, seen = at + len(body), seen | {chunk.page}
+        assert len(seen) > 60

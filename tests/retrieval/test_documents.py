@@ -46,10 +46,10 @@ def test_folder_of_every_type(tmp_path: Path) -> None:
     loaded = load(tmp_path)
     assert loaded.skipped == ()
     assert loaded.documents == (
-        Document("harbour", "Ships call at dawn.\nAnd leave at dusk.", "The Harbour"),
-        Document("log", "First page of the log.\n\nSecond page.", "log"),
-        Document("north/light", "The lamp burns whale oil.", "light"),
-        Document("north/map", "Map\n\nHere be seals.", "A Map", (Place(0, None, "Map"),)),
+        Document("harbour", "Ships call at dawn.\nAnd leave at dusk.", "The Harbour", filename="harbour.md"),
+        Document("log", "First page of the log.\n\nSecond page.", "log", filename="log.pdf"),
+        Document("north/light", "The lamp burns whale oil.", "light", filename="north/light.txt"),
+        Document("north/map", "Map\n\nHere be seals.", "A Map", (Place(0, None, "Map"),), "north/map.html"),
     )
 
 
@@ -68,7 +68,7 @@ def test_heading_in_fenced_code_is_no_title(tmp_path: Path) -> None:
 
 def test_unicode_names_and_texts(tmp_path: Path) -> None:
     (tmp_path / "東京 ☂.md").write_text("\ufeff# Привет\n\nمرحبا 🙂", "utf-8")
-    assert load(tmp_path).documents == (Document("東京 ☂", "مرحبا 🙂", "Привет"),)
+    assert load(tmp_path).documents == (Document("東京 ☂", "مرحبا 🙂", "Привет", filename="東京 ☂.md"),)
 
 
 def test_hidden_files_are_left_and_others_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from reportlab.pdfgen.canvas import Canvas
 
-from ragjax.core import ConfigError, Document, RequestError
+from ragjax.core import ConfigError, Document, Place, RequestError
 from ragjax.retrieval import chunk_store
 from ragjax.retrieval import knowledge as module
 from ragjax.retrieval.document import load
@@ -693,3 +693,43 @@ def test_chunks_are_compared_with_their_checksums(tmp_path: Path) -> None:
         database.execute("update chunks set text = replace(text, 'honey', 'money')")
     with pytest.raises(ConfigError, match=r"chunk 2 is not as it was written.*add the documents again"):
         open_base(tmp_path)
+
+
+def test_chunks_keep_the_file_and_place_that_they_are_from(tmp_path: Path) -> None:
+    guide = Document("guide", "The keeper climbed. " * 60, "Guide", (Place(0, 1, "Log"), Place(400, 2)), "a/guide.pdf")
+
+    def places(base: KnowledgeBase) -> list[tuple[str, int | None, str | None]]:
+        return [(chunk.filename, chunk.page, chunk.heading) for chunk in base.document("guide")]
+
+    with open_base(tmp_path, max_tokens=100) as base:
+        base.add([guide, ISLANDS[0]])
+        found = places(base)
+        assert {("a/guide.pdf", 1, "Log"), ("a/guide.pdf", 2, None)} == set(found)
+        assert base.document("isle/0")[0].filename == "" and base.document("isle/0")[0].page is None
+    encoder = WordEncoder()
+    with open_base(tmp_path, max_tokens=100, encoder=encoder) as base:
+        assert places(base) == found
+        hits = base.search("keeper", 3)
+        assert {(hit.chunk.filename, hit.chunk.page, hit.chunk.heading) for hit in hits} <= set(found)
+        encoder.encoded.clear()
+        moved = Document("guide", guide.text, "Guide", (Place(0, 7),), "guide.pdf")
+        assert base.add([guide]).unchanged == base.add([moved]).replaced == 1
+        assert set(places(base)) == {("guide.pdf", 7, None)} and not encoder.encoded  # texts are as they were
+    with closing(sqlite3.connect(tmp_path / "chunks.sqlite")) as database, database:
+        database.execute("update chunks set page = 8 where page = 7")
+    with pytest.raises(ConfigError, match="is not as it was written"):
+        open_base(tmp_path, max_tokens=100)
+
+
+def test_a_directory_of_before_chunks_had_places(tmp_path: Path) -> None:
+    with open_base(tmp_path) as base:
+        base.add(ISLANDS)
+    with closing(sqlite3.connect(tmp_path / "chunks.sqlite")) as database, database:
+        for table, column in (("documents", "filename"), ("chunks", "page"), ("chunks", "heading")):
+            database.execute(f"alter table {table} drop column {column}")
+    with open_base(tmp_path) as base:
+        (chunk,) = base.document("isle/1")
+        assert (chunk.filename, chunk.page, chunk.heading) == ("", None, None) and chunk.source_name == "Merrin"
+        assert base.add(ISLANDS).unchanged == 4
+        base.add([Document("isle/1", "It exports honey.", "Merrin", (Place(0, 3),), "merrin.pdf")])
+        assert base.search("honey", 1)[0].chunk.page == 3

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from ragjax import core
 from tests.support import tiny
 from tests.support.fakes import FakeEngine
-from tests.support.serving import TEXT, Caught, Served, error_of, serving
+from tests.support.serving import TEXT, Caught, Served, error_of, events_of, serving
 
 ASK: dict[str, Any] = {"model": "fake", "input": "What colour is the lighthouse?"}
 WEATHER: Any = {
@@ -335,6 +335,7 @@ def test_a_search_cites_the_files_whose_passages_are_in_the_prompt() -> None:
         part = message.content[0]
         assert [a.file_id for a in part.annotations] == [result.file_id for result in call.results]
         assert all(a.type == "file_citation" and a.index == len(part.text) for a in part.annotations)
+        assert [one["filename"] for one in made.rag["sources"]] == [a.filename for a in part.annotations]
 
         filtered: Any = {**search, "filters": {"type": "gte", "key": "year", "value": 3}}
         made = client.responses.create(**{**asked, "tools": [filtered]})
@@ -364,6 +365,23 @@ def test_a_search_cites_the_files_whose_passages_are_in_the_prompt() -> None:
         steps = (f"response.file_search_call.{step}" for step in ("in_progress", "searching", "completed"))
         assert kinds[2:7] == ["response.output_item.added", *steps, "response.output_item.done"]
         assert kinds.count("response.output_text.annotation.added") == 2
+        assert [(one["file_id"], one["knowledge"]) for one in final.rag["sources"]] == [
+            (a.file_id, store.id) for a in part.annotations
+        ]
+        log = core.Document("log", "The lighthouse keeper.", places=(core.Place(0, 4, "Nights"),), filename="log.pdf")
+        engine.add_documents([log], "logs")
+        paged: Any = {**search, "vector_store_ids": ["logs"]}
+        made = client.responses.create(**{**asked, "tools": [paged]}, include=["file_search_call.results"])
+        (citation,), (result,) = made.output[1].content[0].annotations, made.output[0].results
+        assert [(one.filename, one.page, one.heading) for one in (citation, result)] == [("log.pdf", 4, "Nights")] * 2
+        (found,) = client.vector_stores.search("logs", query="keeper").data
+        assert (found.filename, found.page, found.heading) == ("log.pdf", 4, "Nights")
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2, "stream": True}
+        *_, last, _ = events_of(served.post("/v1/chat/completions", json={**body, "rag": {"knowledge": "logs"}}))
+        (source,) = last["rag"]["sources"]
+        assert (source["segment"], source["filename"], source["page"]) == (1, "log.pdf", 4) and "keeper" in source[
+            "text"
+        ]
 
 
 def test_parse_and_tools_by_the_client_against_an_engine_in_miniature() -> None:

@@ -18,7 +18,8 @@ def passages(documents: Iterable[str | Document]) -> list[str | dict[str, str]]:
 def found(results: Sequence[VectorStoreSearchResponse]) -> list[Document]:
     """What a search found, best first.
 
-    Metadata has `file_id`, `filename`, `score`, `passage_id`, and the file's attributes.
+    Metadata has `file_id`, `filename`, `page` and `heading` if the server knows them, `score`, `passage_id`, and the
+    file's attributes.
     """
     return [_document(result) for result in results]
 
@@ -41,7 +42,15 @@ def _document(result: VectorStoreSearchResponse) -> Document:
     text = "\n".join(part.text for part in result.content)
     name = _name(result.file_id, text)
     about: dict[str, Any] = {"file_id": result.file_id, "filename": result.filename, "score": result.score}
-    return Document(text, id=name, metadata={**(result.attributes or {}), **about, "passage_id": name})
+    return Document(
+        text, id=name, metadata={**(result.attributes or {}), **about, **_place(result), "passage_id": name}
+    )
+
+
+def _place(result: VectorStoreSearchResponse) -> dict[str, Any]:
+    """Where the passage begins in its file."""
+    known = result.model_extra or {}
+    return {name: known[name] for name in ("page", "heading") if known.get(name) is not None}
 
 
 def _name(file: Any, text: str) -> str:

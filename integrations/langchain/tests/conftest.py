@@ -16,6 +16,8 @@ RESULTS = [
     {
         "file_id": "north",
         "filename": "The north door",
+        "page": 3,
+        "heading": None,
         "score": 0.75,
         "attributes": {"floor": 2, "title": "North"},
         "content": [{"type": "text", "text": "The north door is red."}],

@@ -21,7 +21,7 @@ def test_a_search_becomes_documents(search: Any) -> None:
     assert asked["query"] == "Which door?" and asked["max_num_results"] == 2 and asked["filters"] == FILTER
     assert asked["path"].endswith("/doors/search") and asked["key"] == "Bearer sk-one"
     assert first.page_content == "The north door is red."
-    about = {"file_id": "north", "filename": "The north door", "score": 0.75, "passage_id": first.id}
+    about = {"file_id": "north", "filename": "The north door", "page": 3, "score": 0.75, "passage_id": first.id}
     assert first.metadata == {**about, "floor": 2, "title": "North"}
     assert second.page_content == "The south door\nis blue." and first.id != second.id
     assert asyncio.run(retriever.ainvoke("Which door?")) == [first, second]

@@ -16,7 +16,10 @@ def passages(nodes: Iterable[str | BaseNode | NodeWithScore]) -> list[str | dict
 
 
 def found(results: Sequence[VectorStoreSearchResponse]) -> list[NodeWithScore]:
-    """What a search found, best first; metadata has `file_id`, `filename`, and the file's attributes."""
+    """What a search found, best first.
+
+    Metadata has `file_id`, `filename`, `page` and `heading` if the server knows them, and the file's attributes.
+    """
     return [NodeWithScore(node=_node(result), score=result.score) for result in results]
 
 
@@ -36,7 +39,15 @@ def _title(node: BaseNode, text: str) -> str:
 def _node(result: VectorStoreSearchResponse) -> TextNode:
     text = "\n".join(part.text for part in result.content)
     about: dict[str, Any] = {"file_id": result.file_id, "filename": result.filename}
-    return TextNode(id_=_name(result.file_id, text), text=text, metadata={**(result.attributes or {}), **about})
+    return TextNode(
+        id_=_name(result.file_id, text), text=text, metadata={**(result.attributes or {}), **about, **_place(result)}
+    )
+
+
+def _place(result: VectorStoreSearchResponse) -> dict[str, Any]:
+    """Where the passage begins in its file."""
+    known = result.model_extra or {}
+    return {name: known[name] for name in ("page", "heading") if known.get(name) is not None}
 
 
 def _name(file: Any, text: str) -> str:

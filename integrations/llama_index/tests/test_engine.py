@@ -48,7 +48,7 @@ def test_a_search_becomes_nodes(search: Any) -> None:
     assert asked["query"] == ASK and asked["max_num_results"] == 2 and asked["filters"] == {"type": "eq"}
     assert asked["key"] == "Bearer sk-one"
     assert first.text == "The north door is red." and first.score == 0.75 and second.score == 0.5
-    assert first.metadata == {"file_id": "north", "filename": "The north door", "floor": 2, "title": "North"}
+    assert first.metadata == {"file_id": "north", "filename": "The north door", "page": 3, "floor": 2, "title": "North"}
     assert passages([first]) == [{"id": first.node_id, "text": "The north door is red.", "title": ""}]
     assert second.text == "The south door\nis blue."
     assert [node.node_id for node in asyncio.run(retriever.aretrieve(ASK))] == [first.node_id, second.node_id]

@@ -29,9 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code, 2 if there is none of that name."""
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if name in ("-h", "--help"):
-        print(
-            "usage: ragjax COMMAND [--help] …, or ragjax --version\n\nRetrieval-augmented generation that computes a passage once.\n"
-        )
+        print("usage: ragjax COMMAND [--help] …, or ragjax --version\n")
+        print("Retrieval-augmented generation that computes a passage once.\n")
         for command, (_, does) in COMMANDS.items():
             print(f"  {command:<12}{does}")
         return 0

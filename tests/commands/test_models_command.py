@@ -149,8 +149,8 @@ SHAPES = {
     "Qwen/Qwen2.5-7B-Instruct": ("qwen2", 152_064, 3584, 18_944, 28, 28, 4, False, 32_768),
     "meta-llama/Llama-3.1-8B-Instruct": ("llama", 128_256, 4096, 14_336, 32, 32, 8, False, 131_072),
 }
-"""Their published configurations: family, vocabulary, hidden and MLP sizes, layers, heads, KV heads, whether the head is
-the embedding, and context."""
+"""Published configurations: family, vocabulary, hidden and MLP sizes, layers, heads, KV heads, whether embeddings are
+tied, and context."""
 
 
 @pytest.mark.parametrize("one", command.ADVICE, ids=lambda one: one.machine)

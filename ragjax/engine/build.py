@@ -199,15 +199,17 @@ def contract_of(
     Raises:
         ConfigError: if no setting is as asked.
     """
-    budget = Budget.parse(options.quality_budget)
+    budget, path = Budget.parse(options.quality_budget), report_path(identity)
     blank = Report(identity.hex(), name, dtype, "", "", 1, ())
+    candidates = [one for one in CANDIDATES if one.strategy in chosen]
+    report = report_of(identity, chosen)
     return Contract(
         _setting(options, chosen),
         dtype,
         budget=budget,
-        report=report_of(identity, chosen),
-        evidence=LiveEvidence(blank, budget, [one for one in CANDIDATES if one.strategy in chosen]),
-        path=report_path(identity),
+        report=report,
+        evidence=None if report else LiveEvidence(blank, budget, candidates, path.with_suffix(".trials.json")),
+        path=path,
         shadow_rate=options.shadow_rate,
         preprocessed=frozenset(name for name, strategy in chosen.items() if strategy.preprocessed),
     )

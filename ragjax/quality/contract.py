@@ -218,14 +218,16 @@ class Contract:
         if report is None:
             if not self._evidence.candidates:
                 _log.warning("no setting that was tried keeps %s: requests run prefix", self.budget)
+                self._evidence.forget()
                 self._evidence = None
             return
         self._report = report  # before the pick: others may read meanwhile how far it speaks
         self._monitor = Monitor(self.budget, report.ladder(self.budget))
-        self._evidence = None
-        _log.warning("after %d replayed requests: %s", NEEDED, self.summary)
+        evidence, self._evidence = self._evidence, None
+        _log.warning("after %d replayed requests: %s", evidence.requests, self.summary)
         if self._path is not None:
             report.save(self._path)
+        evidence.forget()
 
     def draws(self, picked: bool = False) -> bool:
         """Draw whether the next request is replayed. picked: `auto` picks its setting by evidence."""

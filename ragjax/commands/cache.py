@@ -1,8 +1,8 @@
 """`ragjax cache`: what lies in the directory of a disk cache, whether it is sound, and making it smaller.
 
-Every command opens the directory as a server does, also while servers use it: files and index are brought into
-agreement, and what is damaged is set aside. Exit codes: 0, or 1 if `verify` found damage, or 2 if a command could not
-be done as asked.
+`programs` does so for the compiled programs of ragjax's own folder. Every other command opens the directory as a server
+does, also while servers use it: files and index are brought into agreement, and what is damaged is set aside. Exit
+codes: 0, or 1 if `verify` found damage, or 2 if a command could not be done as asked.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 from ragjax.commands.flags import Parser, exit_code, from_zero, plural, size_text
 from ragjax.core import ConfigError
+from ragjax.models.executables import MOST_BYTES, shrink
+from ragjax.models.hub import cache_dir
 from ragjax.store.disk import DiskStore
 from ragjax.store.entry import Damaged
 from ragjax.store.folder import folders
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = Parser("ragjax cache", "Upkeep of a disk cache.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="verify|gc|stats")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="verify|gc|stats|programs")
     verify = commands.add_parser("verify", help="read every entry; exit code 1 if any is damaged", allow_abbrev=False)
     gc = commands.add_parser("gc", help="remove what was accessed longest ago, of all models", allow_abbrev=False)
     stats = commands.add_parser("stats", help="what there is", allow_abbrev=False)
@@ -45,7 +47,11 @@ def _run(argv: Sequence[str] | None) -> int:
         command.add_argument("dir", metavar="DIR", type=Path, help="what --disk-cache of the server names")
     gc.add_argument("--max-gb", type=from_zero, required=True, help="size to shrink to, units of 2^30 B")
     stats.add_argument("--json", action="store_true", help="one JSON document")
+    programs = commands.add_parser("programs", help="compiled programs that starts load", allow_abbrev=False)
+    programs.add_argument("--max-gb", type=from_zero, help="size to shrink to, units of 2^30 B; 0 removes all")
     options = parser.parse_args(argv)
+    if options.command == "programs":
+        return _programs(MOST_BYTES if options.max_gb is None else int(options.max_gb * 2**30))
     with _opened(options.dir) as directory:
         if options.command == "verify":
             return _verify(directory)
@@ -92,6 +98,16 @@ def _gc(directory: _Directory, limit: int) -> int:
     left = sum(store.stats().bytes for store in directory.stores)
     _print_foreign(directory)
     print(f"{size_text(freed)} removed, {size_text(left)} left")
+    return 0
+
+
+def _programs(limit: int) -> int:
+    folder = cache_dir() / "executables"
+    try:
+        left = shrink(folder, limit)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error.strerror}") from error
+    print(f"{folder}: {plural(len(left), 'program', 'programs')}, {size_text(sum(left))}")
     return 0
 
 

@@ -48,9 +48,8 @@ class Executables:
         refused: files that were damaged or not the user's own, and were removed.
     """
 
-    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES):
+    def __init__(self, folder: Path):
         self._folder = folder
-        self._most_bytes = most_bytes
         self._told = set[str]()
         self.refused = 0
         try:
@@ -126,27 +125,29 @@ class Executables:
             with suppress(OSError):
                 os.unlink(name)
             raise
-        self._shrink()
-
-    def _shrink(self) -> None:
-        """Remove what was used longest ago until the folder has its size."""
-        found = []
-        for entry in os.scandir(self._folder):
-            with suppress(OSError):  # another process removed it
-                found.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
-        left = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
-            if left <= self._most_bytes:
-                return
-            with suppress(OSError):
-                os.unlink(path)
-            left -= size
+        shrink(self._folder)
 
     def _tell(self, about: str, message: str) -> None:
         """Log a fault of each kind once."""
         if about not in self._told:
             self._told.add(about)
             log.warning("%s", message)
+
+
+def shrink(folder: Path, most_bytes: int = MOST_BYTES) -> list[int]:
+    """Remove what was used longest ago until a folder of executables has this size; returns the sizes of the others."""
+    found = []
+    for entry in os.scandir(folder) if folder.exists() else ():
+        with suppress(OSError):  # another process removed it
+            found.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
+    left = sum(size for _, size, _ in found)
+    for number, (_, size, path) in enumerate(sorted(found)):
+        if left <= most_bytes:
+            return [size for _, size, _ in sorted(found)[number:]]
+        with suppress(OSError):
+            os.unlink(path)
+        left -= size
+    return []
 
 
 def key_of(devices: Sequence[jax.Device], facts: Mapping[str, object]) -> str:

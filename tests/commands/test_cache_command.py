@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -40,6 +41,25 @@ def test_verify_of_a_sound_directory(filled: Path, capsys: pytest.CaptureFixture
     assert main(["verify", str(filled)]) == 0
     said = capsys.readouterr().out
     assert "3 entries intact" in said and "2 entries intact" in said and "0 flaws" in said
+
+
+def test_compiled_programs_are_counted_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path))
+    folder = tmp_path / "executables"
+    for count, *flags in ((0,), (3,), (3, "--max-gb", "1"), (1, "--max-gb", "1e-6"), (0, "--max-gb", "0")):
+        assert main(["programs", *map(str, flags)]) == 0
+        said = capsys.readouterr().out
+        assert f"{folder}: {count} program" in said and len(list(folder.glob("*"))) == count
+        if not flags:
+            folder.mkdir(exist_ok=True)
+            for age in range(3):
+                (folder / str(age)).write_bytes(bytes(1000))
+                os.utime(folder / str(age), (age, age))
+    folder.rmdir()
+    folder.write_text("no folder")
+    assert main(["programs"]) == 2 and "cannot be read" in capsys.readouterr().err
 
 
 def test_verify_finds_planted_damage_and_names_it(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:

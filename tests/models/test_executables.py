@@ -187,9 +187,8 @@ def test_a_folder_has_its_size(tmp_path: Path) -> None:
     paths = list(folder.iterdir())
     for i, path in enumerate(paths):
         os.utime(path, (i, i))
-    most = sum(path.stat().st_size for path in paths[1:])
-    Executables(folder, most)._shrink()
-    assert set(folder.iterdir()) == set(paths[1:])
+    left = [path.stat().st_size for path in paths[1:]]
+    assert executables.shrink(folder, sum(left)) == left and set(folder.iterdir()) == set(paths[1:])
 
 
 def test_a_program_that_ran_is_not_kept_and_that_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,11 +2,13 @@
 
 `first` is a start with nothing compiled and no index, the models downloaded; `later` is the next one. `ready_s` and
 `first_answer_s` count from the start of the process, on the demo's documents. `rss_mb` is what is resident after the
-first answer, `peak_mb` the most, with eight questions at a time behind it; `programs` are the compiled ones on disk.
-llama.cpp and OpenVINO load the model and answer one prompt, where their environments exist (`benchmarks/.envs`).
+first answer, `peak_mb` the most, with eight questions at a time behind it; `programs` are those compiled by the first
+answer. `prepared_s` counts likewise until the demo's passages are computed behind their neighbours, with the questions
+in between. llama.cpp and OpenVINO load the model and answer one prompt, where their environments exist
+(`benchmarks/.envs`); `--llamacpp` and `--openvino` make them.
 
-A second table has what a strategy's first request takes beside its third, and the longest gap in the stream of another
-client meanwhile, next to the longest gap without such a request.
+A second table has what a strategy's first request takes where nothing of it is compiled, beside a later one, and the
+longest gap in the stream of another client meanwhile, next to the longest gap without such a request.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import shutil
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, Popen
 from typing import Any
@@ -28,14 +32,14 @@ import httpx
 
 from benchmarks.common import envs
 from benchmarks.common.envs import RivalError
-from benchmarks.common.report import MODEL, Benchmark, Session
+from benchmarks.common.report import MODEL, Benchmark, Parser, Session
 from benchmarks.latency.prompt import workload
 from benchmarks.latency.system import own_cache, peak_mb, resident_mb, systems
 from benchmarks.load.server import free_port
 from ragjax.models import hub
 from ragjax.models.tokenizer import Tokenizer
 
-COLUMNS = ("system", "state", "ready_s", "first_answer_s", "rss_mb", "peak_mb", "programs")
+COLUMNS = ("system", "state", "ready_s", "first_answer_s", "rss_mb", "peak_mb", "programs", "prepared_s")
 RIVALS = {"llama.cpp-q4_1": "llamacpp", "openvino": "openvino"}
 QUESTION = "Who keeps the lighthouse?"
 ASKED_AT_ONCE = 8
@@ -55,19 +59,19 @@ def served(cache: Path, *flags: str) -> Iterator[tuple[Popen[bytes], str]]:
             process.terminate()
 
 
-def wait(process: Popen[bytes], url: str) -> None:
-    """Wait until a server is ready.
+def wait(process: Popen[bytes], url: str, done: Callable[[Mapping[str, Any]], bool] = lambda health: True) -> None:
+    """Wait until a server is ready, and what it says of its health is `done`.
 
     Raises:
         RivalError: if it ends instead, or takes too long.
     """
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+        with suppress(httpx.TransportError):
+            answer = httpx.get(f"{url}/health", timeout=5)
+            if answer.status_code == 200 and done(answer.json()):
                 return
-        except httpx.TransportError:
-            time.sleep(0.05)
+        time.sleep(0.05)
     raise RivalError("ragjax did not serve")
 
 
@@ -90,8 +94,16 @@ async def at_once(url: str) -> None:
     await asyncio.gather(*(ask(url, f"{QUESTION} ({i})") for i in range(ASKED_AT_ONCE)))
 
 
-async def longest_gap(url: str, strategy: str | None, tokens: int = 150) -> float:
-    """Longest gap in a stream, in seconds. strategy: another client asks by it as the stream begins (None: nobody)."""
+@dataclass
+class Use:
+    """A stream and what another client asked meanwhile: the longest gap in the one, and the seconds of the other."""
+
+    gap_s: float
+    answer_s: float | None = None
+
+
+async def use(url: str, strategy: str | None = None, tokens: int = 100) -> Use:
+    """Have a story streamed. strategy: another client asks by it as the stream begins (None: nobody)."""
     times, other = list[float](), None
     async with httpx.AsyncClient(timeout=None) as client:
         asked = body("Tell a long story.", tokens=tokens, stream=True)
@@ -102,13 +114,12 @@ async def longest_gap(url: str, strategy: str | None, tokens: int = 150) -> floa
                 times.append(time.perf_counter())
                 if len(times) == 5 and strategy is not None:
                     other = asyncio.create_task(ask(url, QUESTION, strategy, tokens=2))
-    if other is not None:
-        await other
-    return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
+    gap = max((b - a for a, b in itertools.pairwise(times)), default=0.0)
+    return Use(gap, None if other is None else await other)
 
 
-def started(cache: Path, state: str) -> dict[str, Any]:
-    """The row of a start."""
+def started(cache: Path, state: str, aside: Path | None = None) -> dict[str, Any]:
+    """The row of a start. aside: a cache folder that is made as this one is at the first answer."""
     begun = time.perf_counter()
     with served(cache) as (process, url):
         wait(process, url)
@@ -116,10 +127,17 @@ def started(cache: Path, state: str) -> dict[str, Any]:
         asyncio.run(ask(url, QUESTION))
         first_answer_s = time.perf_counter() - begun
         rss = resident_mb(process.pid)
+        programs = sum(1 for _ in (cache / "executables").iterdir())
+        if aside is not None:
+            for folder in cache.iterdir():
+                if folder.name != "executables":
+                    (aside / folder.name).symlink_to(folder, target_is_directory=True)
+            shutil.copytree(cache / "executables", aside / "executables", ignore=shutil.ignore_patterns("tmp*"))
         asyncio.run(at_once(url))
         peak = peak_mb(process.pid)
-        programs = sum(1 for file in (cache / "executables").rglob("*") if file.is_file())
-    return row("ragjax", state, ready_s, first_answer_s, rss, peak, programs)
+        wait(process, url, lambda health: not health.get("preprocessing", {}).get("running"))
+        prepared_s = time.perf_counter() - begun
+    return row("ragjax", state, ready_s, first_answer_s, rss, peak, programs, prepared_s)
 
 
 def first_uses(cache: Path) -> list[dict[str, Any]]:
@@ -129,47 +147,55 @@ def first_uses(cache: Path) -> list[dict[str, Any]]:
     """
     with served(cache, "--no-preprocess") as (process, url):
         wait(process, url)
-        return [first_use(url, strategy) for strategy in ("anchor", "blend")]
+        first = {strategy: asyncio.run(use(url, strategy)) for strategy in ("anchor", "blend")}
+        wait(process, url, lambda health: not health["programs_left"])
+        quiet = asyncio.run(use(url))
+        later = {strategy: asyncio.run(use(url, strategy)) for strategy in first}
+    return [
+        {"strategy": strategy, "first_s": one.answer_s, "later_s": later[strategy].answer_s, "gap_s": one.gap_s,
+         "later_gap_s": later[strategy].gap_s, "quiet_gap_s": quiet.gap_s}
+        for strategy, one in first.items()
+    ]  # fmt: skip
 
 
-def first_use(url: str, strategy: str) -> dict[str, Any]:
-    quiet = asyncio.run(longest_gap(url, None))
-    gap = asyncio.run(longest_gap(url, strategy))
-    first, _, third = (asyncio.run(ask(url, QUESTION, strategy, tokens=2)) for _ in range(3))
-    return {"strategy": strategy, "next_s": first, "third_s": third, "quiet_gap_s": quiet, "gap_s": gap}
+def row(*figures: str | float | None) -> dict[str, Any]:
+    return dict(zip(COLUMNS, figures, strict=True))
 
 
-def row(
-    system: str, state: str, ready_s: float, first_s: float, rss: float, peak: float | None, programs: int | None
-) -> dict[str, Any]:
-    return dict(zip(COLUMNS, (system, state, ready_s, first_s, rss, peak, programs), strict=True))
-
-
-def rivals(scratch: Path) -> Iterator[dict[str, Any]]:
-    """Rows of the others whose environments exist; they compile nothing, so each start is like the first."""
+def rivals(scratch: Path, asked: Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of the others that are asked for or there; they compile nothing, so each start is like the first."""
     work = workload(Tokenizer.load(hub.resolve(MODEL).path))
     for system in systems(scratch, quick=True):
-        if not (envs.HOMES / RIVALS.get(system.name, "none") / "installed.sha256").exists():
+        home = RIVALS.get(system.name, "none")
+        if not getattr(asked, home, False) and not (envs.HOMES / home / "installed.sha256").exists():
             continue
+        envs.python(home)  # made before the clock runs
         begun = time.perf_counter()
         system.worker = system.open()
         ready_s = time.perf_counter() - begun
         system.generate(system.cases[0], work, 32)
         first_s, pid = time.perf_counter() - begun, system.pid
-        yield row(system.name, "later", ready_s, first_s, resident_mb(pid), peak_mb(pid), None)
+        yield row(system.name, "later", ready_s, first_s, resident_mb(pid), peak_mb(pid), None, None)
         system.close()
 
 
 def measured(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
     hub.resolve(MODEL)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as aside:
         cache = Path(own_cache(Path(folder)))
-        rows = [started(cache, state) for state in ("first", "later")]
-        session.tables["first_use"] = first_uses(cache)
-        return [*rows, *([] if chosen.quick else rivals(Path(folder)))]
+        rows = [started(cache, "first", Path(aside)), started(cache, "later")]
+        if chosen.quick:
+            return rows
+        session.tables["first_use"] = first_uses(Path(aside))
+        return [*rows, *rivals(Path(folder), chosen)]
 
 
-main = Benchmark("start", __doc__, COLUMNS, measured).main
+def add_flags(flags: Parser) -> None:
+    for home in RIVALS.values():
+        flags.add(f"--{home}", action="store_true", help=f"make the environment of {home} if it is not there")
+
+
+main = Benchmark("start", __doc__, COLUMNS, measured, flags=add_flags).main
 
 if __name__ == "__main__":
     sys.exit(main())

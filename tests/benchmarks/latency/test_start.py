@@ -20,7 +20,7 @@ from tests.support.serving import serving
 def test_a_start_has_these_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     @contextmanager
     def served(*_: Path | str) -> Iterator[tuple[Any, str]]:
-        with serving(FakeEngine()) as served:
+        with serving(FakeEngine(programs_left=0)) as served:
             yield SimpleNamespace(pid=os.getpid(), poll=lambda: None), served.url
 
     monkeypatch.setattr(start, "served", served)
@@ -29,7 +29,7 @@ def test_a_start_has_these_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     )
     (tmp_path / "executables").mkdir()
     row = start.started(tmp_path, state)
-    assert list(row) == ["system", "state", "ready_s", "first_answer_s", "rss_mb", "peak_mb", "programs"]
+    assert list(row) == ["system", "state", "ready_s", "first_answer_s", "rss_mb", "peak_mb", "programs", "prepared_s"]
     assert (row["system"], row["state"], row["programs"]) == ("ragjax", state, 0)
     assert 0 < row["ready_s"] <= row["first_answer_s"] and 0 < row["rss_mb"] <= row["peak_mb"]
     assert [use["strategy"] for use in start.first_uses(tmp_path)] == ["anchor", "blend"]

@@ -172,7 +172,7 @@ def outlined(title: str, parts: Iterable[tuple[int, str, str]]) -> Reading:
         if not opened and text.strip():
             opened = True
             first, _, rest = text.lstrip().partition("\n")
-            if title and title in (name, first.strip()):
+            if title and title == " ".join(first.split()):
                 text = rest
         made.append(Part(text, heading=path or None))
     return Reading(title, tuple(made))

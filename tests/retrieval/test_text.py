@@ -208,3 +208,44 @@ def test_headings_of_pages_are_places() -> None:
     assert document.text.startswith("Intro\n\nSetup\n\na\n\nLinux\n\nb")
     places = [("Setup", "Setup"), ("Linux", "Setup > Linux"), ("Use", "Use it"), ("End", "End")]
     assert headings(document) == places
+
+
+# -------------------------------------------------------------------------------------------- Markdown
+
+
+@pytest.mark.parametrize(
+    ("written", "title", "text"),
+    [
+        ("1. a\n   ```sh\n   # update\n   ```\n\n# Guide\nx", "Guide", None),
+        ("- a\n\n  ~~~\n  # comment\n  ~~~\n\n# Guide\nx", "Guide", None),
+        ("````md\n```sh\n# not a title\n```\n````\n\n# Guide\nx", "Guide", None),
+        ("Intro\n\n    # indented\n\n# Guide\nx", "Guide", None),
+        ("---\ntitle: Ferry times\n# draft: true\ntags: [a]\n---\n\n# Timetable\nx", "Ferry times", "# Timetable\nx"),
+        ('---\ntitle: "Ferry times"\n---\nx', "Ferry times", "x"),
+        ("---\ntitle: >-\n  Ferry times\nauthor: a\n---\nx", "Ferry times", "x"),
+        ("---\ntags: a\n---\n# Guide\nx", "Guide", "x"),
+        ("+++\n# comment\ntitle = 'Ferry times'\n+++\nx", "Ferry times", "x"),
+        ("---\nNo field here.\n\n---\nx", "", "---\nNo field here.\n\n---\nx"),
+        ("<!--\n# old title\n\n-->\n# New\nx", "New", "x"),
+        (
+            "# New\nx <!-- secret --> y `<!-- toc -->`\n\n    <!-- code -->",
+            "New",
+            "x  y `<!-- toc -->`\n\n    <!-- code -->",
+        ),
+        ("Ferry times\n===========\n\nx\n\nSecond\n------\ny", "Ferry times", "x\n\nSecond\n------\ny"),
+        ("# [Ferry](http://x) **times** `v2` snake_case _it_ {#id}\nx", "Ferry times v2 snake_case it", "x"),
+        (f"# T\n\n![A map](data:image/png;base64,{'iVBOR/+' * 900})", "T", "A map"),
+    ],
+)
+def test_titles_and_texts_of_markdown(written: str, title: str, text: str | None) -> None:
+    document = read("a.md", written)
+    assert document.title == (title or "a")
+    assert document.text == (written if text is None else text)
+
+
+def test_headings_of_markdown_are_places() -> None:
+    document = read(
+        "a.md", "# Guide\nIntro\n\n## Set *up*\na\n### Linux\n```\n# no\n```\n## Use it\n<!-- x\n -->b\n\nEnd\n---\nc"
+    )
+    places = [("##", "Set up"), ("###", "Set up > Linux"), ("##", "Use it"), ("End", "End")]
+    assert document.title == "Guide" and headings(document) == places

@@ -6,65 +6,28 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from ragjax import core
 from tests.support.browser import visiting
-from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, Served, serving, wait_for
+from tests.support.telling import RUNS, SEGMENTS, Telling, ask, telling
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 PHONE = {"viewport": {"width": 375, "height": 740}, "has_touch": True}
-RUNS = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>"
-FIELDS = ("question", "knowledge", "strategy", "topk", "tokens", "submit")
-SEGMENTS = (
-    core.SegmentReport("system", "", 5, 5, 0, "device", None),
-    core.SegmentReport("harbour#0", RUNS, 10, 7, 3, "host", 0.75, ((2, 4), (9, 10))),
-    core.SegmentReport("tern#1", "The tern", 6, 3, 3, "disk", 0.5, ((1, 4),)),
-    core.SegmentReport("question", "", 4, 0, 4, None, None, ((0, 4),)),
-)
-TIMINGS = core.Timings(retrieve=7, load=1, prefill=57, ttft=66, total=1190, search_exposed=7)
+FIELDS = ("question", "knowledge", "submit")
 APART = "passages that were computed apart have not seen each other"
 PART, BITS = "the answer sees a part of the prompt", "the cache keeps it in fewer bits"
-FACTS = (
-    core.FactReport("Maud", ("Maud", "keeps", "lighthouse", "stands on", RUNS), 0.9),
-    core.FactReport("Maud", ("Maud", "keeps", "lighthouse", "colour", "red"), 0.8),
-)
-
-
-class Telling(FakeEngine):
-    """A fake whose passages, titles and answers are markup that would run."""
-
-    async def submit(self, request: core.Request) -> AsyncGenerator[core.Event, None]:
-        strategy = request.rag and request.rag.strategy
-        async for event in super().submit(request):
-            if isinstance(event, core.Answer):
-                facts = FACTS if request.rag and request.rag.graph else ()
-                prompt = np.arange(25, dtype=np.int32)
-                event = replace(event, segments=SEGMENTS, prompt=prompt, prompt_tokens=25, facts=facts, timings=TIMINGS)
-            elif strategy == "naive":
-                event = core.Delta(event.text.replace("red", "blue"))
-            yield event
-
-    def pieces(self, tokens: core.Tokens) -> list[str]:
-        return [RUNS if token == 7 else f"t{token} " for token in tokens]
-
-
-def engine(**options: Any) -> Telling:
-    tokens = ("The", " light", "house", " is", " red", ". ", RUNS)
-    return Telling(**{"tokens": tokens, "context_length": 4096, **options})
 
 
 @pytest.fixture(scope="module")
 def told() -> Iterator[Served]:
-    with serving(engine()) as served:
+    with serving(telling()) as served:
         yield served
 
 
@@ -74,27 +37,17 @@ def page(browser: Browser, told: Served) -> Iterator[Page]:
         yield page
 
 
-def ask(page: Page, question: str = "What colour is the lighthouse?", **fields: str) -> None:
-    page.wait_for_selector("#ask-strategy option", state="attached")
-    page.wait_for_selector("#ask-knowledge option", state="attached")
-    page.fill("#ask-question", question)
-    for name, value in fields.items():
-        field = page.locator(f"#ask-{name}")
-        field.select_option(value) if name in ("strategy", "knowledge") else field.fill(value)
-    page.keyboard.press("Escape")
-    page.focus("#ask-question")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#ask-account .figures, #ask-status.error")
-
-
 def test_a_question_is_answered_and_accounted_for(page: Page) -> None:
     ask(page, strategy="naive", ratio="0.5", topk="2", tokens="9")
-    assert page.inner_text("#ask-answer") == f"The lighthouse is blue. {RUNS}"
+    assert page.inner_text(".answer") == f"The lighthouse is blue. {RUNS}"
     assert page.inner_text(".loss").startswith(f"Approximate reuse: {APART}. Measured")
     assert "0.250 nats" in page.inner_text(".loss")
     assert re.search(r"naive 0.5.*15 of 25 reused\s+60 %", page.inner_text(".figures"), re.DOTALL)
     assert "attention not by triton: no such kernel" in page.inner_text(".notices")
-    assert page.inner_text("#ask-status").startswith("Answered with approximate reuse, first token after")
+    assert page.inner_text(".made summary").endswith(
+        "first token after 66 ms · 60 % of the prompt reused · approximate reuse"
+    )
+    assert page.inner_text("#ask-status") == "Answered in 1.19 s."
     shown = page.locator(".times .legend > div").all_inner_texts()
     assert [text.replace("\n", " ") for text in shown] == [
         *("retrieve 7.00 ms", "load 1.00 ms", "prefill 57 ms", "other 1.00 ms", "decode 1.12 s")
@@ -104,17 +57,18 @@ def test_a_question_is_answered_and_accounted_for(page: Page) -> None:
 def test_exact_is_said_of_reuse_and_not_of_the_answer(page: Page) -> None:
     ask(page, strategy="prefix")
     assert page.locator(".loss").count() == 0 and re.search(r"Reuse\s+lossless", page.inner_text(".figures"))
-    assert page.inner_text("#ask-status").startswith("Answered with lossless reuse")
-    assert "exact" not in page.inner_text("#ask-result").lower()
+    assert page.inner_text(".made summary").endswith("lossless reuse")
+    assert "exact" not in page.inner_text("#ask").lower() and "lossless" not in page.inner_text("#ask-status")
 
 
 def test_what_the_server_still_prepares_is_told(browser: Browser) -> None:
-    preparing = engine(progress=core.Preprocessed(1300, 120, 0, True), programs_left=12)
+    preparing = telling(progress=core.Preprocessed(1300, 120, 0, True), programs_left=12)
     with serving(preparing) as served, visiting(browser, served.url) as page:
         line = page.locator("#progress")
         line.wait_for()
-        ready = "prepares passages to be reused at any position (120 of 1,300 are ready)"
-        assert line.inner_text() == f"Beside its answers the server compiles 12 programs and {ready}."
+        compiling = "Getting faster: 12 programs still to compile, so first answers may take longer."
+        ready = "Preparing passages to be reused anywhere: 120 of 1,300 are ready."
+        assert line.inner_text() == f"{compiling} {ready}"
         preparing.progress, preparing.programs_left = core.Preprocessed(1300, 1300, 0, False), 0
         line.wait_for(state="hidden")
 
@@ -139,13 +93,14 @@ def test_why_an_answer_is_approximate(page: Page, rag: dict[str, Any], passages:
 
 
 def test_what_is_asked_is_what_the_form_says(browser: Browser) -> None:
-    fake = engine()
+    fake = telling()
     with serving(fake) as served, visiting(browser, served.url) as page:
-        ask(page, strategy="naive", ratio="0.5", topk="2", tokens="9")
-        ask(page, strategy="prefix", knowledge="graph:facts")
+        ask(page, strategy="naive", ratio="0.5", topk="2", tokens="9", compression="snapkv:512")
+        ask(page, strategy="prefix", knowledge="graph:facts", compression="")
         ask(page, knowledge="")
     rag, graph, none = (request.rag for request in fake.requests)
-    assert rag == core.Rag("demo", 2, "naive", recompute_ratio=0.5, detail=True)
+    kept = core.Compression.asked("snapkv:512")
+    assert rag == core.Rag("demo", 2, "naive", recompute_ratio=0.5, compression=kept, detail=True)
     assert fake.requests[0].sampling.max_tokens == 9
     assert graph and graph.graph == core.Graph("facts") and graph.recompute_ratio is None
     assert none and (none.top_k, none.graph, none.knowledge) == (0, None, None)
@@ -187,10 +142,14 @@ def test_a_passage_shows_its_text_with_repaired_tokens_marked(page: Page) -> Non
 
 def test_no_text_of_a_document_title_or_answer_runs(browser: Browser, told: Served) -> None:
     with visiting(browser, told.url) as page:
+        ask(page, question=RUNS)
         ask(page, question=RUNS, knowledge="graph:facts")
         for tab in page.locator(".segment").all():
             tab.click()
         page.click("text=As a list")
+        page.click(".sources button >> nth=0")
+        page.wait_for_selector("#reader-status.error")
+        page.keyboard.press("Escape")
         page.click("nav a[href='#compare']")
         page.fill("#compare-question", RUNS)
         page.click("#compare-submit")
@@ -232,33 +191,21 @@ def test_stop_cancels_the_request(browser: Browser) -> None:
 
     slow = Endless(context_length=4096)
     with serving(slow) as served, visiting(browser, served.url) as page:
-        page.wait_for_selector("#ask-strategy option", state="attached")
+        page.wait_for_selector("#ask-submit:enabled")
         page.fill("#ask-question", "What?")
         page.click("#ask-submit")
-        page.wait_for_selector("#ask-answer:has-text('The light')")
+        page.wait_for_selector(".answer:has-text('The light')")
         page.click("#ask-stop")
-        page.wait_for_selector("#ask-status:text-is('Stopped.')")
+        page.wait_for_selector(".turn:has-text('Stopped after')")
         wait_for(lambda: slow.cancelled == 1)
-        assert page.is_enabled("#ask-submit") and page.is_disabled("#ask-stop")
+        assert page.inner_text(".answer") == "The light" and "first words after" in page.inner_text(".turn")
+        assert page.is_enabled("#ask-submit") and page.is_hidden("#ask-stop")
         assert page.evaluate("document.activeElement.id") == "ask-question"
-
-
-def test_errors_are_told_in_the_servers_words(browser: Browser) -> None:
-    broken = engine(breakdown=core.RequestError("a stage was lost"))
-    with serving(broken) as served, visiting(browser, served.url) as page:
-        ask(page)
-        assert page.inner_text("#ask-status") == "a stage was lost"
-        assert page.get_attribute("#ask-status", "role") == "alert" and page.inner_text("#ask-answer") == "The light"
-        broken.breakdown, broken.error = None, core.OverloadError("the queue is full")
-        ask(page)
-        assert page.inner_text("#ask-status") == "the queue is full"
-        ask(page, tokens="0")
-        assert page.inner_text("#ask-status").startswith("Most tokens: ")
 
 
 def test_comparison_marks_what_differs(page: Page) -> None:
     page.click("nav a[href='#compare']")
-    page.wait_for_selector("#compare-a-strategy option", state="attached")
+    page.wait_for_selector("#compare-submit:enabled")
     page.fill("#compare-question", "What colour is the lighthouse?")
     page.select_option("#compare-a-strategy", "full")
     page.select_option("#compare-b-strategy", "naive")
@@ -266,15 +213,16 @@ def test_comparison_marks_what_differs(page: Page) -> None:
     page.wait_for_selector("#compare-b-result .figures")
     assert page.locator("#compare-a-result mark.differs").all_inner_texts() == [" red."]
     assert page.locator("#compare-b-result mark.differs").all_inner_texts() == [" blue."]
+    assert page.locator("text=Marked: what the other answer does not say.").count() == 2
     assert page.inner_text("#compare-status").startswith("The answers differ.")
     assert page.locator(".columns .segment").count() == 8
 
 
 def test_documents_are_added_and_removed(browser: Browser) -> None:
-    fake = engine(knowledge_names=("demo",))
+    fake = telling(knowledge_names=("demo",))
     with serving(fake) as served, visiting(browser, served.url, "/#documents") as page:
         page.wait_for_selector("#documents-list table")
-        assert "the server's own: they cannot be changed here" in page.inner_text("#documents-list")
+        assert "these come from the server's own folder" in page.inner_text("#documents-list")
         assert page.is_hidden("#documents-upload") and page.is_hidden("#documents-delete")
         page.fill("#documents-name", RUNS)
         page.keyboard.press("Enter")
@@ -296,8 +244,12 @@ def test_documents_are_added_and_removed(browser: Browser) -> None:
                 strict=True,
             )
         )
-        assert states["harbour.md"] == "ready" and states["broken.pdf"].startswith("failed: ")
+        assert states["harbour.md"] == "" and states["broken.pdf"].startswith("failed: ")
         assert page.locator("#documents-progress li").count() >= 1 and page.title() == "Documents – ragjax"
+        page.select_option("#documents-store", "demo")
+        page.wait_for_selector("button:text-is('isle/0')")
+        assert page.locator("#documents-progress li").count() == 0, "what went wrong is of another knowledge base"
+        page.select_option("#documents-store", RUNS)
         page.click("button[aria-label='Remove harbour.md']")
         page.wait_for_selector("#documents-status:has-text('harbour.md was removed.')")
         assert "harbour.md" not in page.inner_text("#documents-list")
@@ -325,7 +277,7 @@ def look_on(page: Page, asked: list[str]) -> None:
 
 
 def test_the_cache_is_shown_live_while_it_is_looked_at(browser: Browser) -> None:
-    with serving(engine()) as served, visiting(browser, served.url, "/#cache") as page:
+    with serving(telling()) as served, visiting(browser, served.url, "/#cache") as page:
         page.wait_for_selector(".icicle button")
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
@@ -353,8 +305,8 @@ def test_the_cache_is_shown_live_while_it_is_looked_at(browser: Browser) -> None
 
 
 def test_a_key_is_asked_for_and_sent(browser: Browser) -> None:
-    with serving(engine(), keys={"sesame": ""}) as served, visiting(browser, served.url) as page:
-        page.wait_for_selector("#problem:has-text('wants an API key')")
+    with serving(telling(), keys={"sesame": ""}) as served, visiting(browser, served.url) as page:
+        page.wait_for_selector("#problem:has-text('asks for an API key')")
         assert page.evaluate("document.activeElement.id") == "key"
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
@@ -367,12 +319,13 @@ def test_a_key_is_asked_for_and_sent(browser: Browser) -> None:
 
 
 def test_all_of_it_can_be_done_by_keyboard(page: Page) -> None:
-    page.wait_for_selector("#ask-strategy option", state="attached")
+    page.wait_for_selector("#ask-submit:enabled")
+    assert page.is_hidden("#key-toggle"), "no key is asked for"
     seen = []
-    for _ in range(14):
+    for _ in range(9):
         page.keyboard.press("Tab")
         seen.append(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
-    order = ["Ask", "Compare", "Documents", "Cache", "key-toggle", *(f"ask-{name}" for name in FIELDS)]
+    order = ["Ask", "Compare", "Documents", "Cache", *(f"ask-{name}" for name in FIELDS)]
     assert [name for name in seen if name in order][: len(order)] == order
 
 
@@ -399,7 +352,12 @@ def test_axe_finds_nothing_serious(browser: Browser, told: Served, scheme: str) 
     look = partial(axe.Axe().run, options={"runOnly": ["color-contrast"]} if scheme == "dark" else None)
     with visiting(browser, told.url, color_scheme=scheme) as page:
         ask(page, strategy="naive", knowledge="graph:facts")
+        ask(page, knowledge="base:demo")
         found = look(page).response["violations"]
+        page.locator(".sources button").nth(1).click()
+        page.wait_for_selector("#reader .cited")
+        found += look(page).response["violations"]
+        page.keyboard.press("Escape")
         page.click("nav a[href='#compare']")
         page.fill("#compare-question", "What?")
         page.click("#compare-submit")

@@ -144,7 +144,7 @@ def test_a_new_knowledge_base_is_chosen_among_many(browser: Browser, shelf: Shel
         page.wait_for_selector("#documents-list table")
         page.fill("#documents-name", "new")
         page.keyboard.press("Enter")
-        page.wait_for_selector("#documents-status:has-text('is made')")
+        page.wait_for_selector("#documents-status:has-text('is created')")
         made = shelf.engine.library.stores("")[-1]
         assert made.name == "new" and page.input_value("#documents-store") == made.id
         assert page.is_visible("#documents-upload")
@@ -167,19 +167,49 @@ def test_deletion_is_asked_about_for_each_knowledge_base(browser: Browser, shelf
         page.dispatch_event("#documents-delete", "click")  # as where a click gives a button no focus
         assert page.inner_text("#documents-delete") == "Delete it with its documents?"
         choose(page, second, "b.md")
-        assert page.inner_text("#documents-delete") == "Delete it"
+        assert page.inner_text("#documents-delete") == "Delete"
         page.dispatch_event("#documents-delete", "click")
         assert page.inner_text("#documents-delete") == "Delete it with its documents?"
     assert [store.id for store in shelf.engine.library.stores("")] == ["demo", first, second]
 
 
-def test_a_document_is_removed_from_the_knowledge_base_that_is_shown(browser: Browser, shelf: Shelf) -> None:
+def test_nothing_can_be_removed_while_other_documents_come(browser: Browser, shelf: Shelf) -> None:
     first, second = shelf.store("A", "a.md", "b.md"), shelf.store("B", "a.md")
     with visiting(browser, shelf.served.url, "/#documents") as page:
         choose(page, first, "a.md", "b.md")
         page.route(f"**/v1/vector_stores/{second}/files?**", lambda route: None)  # its documents do not come yet
         choose(page, second)
-        with page.expect_request(lambda asked: asked.method == "DELETE" and "/v1/files/" in asked.url):
-            page.click("button[aria-label='Remove a.md']")
+        page.wait_for_selector("#documents-list .skeleton")
+        assert page.locator("#documents-list button").count() == 0
         page.unroute_all(behavior="ignoreErrors")
-    assert (shelf.held(first), shelf.held(second)) == ({"b.md"}, {"a.md"})
+
+
+def test_documents_are_filtered_sorted_and_opened(browser: Browser, shelf: Shelf) -> None:
+    store = shelf.store("A", "b 10.md", "b 9.md", "other.md")
+    with visiting(browser, shelf.served.url, "/#documents") as page:
+        choose(page, store, "other.md")
+        rows = page.locator("#documents-list tbody td.text")
+        assert rows.all_inner_texts() == ["b 9.md", "b 10.md", "other.md"]
+        page.click("th button:text-is('Document')")
+        assert rows.all_inner_texts() == ["other.md", "b 10.md", "b 9.md"]
+        assert page.get_attribute("th[aria-sort]", "aria-sort") == "descending"
+        assert page.evaluate("document.activeElement.textContent") == "Document"
+        page.fill("#documents-filter", "B 9")
+        assert rows.all_inner_texts() == ["b 9.md"] and "1 of 3 documents" in page.inner_text("#documents-list")
+        page.click("#documents-list >> text=b 9.md")
+        page.wait_for_selector("#reader .passage")
+        assert "28 feet deep" in page.inner_text("#reader-text") and page.inner_text("#reader-status") == "1 passage"
+
+
+def test_files_that_were_left_out_are_told(browser: Browser, shelf: Shelf) -> None:
+    reason = "not a readable PDF: export it again"
+    health = {
+        "status": "ok",
+        "programs_left": 0,
+        "indexing": {"skipped": [{"path": "up/broken.pdf", "reason": reason}]},
+    }
+    with visiting(browser, shelf.served.url, "/page/icon.svg") as page:
+        page.route("**/health", lambda route: route.fulfill(json=health))
+        page.goto(f"{shelf.served.url}/#documents")
+        page.wait_for_selector("#documents-skipped li")
+        assert page.inner_text("#documents-skipped") == f"1 file could not be read\nup/broken.pdf {reason}"

@@ -38,7 +38,7 @@ SETTLED = """
 def test_both_sides_are_asked_what_was_submitted(browser: Browser, warm: bool) -> None:
     fake = FakeEngine(context_length=4096)
     with serving(fake) as served, visiting(browser, served.url, "/#compare") as page:
-        page.wait_for_selector("#compare-a-strategy option", state="attached")
+        page.wait_for_selector("#compare-submit:enabled")
         page.fill("#compare-question", "What colour is it?")
         page.set_checked("#compare-warm", warm)
         page.evaluate(CHANGED)
@@ -50,16 +50,20 @@ def test_both_sides_are_asked_what_was_submitted(browser: Browser, warm: bool) -
 
 
 def test_a_key_changes_nothing_that_was_chosen(browser: Browser) -> None:
-    with serving(FakeEngine()) as served, visiting(browser, served.url) as page:
-        page.wait_for_selector("#compare-a-strategy option", state="attached")
-        page.wait_for_selector("#ask-knowledge option", state="attached")  # what the page asks at first is answered
+    with serving(FakeEngine(), keys={"sesame": ""}) as served, visiting(browser, served.url) as page:
+        page.wait_for_selector("#key:focus")
+        page.keyboard.type("sesame")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#ask-submit:enabled")  # what the page asks at first is answered
         page.evaluate(SETTLED)
+        page.click(".advanced summary")
         page.select_option("#ask-strategy", "full")
         page.click("nav a[href='#compare']")
         page.select_option("#compare-a-strategy", "naive")
         page.fill("#compare-a-ratio", "0.5")
         page.select_option("#compare-b-strategy", "prefix")
         page.click("#key-toggle")
+        page.fill("#key", "sesame")
         with page.expect_response("**/v1/vector_stores?**"):
             page.keyboard.press("Enter")
         chosen = ["ask-strategy", "compare-a-strategy", "compare-a-ratio", "compare-b-strategy"]

@@ -1,6 +1,7 @@
 /* Calls of the server. Addresses are relative, so the page also works behind a proxy that adds a prefix. */
 
 const KEY = "ragjax-key";
+const BROKEN = "The connection broke off in the midst of the answer.";
 
 /** The API key of this tab, until it is closed. */
 export const key = {
@@ -11,14 +12,26 @@ export const key = {
 /** What the server refused, in its own words. */
 export class Refused extends Error {
   constructor(status, error) {
-    super(error?.message ?? `the server answered with status ${status}`);
+    super(error?.message ?? `The server answered with status ${status}.`);
     this.status = status;
     this.code = error?.code ?? null;
     this.param = error?.param ?? null;
   }
 }
 
-/** A response that is no error. Raises Refused, and TypeError if the server cannot be reached. */
+/** The server does not answer, or went away in the midst of an answer. */
+export class Unreachable extends Error {
+  constructor(message = "The server does not answer. Check that it is running and that you are online.") {
+    super(message);
+  }
+}
+
+/** What a browser says of a lost connection becomes Unreachable; that the caller stopped a request stays so. */
+const lost = (message) => (error) => {
+  throw error.name === "AbortError" ? error : new Unreachable(message);
+};
+
+/** A response that is no error. Raises Refused and Unreachable. */
 export async function call(path, { method = "GET", body, signal } = {}) {
   const headers = {};
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
@@ -26,7 +39,7 @@ export async function call(path, { method = "GET", body, signal } = {}) {
     headers["content-type"] = "application/json";
     body = JSON.stringify(body);
   }
-  const response = await fetch(path, { method, headers, body, signal, cache: "no-store" });
+  const response = await fetch(path, { method, headers, body, signal, cache: "no-store" }).catch(lost());
   if (response.ok) return response;
   const told = await response.json().catch(() => null);
   const refused = new Refused(response.status, told?.error);
@@ -41,7 +54,7 @@ async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch(lost(BROKEN));
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
@@ -71,6 +84,6 @@ export async function ask(body, said, signal) {
     usage = event.usage ?? usage;
     reason = choice?.finish_reason ?? reason;
   }
-  if (!rag) throw new Refused(response.status, { message: "the answer broke off: the server closed the stream" });
+  if (!rag) throw new Unreachable(BROKEN);
   return { text, rag, usage, reason };
 }

@@ -187,7 +187,7 @@ export function initCache() {
     lookAgain();
   });
   document.addEventListener("visibilitychange", look);
-  document.addEventListener("offered", lookAgain);
+  document.addEventListener("offered", () => refused !== null && lookAgain());
   document.addEventListener("view", ({ detail }) => {
     shown = detail === "cache";
     lookAgain();

@@ -1,7 +1,7 @@
 /* Compare: two strategies on one question, one after the other, their answers with differences marked. */
 
 import { ask } from "./api.js";
-import { account } from "./ask.js";
+import { account, cut } from "./ask.js";
 import { diff } from "./diff.js";
 import { find, h, milliseconds, say } from "./dom.js";
 import { body, fillStrategies, onSubmit } from "./form.js";
@@ -16,9 +16,10 @@ function answer(result, runs) {
   return [
     h("h3", { class: "side" }, nameOf(result)),
     h("p", { class: "answer" }, runs.map((run) => (run.same ? run.text : h("mark", { class: "differs" }, run.text)))),
-    h("p", { class: "facts" }, same ? "Nothing here that the other answer has not." : "Marked: what the other answer has not."),
+    same ? null : h("p", { class: "facts" }, "Marked: what the other answer does not say."),
+    cut(result),
     ...account(result),
-  ];
+  ].filter(Boolean);
 }
 
 /** What the comparison comes to, in a sentence. */
@@ -52,12 +53,16 @@ export function initCompare() {
 
   onSubmit("compare", async (signal) => {
     // the form is read once: it may be changed while the first side answers
-    const asked = SIDES.map((side) => body("compare", `compare-${side}`));
+    const messages = [{ role: "user", content: find("compare-question").value }];
+    const asked = SIDES.map((side) => body("compare", messages, `compare-${side}`));
     const warm = find("compare-warm").checked;
     columns.forEach((column) => column.replaceChildren());
-    find("compare-result").hidden = false;
     const results = [];
-    for (const [i, column] of columns.entries()) results.push(await one(asked[i], column, warm, signal));
+    try {
+      for (const [i, column] of columns.entries()) results.push(await one(asked[i], column, warm, signal));
+    } finally {
+      columns.forEach((column) => column.querySelector(".answer")?.textContent || column.replaceChildren());
+    }
     diff(results[0].text, results[1].text).forEach((runs, i) => columns[i].replaceChildren(...answer(results[i], runs)));
     say(status, verdict(results));
   });

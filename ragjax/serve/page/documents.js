@@ -1,16 +1,17 @@
 /* Documents: knowledge bases as OpenAI's vector stores, and the files in them. */
 
-import { call, json, key, Refused } from "./api.js";
+import { call, json, key, Refused, Unreachable } from "./api.js";
 import { bytes, count, counted, find, h, say } from "./dom.js";
 import { offerKnowledge, server } from "./form.js";
+import { openDocument } from "./sources.js";
 
-/** Documents of a knowledge base that are listed, and files that are looked at together for their names, at most. */
-const MOST = 500;
+/** Documents of a knowledge base that are looked at, rows of them that are drawn, and files that are asked for their names together, at most. */
+const [MOST, ROWS, NAMES] = [2000, 200, 500];
 /** Milliseconds between two looks at a file that is being read. */
 const EVERY = 700;
 /** Calls at the same time, at most, where many are made. */
 const ABREAST = 4;
-const STATES = { in_progress: "being read", completed: "ready", failed: "failed", cancelled: "cancelled" };
+const STATES = { in_progress: "being read", completed: "", failed: "failed", cancelled: "cancelled" };
 
 const sleep = (time) => new Promise((done) => setTimeout(done, time));
 const path = (...parts) => ["v1", ...parts.map(encodeURIComponent)].join("/");
@@ -59,7 +60,7 @@ function upload(file, progress) {
     if (key.get()) request.setRequestHeader("authorization", `Bearer ${key.get()}`);
     request.responseType = "json";
     request.upload.onprogress = (event) => event.lengthComputable && progress(event.loaded / event.total);
-    request.onerror = () => reject(new TypeError("the server cannot be reached"));
+    request.onerror = () => reject(new Unreachable());
     request.onload = () =>
       request.status < 400 ? resolve(request.response) : reject(new Refused(request.status, request.response?.error));
     request.send(form);
@@ -84,7 +85,7 @@ export function initDocuments() {
   let doomed = null;
   const doom = (store) => {
     doomed = store;
-    deletion.textContent = store ? "Delete it with its documents?" : "Delete it";
+    deletion.textContent = store ? "Delete it with its documents?" : "Delete";
   };
 
   /** Names of files by their ids, as far as they were learned. */
@@ -92,7 +93,7 @@ export function initDocuments() {
   const learn = async (ids) => {
     const unknown = () => ids.filter((id) => !names.has(id));
     if (!unknown().length) return;
-    const newest = await json(`${path("files")}?limit=${MOST}`);
+    const newest = await json(`${path("files")}?limit=${NAMES}`);
     newest.data.forEach((file) => names.set(file.id, file.filename));
     // one that cannot be had is shown by its id
     await each(unknown(), async (id) => names.set(id, (await json(path("files", id))).filename));
@@ -116,33 +117,79 @@ export function initDocuments() {
     }
   };
 
-  const row = (entry, name, own) =>
-    h(
+  const row = (entry, own, stated) => {
+    const [name, ready] = [nameOf(entry), entry.status === "completed"];
+    const open = () => openDocument({ knowledge: entry.vector_store_id, file_id: entry.id, filename: name });
+    return h(
       "tr",
       {},
-      h("td", { class: "text" }, name),
+      h("td", { class: "text" }, ready ? h("button", { type: "button", class: "link", onclick: open }, name) : name),
       h("td", { class: "number" }, entry.usage_bytes ? bytes(entry.usage_bytes) : ""),
-      h("td", { class: entry.status === "failed" ? "error" : "" }, STATES[entry.status] ?? entry.status, entry.last_error ? `: ${entry.last_error.message}` : ""),
-      h("td", {}, own ? null : h("button", { type: "button", class: "quiet", "aria-label": `Remove ${name}`, onclick: () => remove(entry.vector_store_id, entry.id, name) }, "Remove")),
+      stated ? h("td", { class: entry.status === "failed" ? "error" : "" }, STATES[entry.status] ?? entry.status, entry.last_error ? `: ${entry.last_error.message}` : "") : null,
+      own ? null : h("td", {}, h("button", { type: "button", class: "quiet", "aria-label": `Remove ${name}`, onclick: () => remove(entry.vector_store_id, entry.id, name) }, "Remove")),
     );
+  };
+
+  /** The documents of the knowledge base that is shown, and how they are listed. */
+  let [entries, order] = [[], { by: "name", up: true }];
+  const nameOf = (entry) => names.get(entry.id) ?? entry.id;
+  const KEYS = { name: nameOf, size: (entry) => entry.usage_bytes, state: (entry) => entry.status };
+  const filter = h("input", { id: "documents-filter", type: "search", autocomplete: "off", spellcheck: "false", oninput: () => draw() });
+  const [table, told] = [h("div"), h("p", { class: "facts", role: "status" })];
+
+  const draw = () => {
+    const [store, wanted] = [chosen(), filter.value.trim().toLowerCase()];
+    const [own, key] = [!changeable(store), KEYS[order.by]];
+    const found = entries.filter((entry) => nameOf(entry).toLowerCase().includes(wanted));
+    const compared = (a, b) => (order.by === "size" ? key(a) - key(b) : key(a).localeCompare(key(b), "en", { numeric: true }));
+    found.sort((a, b) => (order.up ? compared(a, b) : compared(b, a)));
+    const column = (name, by) => {
+      const sort = () => {
+        order = { by, up: order.by === by ? !order.up : true };
+        draw();
+        table.querySelector(`[data-by=${by}]`).focus();
+      };
+      const state = order.by === by ? (order.up ? "ascending" : "descending") : null;
+      return h("th", { scope: "col", "aria-sort": state, class: by === "size" ? "number" : "" }, h("button", { type: "button", "data-by": by, onclick: sort }, name));
+    };
+    const stated = entries.some((entry) => entry.status !== "completed");
+    const head = [column("Document", "name"), column("Size", "size"), stated ? column("State", "state") : null, own ? null : h("th", { scope: "col" }, h("span", { class: "unseen" }, "Remove"))];
+    const total = Math.max(entries.length, store.file_counts.total);
+    const shown = Math.min(found.length, ROWS);
+    told.textContent = [
+      wanted ? `${count(found.length)} of ${counted(total, "document")}` : counted(total, "document"),
+      shown < found.length && `the first ${count(shown)} are shown: filter to see others`,
+      own && "these come from the server's own folder, and stay as they are",
+    ].filter(Boolean).join("; ");
+    const rows = found.slice(0, ROWS).map((entry) => row(entry, own, stated));
+    table.replaceChildren(...(rows.length ? [h("table", {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows))] : []));
+  };
 
   const show = async () => {
     const store = chosen();
     if (doomed !== choice.value) doom(null);
     find("documents-upload").hidden = find("documents-delete").hidden = !changeable(store);
-    if (!store) return list.replaceChildren(h("p", { class: "facts" }, "There is no knowledge base yet: make one."));
-    const own = !changeable(store);
-    const entries = await all(path("vector_stores", store.id, "files"), MOST);
-    if (!own) await learn(entries.map((entry) => entry.id));
+    skipped();
+    if (!store) return list.replaceChildren(h("p", { class: "facts" }, "There is no knowledge base yet: create one, then add documents."));
+    if (list.dataset.store !== store.id) list.replaceChildren(...[1, 2, 3].map(() => h("span", { class: "skeleton" })));
+    const listed = await all(path("vector_stores", store.id, "files"), MOST);
+    if (changeable(store)) await learn(listed.map((entry) => entry.id));
     if (store.id !== choice.value) return;
-    const total = Math.max(entries.length, store.file_counts.total);
-    const more = total > entries.length ? `, the first ${count(entries.length)} listed` : "";
-    const head = ["Document", "Size", "State", ""].map((name) => h("th", { scope: "col", class: name === "Size" ? "number" : "" }, name || h("span", { class: "unseen" }, "Remove")));
-    const rows = entries.map((entry) => row(entry, names.get(entry.id) ?? entry.id, own));
-    list.replaceChildren(...[
-      h("p", { class: "facts" }, `${counted(total, "document")}${more}${own ? ", the server's own: they cannot be changed here" : ""}`),
-      rows.length ? h("table", {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows)) : null,
-    ].filter(Boolean));
+    entries = listed;
+    if (list.dataset.store !== store.id || !list.contains(table)) {
+      filter.value = "";
+      list.dataset.store = store.id;
+      list.replaceChildren(h("div", { class: "tools" }, told, h("div", {}, h("label", { for: filter.id }, "Filter by name"), filter)), table);
+    }
+    filter.parentElement.hidden = entries.length < 2;
+    draw();
+  };
+
+  /** Files of the server's folder that were left out, with what to do about each. */
+  const skipped = () => {
+    const left = changeable(chosen()) ? [] : server.health?.indexing?.skipped ?? [];
+    const lines = left.map((one) => h("li", {}, h("strong", {}, one.path), ` ${one.reason}`));
+    find("documents-skipped").replaceChildren(...(left.length ? [h("h3", {}, `${counted(left.length, "file")} could not be read`), h("ul", {}, lines)] : []));
   };
 
   const fill = async (wanted) => {
@@ -176,7 +223,7 @@ export function initDocuments() {
       bar.remove();
       said.className = "error";
       said.setAttribute("role", "alert");
-      said.textContent = error.message;
+      said.textContent = error.message.replace(`${file.name}: `, "");
       return false;
     }
   };
@@ -208,15 +255,19 @@ export function initDocuments() {
     drop.classList.remove("over");
     bringAll([...event.dataTransfer.files]);
   });
-  choice.addEventListener("change", () => show().catch(fail));
+  choice.addEventListener("change", () => {
+    find("documents-progress").replaceChildren();
+    show().catch(fail);
+  });
   find("documents-new").addEventListener("submit", async (event) => {
     event.preventDefault();
     const name = find("documents-name");
     try {
       const made = await json(path("vector_stores"), { method: "POST", body: { name: name.value.trim() } });
       name.value = "";
+      find("documents-progress").replaceChildren();
       await fill(made.id);
-      say(status, "The knowledge base is made: add documents.");
+      say(status, `“${made.name}” is created: add documents.`);
       picker.focus();
     } catch (error) {
       fail(error);
@@ -229,6 +280,7 @@ export function initDocuments() {
     const store = chosen();
     try {
       const files = (await all(path("vector_stores", store.id, "files"))).map((entry) => entry.id);
+      find("documents-progress").replaceChildren();
       say(status, `Deleting ${counted(files.length, "document")} …`);
       await call(path("vector_stores", store.id), { method: "DELETE" });
       await tidy(files, `The knowledge base “${store.name}” was deleted.`);
@@ -240,5 +292,5 @@ export function initDocuments() {
     shown = detail === "documents";
     if (shown && server.model) fill().catch(fail);
   });
-  document.addEventListener("offered", () => (shown ? fill() : loadStores()).catch(fail));
+  document.addEventListener("offered", () => shown && fill().catch(fail));
 }

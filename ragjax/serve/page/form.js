@@ -2,8 +2,8 @@
 
 import { find, h, say } from "./dom.js";
 
-/** What the server can do: its model, from /v1/models, and its knowledge bases, from /v1/vector_stores. */
-export const server = { model: null, stores: [] };
+/** The server's model, from /v1/models, its knowledge bases, from /v1/vector_stores, and what /health last said. */
+export const server = { model: null, stores: [], health: null };
 
 const options = (names, chosen) => names.map((name) => h("option", { value: name, selected: name === chosen }, name));
 
@@ -17,7 +17,7 @@ export function fillStrategies(select, ratio, first) {
   select.replaceChildren(...options(strategies, chosen));
   const settle = () => {
     ratio.disabled = !selective.includes(select.value);
-    ratio.placeholder = ratio.disabled ? "none" : "its own";
+    ratio.placeholder = ratio.disabled ? "not used" : "automatic";
     if (ratio.disabled) ratio.value = "";
   };
   select.onchange = settle; // in place of the one of the list before
@@ -43,7 +43,14 @@ export function offerKnowledge() {
     const select = find(`${view}-knowledge`);
     fillKnowledge(select);
     select.dispatchEvent(new Event("change"));
+    find(`${view}-submit`).disabled = !find(`${view}-stop`).hidden;
   }
+}
+
+/** The knowledge base that a form asks; null: none, or a graph. */
+export function knowledgeOf(prefix) {
+  const { value } = find(`${prefix}-knowledge`);
+  return value.startsWith("base:") ? value.slice(5) : null;
 }
 
 const number = (field) => (field.value === "" ? undefined : Number(field.value));
@@ -57,26 +64,30 @@ function knowledge(value, topK) {
 
 /** Why a form cannot be sent, or null; the field that is wrong gets the focus. */
 function wrong(form) {
+  const blank = [...form.elements].filter((element) => element.required && !element.value.trim());
+  blank.forEach((element) => (element.value = ""));
   const field = [...form.elements].find((element) => !element.disabled && !element.checkValidity());
   if (!field) return null;
+  field.closest("details")?.setAttribute("open", "");
   field.focus();
   const label = form.querySelector(`label[for="${field.id}"]`)?.textContent ?? "A field";
   return `${label}: ${field.validationMessage}`;
 }
 
 /** The body of a request, from fields whose ids begin with `prefix`. `side`: prefix of strategy and ratio. */
-export function body(prefix, side = prefix) {
+export function body(prefix, messages, side = prefix) {
   const field = (name, of = prefix) => find(`${of}-${name}`);
   const known = field("knowledge").value;
   const strategy = field("strategy", side).value;
   return {
     model: server.model.id,
-    messages: [{ role: "user", content: field("question").value }],
+    messages,
     max_tokens: number(field("tokens")),
     rag: {
       ...knowledge(known, number(field("topk"))),
       strategy,
       recompute_ratio: number(field("ratio", side)),
+      compression: field("compression")?.value.trim() || undefined, // comparisons have none
       detail: true,
     },
   };
@@ -90,12 +101,12 @@ export function onSubmit(prefix, work) {
   const [form, status, submit, stop] = ["form", "status", "submit", "stop"].map((name) => find(`${prefix}-${name}`));
   let running = null;
   const run = async () => {
-    if (running) return;
+    if (submit.disabled) return; // it runs, or it is not known yet what can be asked
     const problem = wrong(form);
     if (problem) return say(status, problem, "error");
     running = new AbortController();
     submit.disabled = true;
-    stop.disabled = false;
+    stop.hidden = false;
     try {
       await work(running.signal);
     } catch (error) {
@@ -104,7 +115,7 @@ export function onSubmit(prefix, work) {
     } finally {
       if (document.activeElement === stop) find(`${prefix}-question`).focus();
       submit.disabled = false;
-      stop.disabled = true;
+      stop.hidden = true;
       running = null;
     }
   };

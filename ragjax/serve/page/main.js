@@ -4,9 +4,10 @@ import { key, json } from "./api.js";
 import { initAsk, offerAsk } from "./ask.js";
 import { initCache } from "./cache.js";
 import { initCompare, offerCompare } from "./compare.js";
-import { initDocuments } from "./documents.js";
-import { count, counted, find } from "./dom.js";
+import { initDocuments, loadStores } from "./documents.js";
+import { count, counted, find, h } from "./dom.js";
 import { server } from "./form.js";
+import { initReader } from "./sources.js";
 
 const VIEWS = ["ask", "compare", "documents", "cache"];
 
@@ -29,36 +30,44 @@ async function load() {
   try {
     const models = await json("v1/models");
     server.model = models.data.find((model) => model.rag);
+    offerAsk();
+    offerCompare(server.model.rag.strategies);
+    await loadStores();
     problem.hidden = true;
   } catch (error) {
+    const retry = h("button", { type: "button", class: "quiet", onclick: load }, "Retry");
     problem.hidden = false;
-    problem.textContent = error.status === 401 ? "This server wants an API key." : `The server cannot be asked: ${error.message}`;
+    problem.replaceChildren(...(error.status === 401 ? ["This server asks for an API key."] : [error.message, " ", retry]));
     return;
   }
   find("model").textContent = server.model.id;
   find("context").textContent = `${count(server.model.context_length)} tokens of context`;
-  offerAsk();
-  offerCompare(server.model.rag.strategies);
   document.dispatchEvent(new CustomEvent("offered"));
 }
 
-/** Say what the server still does before it is at its best, and look again: documents may come. */
-async function watch() {
+/** What the server still does before it is at its best, in sentences. */
+function works({ preprocessing: passages, programs_left: programs }) {
+  return [
+    programs > 0 && `Getting faster: ${counted(programs, "program")} still to compile, so first answers may take longer.`,
+    passages?.running && passages.prepared < passages.passages && `Preparing passages to be reused anywhere: ${count(passages.prepared)} of ${count(passages.passages)} are ready.`,
+  ].filter(Boolean);
+}
+
+/** Look at the server's health, again and again: say what it still does, and find it again after it was gone. */
+async function watch(gone = false) {
   const line = find("progress");
-  let works = [];
+  let said = [];
   try {
-    const { preprocessing: passages, programs_left: programs } = await json("health");
-    const preparing = passages?.running && passages.prepared < passages.passages;
-    works = [
-      programs > 0 && `compiles ${counted(programs, "program")}`,
-      preparing && `prepares passages to be reused at any position (${count(passages.prepared)} of ${count(passages.passages)} are ready)`,
-    ].filter(Boolean);
-    line.textContent = works.length ? `Beside its answers the server ${works.join(" and ")}.` : "";
+    server.health = await json("health");
+    if (gone && !find("problem").hidden) load();
+    gone = false;
+    said = works(server.health);
   } catch {
-    works = []; // the next question tells what is wrong
+    gone = true; // the next question tells what is wrong
   }
-  line.hidden = !works.length;
-  setTimeout(watch, works.length ? 1000 : 10000);
+  line.textContent = said.join(" ");
+  line.hidden = !said.length;
+  setTimeout(watch, said.length ? 1000 : 10000, gone);
 }
 
 function initKey() {
@@ -68,7 +77,10 @@ function initKey() {
     toggle.setAttribute("aria-expanded", String(wanted));
     if (wanted) field.focus();
   };
-  const label = () => (toggle.textContent = key.get() ? "API key set" : "API key");
+  const label = () => {
+    toggle.textContent = key.get() ? "API key set" : "API key";
+    toggle.hidden &&= !key.get();
+  };
   toggle.addEventListener("click", () => open(form.hidden));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
@@ -79,7 +91,10 @@ function initKey() {
     toggle.focus();
     load();
   });
-  document.addEventListener("key-wanted", () => open(true));
+  document.addEventListener("key-wanted", () => {
+    toggle.hidden = false; // of no use where no key is asked for
+    open(true);
+  });
   label();
 }
 
@@ -88,6 +103,7 @@ initAsk();
 initCompare();
 initDocuments();
 initCache();
+initReader();
 addEventListener("hashchange", show);
 show();
 load();

@@ -1,0 +1,67 @@
+/* Sources of an answer: its passages with their places, and the document that one stands in. */
+
+import { json } from "./api.js";
+import { counted, find, h, say } from "./dom.js";
+
+/** The passages of an answer in the order of the prompt, as `rag.sources` has them. */
+export function sourcesOf(rag, knowledge) {
+  if (rag.sources) return rag.sources;
+  return rag.segments.flatMap(({ id, title, score, pieces }, segment) => {
+    if (score === null || !knowledge) return [];
+    const file = id.replace(/#[^#]*$/, "");
+    return [{ segment, knowledge, file_id: file, filename: title || file, page: null, heading: null, score, text: pieces?.join("") ?? "" }];
+  });
+}
+
+const placeOf = ({ page, heading }) => [page && `page ${page}`, heading].filter(Boolean).join(" · ");
+
+/** The numbered list of an answer's sources; a click opens the document at the passage. */
+export function sourceList(sources, segments) {
+  if (!sources.length) return null;
+  const entry = (source) => {
+    const facts = [placeOf(source), source.score !== null && `similarity ${source.score.toFixed(2)}`].filter(Boolean).join(" · ");
+    const opened = { ...source, passage: Number(segments[source.segment]?.id.match(/#(\d+)$/)?.[1] ?? -1) };
+    return h(
+      "li",
+      {},
+      h("button", { type: "button", class: "link", onclick: () => openDocument(opened) }, source.filename),
+      h("span", { class: "facts" }, ` ${facts}`),
+      source.text ? h("p", { class: "excerpt" }, source.text) : null,
+    );
+  };
+  return h("section", { class: "sources", "aria-label": "Sources" }, h("h4", {}, "Sources"), h("ol", {}, sources.map(entry)));
+}
+
+/**
+ * Show a document's passages in their order. `text`, or else the number `passage`, says which one is cited: it is
+ * marked, and the document opens at it.
+ */
+export async function openDocument({ knowledge, file_id, filename, text = "", passage = -1, ...place }) {
+  const [dialog, shown, status] = [find("reader"), find("reader-text"), find("reader-status")];
+  find("reader-title").textContent = filename;
+  shown.replaceChildren();
+  say(status, "Opening …");
+  if (!dialog.open) dialog.showModal();
+  try {
+    const address = ["v1", "vector_stores", knowledge, "files", file_id, "content"].map(encodeURIComponent).join("/");
+    const { data } = await json(address);
+    const same = text ? data.findIndex((one) => one.text.trim() === text.trim()) : -1;
+    const cited = same >= 0 ? same : passage;
+    const passages = data.map((one, i) => h("p", { class: i === cited ? "passage cited" : "passage", "aria-current": i === cited ? "true" : null }, one.text.trim()));
+    shown.replaceChildren(...passages);
+    const count = counted(data.length, "passage");
+    const where = [`Passage ${cited + 1} of ${data.length}, marked, is what the answer drew on`, placeOf(place)].filter(Boolean).join(" · ");
+    say(status, !data.length ? "The document has no passages yet." : passages[cited] ? where : count);
+    passages[cited]?.scrollIntoView({ block: "center" });
+    shown.focus({ preventScroll: true });
+  } catch (error) {
+    say(status, error.message, "error");
+  }
+}
+
+export function initReader() {
+  const dialog = find("reader");
+  find("reader-close").addEventListener("click", () => dialog.close());
+  // a click beside the document closes it
+  dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
+}

@@ -29,6 +29,7 @@ from ragjax.core import (
     EngineOptions,
     Event,
     Grounded,
+    Indexing,
     Inventory,
     LostError,
     OverloadError,
@@ -169,6 +170,11 @@ class Fleet:
     @property
     def embedding_model(self) -> str:
         return ENCODER
+
+    @property
+    def indexing(self) -> Indexing | None:
+        """How far the documents of the options are read."""
+        return self.knowledge.indexing
 
     @property
     def knowledge_names(self) -> tuple[str, ...]:
@@ -447,7 +453,7 @@ def fleet_of(options: EngineOptions, transport: Transport, router: str) -> Fleet
     knowledge = Knowledge.open(options, tokenizer)
     composer = Composer.of(options, knowledge, tokenizer, strategies, contract, card.limits, card.context_length)
     try:
-        knowledge.fill(options)
+        knowledge.fill(options, early=True)
         return Fleet(card, knowledge, composer, transport, ROUTERS[router](), options.max_queue)
     except BaseException:
         knowledge.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ragjax.core.filter import Scalar
 from ragjax.core.prompt import Chunk
@@ -60,6 +60,22 @@ class Indexing:
     seconds_left: float
     skipped: tuple[Skipped, ...]
     running: bool
+
+    def body(self, names: int) -> dict[str, Any]:
+        """The JSON body. names: files left out that are named, at most."""
+        return {
+            **{name: getattr(self, name) for name in ("knowledge", "files", "files_total", "chunks", "running")},
+            "mb": round(self.mb, 1),
+            "mb_total": round(self.mb_total, 1),
+            "seconds_left": round(self.seconds_left),
+            "skipped_total": len(self.skipped),
+            "skipped": [{"name": one.name[:200], "reason": one.reason[:300]} for one in self.skipped[:names]],
+        }
+
+    @property
+    def notice(self) -> str | None:
+        """What an answer says of documents that could not be searched; None: all could."""
+        return f"{self.share} are indexed so far: the others were not searched" if self.running else None
 
     @property
     def share(self) -> str:

@@ -152,6 +152,7 @@ class EngineOptions:
     index_dir: Annotated[
         Place | None, Flag(FIRST, "where chunks, index and uploads are kept (default: in memory)", "DIR")
     ] = None
+    watch: Annotated[bool, Flag(RETRIEVAL, "read files of --knowledge that come or change while it serves")] = False
     strict_documents: Annotated[
         bool, Flag(RETRIEVAL, "end the start if a document or fact cannot be read, instead of leaving it out")
     ] = False

@@ -35,6 +35,7 @@ from ragjax.core import (
     Graph,
     Grounded,
     Hit,
+    Indexing,
     Inventory,
     Message,
     Plan,
@@ -167,7 +168,8 @@ class Engine:
             model: a packaged name, a directory, a .gguf file, an adapter of one of these, or a Hugging Face id; or all
                 options in one object.
             strategies: what requests may name (None: all of ragjax's).
-            early: return once the programs are there that answer any prompt; the others are compiled while it serves.
+            early: return once the programs are there that answer any prompt; while it serves, the others are compiled,
+                and documents read.
             options: fields of `EngineOptions`.
 
         Raises:
@@ -177,7 +179,7 @@ class Engine:
         check_documents(asked)  # before the minute that compiling takes
         engine = cls(build(asked, strategies, early=early), asked)
         try:
-            engine.knowledge.fill(asked)
+            engine.knowledge.fill(asked, engine._serves, early=early)
             if asked.preprocess:
                 engine.begin_preprocessing()
         except BaseException:
@@ -259,6 +261,14 @@ class Engine:
     def starting(self) -> bool:
         """True while programs are made, or steps are measured, for all that the default strategy needs."""
         return bool(self.programs_left) or not self._loop.tuned
+
+    @property
+    def indexing(self) -> Indexing | None:
+        """How far the documents of the options are read."""
+        return self.knowledge.indexing
+
+    def _serves(self) -> bool:
+        return bool(self._loop.running or self._loop.waiting)
 
     def inventory(self, tenant: str = "", most: int = 200) -> Inventory:
         """List a tenant's KV in the cache, its `most` largest nodes, and what of it left and which requests ran lately.

@@ -107,10 +107,11 @@ class Composer:
         if request.rag is not None and request.rag.graph is not None:
             return self._ground_graph(request, request.rag, request.rag.graph)
         began = time.perf_counter()
+        unread = self.grounding.unread(request)
         hits = self.grounding.hits(request)
         retrieve_ms = (time.perf_counter() - began) * 1e3
         notices = (BROUGHT,) if hits is None and self.grounding.leaves_alone(request) else ()
-        return replace(self.compose(request, hits), notices=notices, retrieve_ms=retrieve_ms)
+        return replace(self.compose(request, hits), notices=(*notices, *unread), retrieve_ms=retrieve_ms)
 
     def search(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
         """The search for a request's chunks in stages; None if it needs none, or its strategy's answers depend on it.

@@ -68,12 +68,22 @@ class Grounding:
         if others or source.within is not None or rag.min_score is not None:
             return None
         base = self.knowledge.seen(source.knowledge, request.tenant)
+        if base.indexing is not None and base.indexing.running:  # the answer tells so, and searches once
+            return None
         public = self._public(source.knowledge)
         found = base.stages(request.question, self._top_k(rag), stages)
         return (
             replace(stage, hits=tuple(replace(hit, public=public, knowledge=base.name) for hit in stage.hits))
             for stage in found
         )
+
+    def unread(self, request: Request) -> tuple[str, ...]:
+        """Notices of documents that are still to be read into the knowledge that a request searches."""
+        rag = request.rag
+        if rag is None or rag.documents is not None or not request.messages or not self._searches(request, rag):
+            return ()
+        told = [self.knowledge.seen(source.knowledge, request.tenant).indexing for source in rag.searched]
+        return tuple(one.notice for one in told if one is not None and one.notice is not None)
 
     def leaves_alone(self, request: Request) -> bool:
         """True if a request would get passages if its messages brought none."""

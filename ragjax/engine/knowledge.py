@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from ragjax.core import ConfigError, Embedded, EngineOptions, RequestError
+from ragjax.core import ConfigError, Embedded, EngineOptions, Indexing, RequestError
 from ragjax.core.file import atomic_path
 from ragjax.models.encoder import Encoder
 from ragjax.models.hub import cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.document import load
-from ragjax.retrieval.filling import Filling
+from ragjax.retrieval.filling import Filler, Filling
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase, TextEncoder
 from ragjax.retrieval.library import Library
@@ -36,6 +36,9 @@ ENCODER = "all-minilm-l6-v2"
 
 BATCH = 32
 """Texts that are embedded between two calls of `check`."""
+
+SOON = 2.0
+"""Seconds that a server waits for its documents before it is ready; what they leave is read while it serves."""
 
 MOST_REMEMBERED = 2**28
 """Bytes of vectors that are kept for later starts."""
@@ -167,6 +170,7 @@ class Knowledge:
         self.encoder = encoder
         folder = None if directory is None else Path(directory)
         self.library = Library(bases, folder, quota=int(file_quota_gb * 2**30))
+        self._filler: Filler | None = None
 
     @classmethod
     def open(cls, options: EngineOptions, tokenizer: Tokenizer) -> Knowledge:
@@ -184,20 +188,36 @@ class Knowledge:
             options.file_quota_gb,
         )
 
-    def fill(self, options: EngineOptions) -> None:
+    def fill(self, options: EngineOptions, busy: Callable[[], bool] = lambda: False, *, early: bool = False) -> None:
         """Read the documents and triples that the options name, and go on with uploads that were interrupted.
+
+        Args:
+            options: of the engine.
+            busy: tells if requests run.
+            early: read documents in a thread, beside the requests; it is waited for `SOON` only.
 
         Raises:
             ConfigError: if they cannot be read.
         """
-        for name, source in sources(options.knowledge).items():
-            fill(self.bases.make(name), source, options.progress)
+        named = sources(options.knowledge)
+        fillings = [Filling(self.bases.make(name), Path(source)) for name, source in named.items()]
+        for filling in () if early else fillings:
+            fill(filling, options.progress)
         self.library.open()
         for name, source in sources(options.graph).items():
             fill_graph(self.graphs.make(name), name, source, options.progress)
         if self.bases.names:
             for words in (5, 40):  # the programs of a question, so that the first one waits for none
                 self.encoder().encode(["word " * words])
+        if fillings and (early or options.watch):
+            self._filler = Filler(fillings, busy, options.watch)
+            self._filler.wait(SOON)
+
+    @property
+    def indexing(self) -> Indexing | None:
+        """How far the documents of the options are read: of the first base that is not done, or else of the first."""
+        found = [told for name in self.bases.names if (told := self.bases.get(name).indexing) is not None]
+        return next((told for told in found if told.running), next(iter(found), None))
 
     def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
         """Vectors of texts. check: called before each batch of them; an error of it ends the work.
@@ -213,6 +233,8 @@ class Knowledge:
         return Embedded(np.concatenate(vectors), tokens)
 
     def close(self) -> None:
+        if self._filler is not None:
+            self._filler.close()
         self.library.close()
         self.bases.close()
         self.graphs.close()
@@ -364,13 +386,13 @@ def check_documents(options: EngineOptions) -> None:
         raise ConfigError("\n".join(faults))
 
 
-def fill(base: KnowledgeBase, source: str | Path, progress: bool) -> None:
-    """Make the knowledge base hold exactly what the source holds, but for files that cannot be read.
+def fill(filling: Filling, progress: bool) -> None:
+    """Make a knowledge base hold exactly what its source holds, but for files that cannot be read.
 
     Raises:
         ConfigError: the source is missing, or no file in it has any text.
     """
-    filling = Filling(base, Path(source))
+    base = filling.base
     with tqdm(desc=f"indexing {base.name}", unit="B", unit_scale=True, disable=not progress) as bar:
         for _ in filling.steps():
             if (told := base.indexing) is not None:
@@ -378,4 +400,4 @@ def fill(base: KnowledgeBase, source: str | Path, progress: bool) -> None:
                 bar.set_postfix_str(f"{told.files}/{told.files_total} files, {told.chunks} chunks", refresh=False)
                 bar.update(int(told.mb * 1e6) - bar.n)
     if not len(base):
-        raise ConfigError(f"{source}: no document with text in it")
+        raise ConfigError(f"{filling.source}: no document with text in it")

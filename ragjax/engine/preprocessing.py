@@ -435,7 +435,8 @@ class Preparing:
     def _look(self) -> None:
         """Prepare what has come since the last look."""
         engine, bases = self._engine, self._engine.knowledge.bases
-        if engine.starting:  # what all requests need comes first
+        told = engine.indexing
+        if engine.starting or (told is not None and told.running):  # what all requests need comes first
             return
         owners = bases.owners
         for name in self._bases.keys() - owners.keys():

@@ -1,4 +1,4 @@
-"""Fill a knowledge base from a folder or a JSONL file, and keep it so.
+"""Fill knowledge bases from folders and JSONL files, at once or in a thread beside the requests.
 
 What was read is noted beside the documents: a file whose name, size and time of change are as they were is not read
 again, unless the readers have changed. A process that is killed goes on with the files that it had not noted.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from ragjax.core import Document, Indexing, RequestError, Skipped
+from ragjax.core import ConfigError, Document, Indexing, RequestError, Skipped
 from ragjax.retrieval.document import Scan, SourceFile, log_left_out, read_steps, scan
 from ragjax.retrieval.knowledge import KnowledgeBase
 
@@ -25,6 +27,12 @@ _MOST_LINES = 1000  # of a JSONL file that are listed as left out
 _SETTLED_NS = 2 * 10**9  # a file that changed later may change again within the same tick of its file system's clock
 _TEXT_SHARE = {".pdf": 0.1, ".html": 0.4, ".htm": 0.4}  # of a file's bytes that is text; of other kinds all
 _USUAL_RATE, _USUAL_S = 30_000.0, 5.0  # bytes of text a second; what is measured counts more after so many seconds
+_TOLD_S = 10.0  # between two lines of the log
+_YIELD_S = 1.0  # that a step waits for requests, at most: under steady load documents still come in
+_LOOK_S = 5.0  # between two looks at what has changed
+_RETRY_S = 60.0  # after a fault that is no document's, a full disk for instance
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -104,7 +112,7 @@ class Filling:
         self._work, self._all_work = 0.0, sum(map(_text_bytes, left))
         self._began = time.monotonic()
         self._list()
-        self._tell()
+        self._tell(running=bool(left))
         return left
 
     def _skip(self, file: SourceFile, item: Skipped) -> None:
@@ -182,3 +190,73 @@ def _skipped_before(file: SourceFile, note: str | None) -> list[Skipped] | None:
     if known != [_readers(), file.document_id, file.size, file.modified]:
         return None
     return [Skipped(name, reason, empty) for name, reason, empty in told]
+
+
+class Filler:
+    """Fills knowledge bases one after another in a thread of its own.
+
+    Args:
+        fillings: of the bases.
+        busy: tells if requests run; the next step then waits a little.
+        watch: look again every few seconds, as long as the sources change or not.
+    """
+
+    def __init__(self, fillings: Sequence[Filling], busy: Callable[[], bool], watch: bool = False):
+        self._fillings = fillings
+        self._busy = busy
+        self._watch = watch
+        self._over, self._done = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ragjax-filling", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all is read; False: it takes longer."""
+        return self._done.wait(seconds)
+
+    def close(self) -> None:
+        """End with the step at hand. The next start goes on."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        fault, pause = "", 0.0
+        while not self._over.wait(pause):
+            began, fault_before, fault = time.monotonic(), fault, ""
+            for filling in self._fillings:
+                try:
+                    self._fill(filling)
+                except ConfigError as error:  # the folder is gone
+                    fault = str(error)
+                except Exception as error:
+                    fault = f"{filling.source}: reading its documents failed and is tried again: {error!r}"
+            if fault and fault != fault_before:
+                _log.error("%s; what was read before stays", fault)
+            if not (self._watch or fault):
+                break
+            pause = _RETRY_S if fault else max(_LOOK_S, 20 * (time.monotonic() - began))
+            self._done.set()
+        self._done.set()
+
+    def _fill(self, filling: Filling) -> None:
+        began = told = time.monotonic()
+        reads = False
+        for _ in filling.steps():
+            if self._over.is_set():
+                return
+            progress = filling.base.indexing
+            if progress is not None and progress.running and (not reads or time.monotonic() - told > _TOLD_S):
+                reads, told = True, time.monotonic()
+                _log_progress(filling.base)
+            pause = time.monotonic()
+            while self._busy() and time.monotonic() - pause < _YIELD_S and not self._over.wait(0.02):
+                pass
+        if reads:
+            _log_progress(filling.base, time.monotonic() - began)
+
+
+def _log_progress(base: KnowledgeBase, spent: float | None = None) -> None:
+    told = base.indexing
+    if told is None:
+        return
+    end = f"{told.seconds_left:.0f} s left" if spent is None else f"done in {spent:.0f} s"
+    _log.info("indexed %s, %.1f of %.1f MB, %d chunks, %s", told.share, told.mb, told.mb_total, told.chunks, end)

@@ -39,7 +39,7 @@ from ragjax.retrieval.database import FairLock
 from ragjax.retrieval.index import NONE, Ids, IndexKind, VectorIndex, Vectors
 
 _BATCH_CHUNKS = 256  # committed together: what a kill can cost; and put into the index between writes of others
-_STEP_CHUNKS = 32  # embedded in a step: a few seconds at most, and batches of the encoder are full
+_STEP_CHUNKS = 16  # embedded in a step: a second or so, and batches of the encoder are full
 _WIDTHS = (1, 4, 16)  # times as many chunks as are wanted are looked at, before all that a filter leaves are
 _CACHED = 20_000  # chunks in memory, a few kilobytes each; those that were read first leave
 _UNSAVED = 0.1  # share of the index that may have changed since it was saved
@@ -392,6 +392,8 @@ class KnowledgeBase:
         if k < 1:
             return 0
         count = len(self._index)
+        if not count and self.indexing is not None and self.indexing.running:
+            return 0
         if not count:
             raise RequestError(f"knowledge base {self.name!r} is empty: add documents first", param="rag.knowledge")
         if not question.strip():

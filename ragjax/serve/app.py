@@ -83,7 +83,7 @@ def create_app(
     """
     metrics = ServerMetrics(engine)
     embedder = EmbeddingQueue(engine)
-    endpoints = _Endpoints(engine, embedder, metrics, strict)
+    endpoints = _Endpoints(engine, embedder, metrics, strict, names=not keys)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
@@ -153,6 +153,9 @@ def _no_model(name: str, own: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+SKIPPED = 10
+"""Files that were left out and are named in /health; the store of the knowledge base lists all."""
+
 FRESH = 1.0
 """Seconds for which an inventory is told again: to make one holds up the engine's thread."""
 
@@ -192,11 +195,12 @@ def _grounded(request: core.Request, knowledge: str) -> core.Request:
 
 
 class _Endpoints:
-    def __init__(self, engine: Service, embedder: EmbeddingQueue, metrics: ServerMetrics, strict: bool):
+    def __init__(self, engine: Service, embedder: EmbeddingQueue, metrics: ServerMetrics, strict: bool, names: bool):
         self._engine = engine
         self._embedder = embedder
         self._metrics = metrics
         self._strict = strict
+        self._names = names  # of files are for everybody
         self._inventories = RecentInventories(engine.inventory)
         self._created = int(time.time())
 
@@ -210,6 +214,9 @@ class _Endpoints:
         progress = self._engine.preprocessed(tenants=False)  # anybody may look: what tenants have is not told
         if progress is not None:
             facts["preprocessing"] = asdict(progress)
+        told = self._engine.indexing
+        if told is not None:
+            facts["indexing"] = told.body(SKIPPED if self._names else 0)
         if replicas is None:
             return {"status": "ok", "ready": True, **facts}
         facts["replicas"] = {"up": replicas.up, "wanted": replicas.wanted}

@@ -183,6 +183,14 @@ class _EngineCollector(Collector):
             "Reads of uploaded files that were found damaged.",
             value=self._engine.library.damaged,
         )
+        told = engine.indexing
+        if told is not None:
+            files = GaugeMetricFamily("ragjax_indexing_files", "Files of --knowledge, by state.", labels=["state"])
+            files.add_metric(["indexed"], told.files)
+            files.add_metric(["waiting"], told.files_total - told.files)
+            families["indexing"] = files
+            skipped = GaugeMetricFamily("ragjax_indexing_skipped", "Files and lines left out.", value=len(told.skipped))
+            families["skipped"] = skipped
         return [*families.values(), read]
 
 

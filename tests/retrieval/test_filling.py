@@ -2,17 +2,28 @@
 
 import logging
 import os
+import sqlite3
+from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
+from threading import Event
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from ragjax.core import ConfigError, Slice
+from ragjax.core import ConfigError, Message, Rag, Request, Slice
+from ragjax.engine.grounding import Grounding
+from ragjax.engine.knowledge import KnowledgeRegistry
 from ragjax.retrieval import document, filling
+from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.document import load
-from ragjax.retrieval.filling import Filling
+from ragjax.retrieval.filling import Filler, Filling
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.library import Library
-from tests.support.shelf import Shelf, open_base
+from tests.support.fakes import WordEncoder
+from tests.support.serving import wait_for
+from tests.support.shelf import Shelf, encode_bytes, open_base
 
 LONG_AGO = 10**18
 
@@ -193,3 +204,113 @@ def test_the_own_store_lists_what_was_left_out(tmp_path: Path) -> None:
         assert (counts.completed, counts.failed, counts.in_progress) == (2, 1, 0)
     finally:
         library.close()
+
+
+# -------------------------------------------------------------------------------------------- the thread
+
+
+class Held(WordEncoder):
+    """An encoder that waits for `go`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.reached = Event(), Event()
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        self.reached.set()
+        assert self.go.wait(60)
+        return super().encode(texts)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a fault nor a change is waited for."""
+    for name in ("_LOOK_S", "_RETRY_S"):
+        monkeypatch.setattr(filling, name, 0.01)
+
+
+def test_a_base_answers_while_it_is_filled_and_says_how_far(tmp_path: Path) -> None:
+    write(tmp_path, "a.txt", "The ferry leaves at nine.")
+    write(tmp_path, "b.txt", "The mill grinds at ten.")
+    encoder = Held()
+    with open_base(encoder=encoder) as base:
+        filler = Filler([Filling(base, tmp_path)], lambda: False)
+        assert encoder.reached.wait(60) and not filler.wait(0)
+        assert base.search("When does the ferry leave?", 3) == (), "no error: documents come"
+        assert base.indexing is not None and base.indexing.notice is not None
+        assert base.indexing.notice.startswith("0 of 2 files of default are indexed so far")
+        bases = KnowledgeRegistry[KnowledgeBase]("knowledge base", "rag.knowledge", lambda name: base)
+        bases.make("default")
+        grounding = Grounding(bases, Chunker(encode_bytes), context_length=512, top_k=3, share=False)
+        request = Request((Message("user", "When?"),), rag=Rag())
+        assert grounding.unread(request) == (base.indexing.notice,) and grounding.hits(request) == ()
+        assert grounding.stages(request, 3) is None, "a search in stages would tell nothing of it"
+        encoder.go.set()
+        assert filler.wait(60)
+        assert grounding.unread(request) == ()
+        assert base.indexing.notice is None and len(base.search("When does the ferry leave?", 3)) == 2
+        filler.close()
+
+
+def test_filling_waits_for_requests_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filling, "_YIELD_S", 0.05)
+    write(tmp_path, "a.txt", "text")
+    asked = count()
+    with open_base() as base:
+        filler = Filler([Filling(base, tmp_path)], lambda: next(asked) >= 0)
+        assert filler.wait(60) and next(asked) > 2 and "a" in base
+        filler.close()
+
+
+def test_it_ends_with_the_step_at_hand(tmp_path: Path, opened: list[str]) -> None:
+    for n in range(50):
+        write(tmp_path, f"{n:02}.txt", "text")
+    with open_base() as base:
+        filler = Filler([Filling(base, tmp_path)], lambda: True)
+        wait_for(lambda: bool(opened))
+        filler.close()
+        assert len(opened) < 50
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_fault_is_told_once_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "a.txt", "text")
+    left = [sqlite3.OperationalError("database or disk is full")] * 3
+    store = KnowledgeBase.note_files
+
+    def full(base: KnowledgeBase, notes: dict[str, str], gone: Sequence[str] = ()) -> None:
+        if notes and left:
+            raise left.pop()
+        store(base, notes, gone)
+
+    monkeypatch.setattr(KnowledgeBase, "note_files", full)
+    with open_base() as base, caplog.at_level(logging.ERROR):
+        filler = Filler([Filling(base, tmp_path)], lambda: False)
+        wait_for(lambda: bool(base.files))
+        filler.close()
+    assert len(caplog.records) == 1 and "disk is full" in caplog.text
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_folder_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "docs"
+    write(folder, "a.txt", "one")
+    write(folder, "b.txt", "two")
+    with open_base() as base, caplog.at_level(logging.ERROR):
+        filler = Filler([Filling(base, folder)], lambda: False, watch=True)
+        wait_for(lambda: base.document_ids == {"a", "b"})
+        write(folder, "c.txt", "three")
+        wait_for(lambda: base.document_ids == {"a", "b", "c"})
+        (folder / "a.txt").unlink()
+        write(folder, "b.txt", "changed", LONG_AGO + 1)
+        wait_for(lambda: base.document_ids == {"b", "c"} and "changed" in base.document("b")[0].text)
+        folder.rename(tmp_path / "away")
+        wait_for(lambda: "no such folder" in caplog.text)
+        assert base.document_ids == {"b", "c"}, "a disk that is not mounted takes nothing away"
+        (tmp_path / "away").rename(folder)
+        write(folder, "d.txt", "four")
+        wait_for(lambda: "d" in base)
+        filler.close()
+    assert len(caplog.records) == 1

@@ -12,6 +12,23 @@ from ragjax.serve.command import parse_options
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, error_of, serving
 
+INDEXING = core.Indexing(
+    "docs", 3, 40, 1.23, 9.0, 17, 88.8, tuple(core.Skipped(f"{n}.pdf", "mend it") for n in range(12)), True
+)
+
+
+def test_health_and_metrics_say_how_far_documents_are_read() -> None:
+    with serving(FakeEngine(indexing=INDEXING)) as served:
+        told = served.get("/health").json()["indexing"]
+        first = [{"name": f"{n}.pdf", "reason": "mend it"} for n in range(10)]
+        assert told == {
+            "knowledge": "docs", "files": 3, "files_total": 40, "mb": 1.2, "mb_total": 9.0, "chunks": 17,
+            "seconds_left": 89, "running": True, "skipped_total": 12, "skipped": first,
+        }  # fmt: skip
+        lines = served.get("/metrics").text.splitlines()
+        for line in ('files{state="indexed"} 3.0', 'files{state="waiting"} 37.0', "skipped 12.0"):
+            assert f"ragjax_indexing_{line}" in lines
+
 
 def test_key_is_required_except_for_health() -> None:
     engine = FakeEngine()
@@ -21,6 +38,9 @@ def test_key_is_required_except_for_health() -> None:
         engine.progress = core.Preprocessed(passages=9, prepared=4, beyond=2, running=True)
         told = {"passages": 9, "prepared": 4, "beyond": 2, "running": True}
         assert served.get("/health").json()["preprocessing"] == told
+        engine.indexing = INDEXING
+        told = served.get("/health").json()["indexing"]
+        assert told["files"] == 3 and told["skipped_total"] == 12 and told["skipped"] == [], "names are not for all"
         for path in ("/metrics", "/v1/models", "/nowhere", "/openapi.json"):
             response = served.get(path)
             assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"

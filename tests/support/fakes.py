@@ -51,6 +51,7 @@ class FakeEngine:
     observers: list[Callable[[str, core.Divergence], None]] = field(default_factory=list)
     progress: core.Preprocessed | None = None
     programs_left: int = 2
+    indexing: core.Indexing | None = None
 
     @classmethod
     def load(cls, options: core.EngineOptions, early: bool = False) -> FakeEngine:

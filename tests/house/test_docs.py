@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
+from collections.abc import Iterator
 from fnmatch import fnmatch
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+
+from ragjax import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -202,3 +208,67 @@ def test_names_in_docstrings_exist() -> None:
 @pytest.mark.parametrize("text", ["`nothing.py`", "`core.Nonsense`", "`ragjax.cache.tree.Nonsense`"])
 def test_a_name_in_a_docstring_that_does_not_exist_is_found(text: str) -> None:
     assert lost_names(text) and not lost_names("`core.Prompt`, `tree.py`, `ragjax.cache.tree.Node`, `numpy.ndarray`")
+
+
+RUN = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:\S*/)?(?:python -m (ragjax\.serve|train\.\w+|benchmarks\.[a-z]\w*)|(ragjax) (?=[a-z]))"
+)
+SERVE = re.compile(r'make serve ARGS="([^"]*)"')
+STANDS_FOR = {"N": "1", "DIR": "."}
+INDENTED = re.compile(r"(?<=\n\n)((?:    [^\n]+\n)+)")
+
+
+def commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Module or `ragjax`, and arguments, of the commands of a page that have any and are written out."""
+    blocks = "\n".join([*FENCED.findall(text), *INDENTED.findall(text)]).replace("\\\n", " ").splitlines()
+    paragraphs = FENCED.sub("", text).split("\n\n")
+    spans = [" ".join(span.split()) for paragraph in paragraphs for span in re.findall(r"`([^`]+)`", paragraph)]
+    for line in (line.strip().removeprefix("$ ") for line in [*blocks, *spans]):
+        if served := SERVE.match(line):
+            yield "ragjax", ["serve", *shlex.split(served[1])]
+        elif (run := RUN.match(line)) and "…" not in line and "KIND" not in line:
+            words = [STANDS_FOR.get(word, word) for word in shlex.split(line[run.end() :], comments=True)]
+            if len(words) > 1 or (run[1] and words):  # else a command is only named
+                yield run[1] or run[2], words
+
+
+class _Parsed(BaseException):
+    """A command line was taken; nothing is run."""
+
+
+def taken(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the parser of a command takes the words."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(*arguments: Any) -> NoReturn:
+        parse(*arguments)
+        raise _Parsed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        if name in ("ragjax", "ragjax.serve"):
+            run = partial(cli.main, words if name == "ragjax" else ["serve", *words])
+        else:
+            module = importlib.import_module(f"{name}.__main__" if is_module(f"{name}.__main__") else name)
+            run = partial(module.main, words)
+        try:
+            run()
+        except _Parsed:
+            return True
+        except SystemExit as end:
+            return not end.code  # --help
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_of_a_page_are_taken_by_their_parsers(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = [(name, words) for name, words in commands(page.read_text()) if not taken(name, words, monkeypatch)]
+    assert refused == []
+
+
+def test_a_command_that_its_parser_refuses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = "```\nragjax serve --stratgy anchor\n.venv/bin/python -m train.data nothing # a comment\n```\n"
+    page = block + "`ragjax serve\n--port 1`, `ragjax serve`"
+    found = list(commands(page))
+    assert [name for name, _ in found] == ["ragjax", "train.data", "ragjax"]
+    assert [taken(name, words, monkeypatch) for name, words in found] == [False, False, True]

@@ -18,9 +18,10 @@ from typing import Any
 
 from ragjax.core import ConfigError, Document, Skipped, has_controls, is_unicode
 from ragjax.retrieval.chunking import finish
+from ragjax.retrieval.confined import read_confined
 from ragjax.retrieval.html import read_html
 from ragjax.retrieval.markdown import read_markdown
-from ragjax.retrieval.pdf import read_pdf_steps
+from ragjax.retrieval.pdf import read_pdf
 from ragjax.retrieval.text import Part, Reading, clean, decode, joined
 
 MAX_BYTES = 32 * 2**20
@@ -32,7 +33,10 @@ def _read_plain(data: bytes, path: Path) -> Reading:
 
 
 _READERS = {".md": read_markdown, ".txt": _read_plain, ".html": read_html, ".htm": read_html}
-SUFFIXES = (*_READERS, ".pdf")
+_CONFINED = {".pdf": read_pdf}
+"""Readers that run in a process of their own."""
+
+SUFFIXES = (*_READERS, *_CONFINED)
 """Kinds of files that are documents."""
 
 TOLD = 20
@@ -302,8 +306,8 @@ def parse_steps(data: bytes, path: Path, document_id: str) -> Generator[None, No
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise ConfigError(f"{path}: files of this type cannot be read; use {', '.join(SUFFIXES)}")
-    if suffix == ".pdf":
-        reading = yield from read_pdf_steps(data, path)
+    if suffix in _CONFINED:
+        reading = yield from read_confined(data, path, _CONFINED[suffix])
     else:
         reading = _READERS[suffix](data, path)
     text, places = joined(reading.parts)

@@ -142,19 +142,18 @@ def _alike(found: re.Match[str]) -> str:
 
 def raised(before: str, text: str) -> str:
     """A superscript behind `before`: "10^6" (not the number 106), but "1st" and "BrandTM"."""
-    plain = text.strip()
+    plain, tail = text.rstrip(), text[len(text.rstrip()) :]
     if not before[-1:].strip() or not plain or not (plain[0].isalnum() or plain[0] in "+-−"):  # noqa: RUF001
         return text
     if plain.lower() in (_ORDINALS if before[-1].isdigit() else _MARKS):
         return text
-    return f"^{plain}" if re.fullmatch(r"[+−-]?\w+", plain) else f"^({plain})"  # noqa: RUF001
+    return f"^{plain}{tail}" if re.fullmatch(r"[+−-]?\w+", plain) else f"^({plain}){tail}"  # noqa: RUF001
 
 
 def lowered(before: str, text: str) -> str:
     """A subscript behind `before`: "H2O" as it is, but "x_i" and "101_2"."""
-    plain = text.strip()
-    alike = (before[-1:].isdigit() and plain[:1].isdigit()) or (before[-1:].isalpha() and plain[:1].isalpha())
-    return f"_{plain}" if alike else text
+    alike = (before[-1:].isdigit() and text[:1].isdigit()) or (before[-1:].isalpha() and text[:1].isalpha())
+    return f"_{text}" if alike else text
 
 
 def outlined(title: str, parts: Iterable[tuple[int, str, str]]) -> Reading:

@@ -20,11 +20,13 @@ import pypdf
 import pytest
 
 from ragjax.core import ConfigError
-from ragjax.retrieval import html, pdf
+from ragjax.retrieval import confined, html
 from ragjax.retrieval.chunking import finish
+from ragjax.retrieval.confined import Limits, read_confined, told_by
 from ragjax.retrieval.document import load, parse
 from ragjax.retrieval.html import read_html
 from ragjax.retrieval.markdown import read_markdown
+from ragjax.retrieval.pdf import read_pdf
 from ragjax.retrieval.text import Part, Reading
 from tests.support.growth import assert_linear, calls
 
@@ -67,7 +69,7 @@ def pdf_of(content: bytes, pages: int = 1, form: bytes = b"") -> bytes:
     return made + b"xref\n0 %d\n0000000000 65535 f \n" % size + table + end
 
 
-LIMITS = {"pages": 10, "stream": 10**6, "chars": 10**6, "memory": 2**31}
+LIMITS = Limits(pages=10, stream=10**6, chars=10**6, memory=2**31, seconds=9)
 SHOWN = b"BT /A 9 Tf (light) Tj ET "
 
 
@@ -92,13 +94,13 @@ def test_a_pdf_over_a_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], data: Callable[[], bytes], message: str
 ) -> None:
     for name, value in limits.items():
-        monkeypatch.setattr(pdf, name, value)
+        monkeypatch.setattr(confined, name, value)
     with pytest.raises(ConfigError, match=rf"a\.pdf: {message}"):
         load(written(tmp_path, "a.pdf", data()))
 
 
 def test_a_stream_that_swells_by_a_thousand_is_refused(tmp_path: Path) -> None:
-    data = pdf_of(SHOWN + b" " * (pdf.MAX_STREAM + 1))
+    data = pdf_of(SHOWN + b" " * (confined.MAX_STREAM + 1))
     assert len(data) < 10**5
     with pytest.raises(ConfigError, match=r"a\.pdf: the PDF asks for too much"):
         load(written(tmp_path, "a.pdf", data))
@@ -106,7 +108,7 @@ def test_a_stream_that_swells_by_a_thousand_is_refused(tmp_path: Path) -> None:
 
 def test_streams_in_streams_are_refused(tmp_path: Path) -> None:
     """A stream may name filters, one after the other, each of which swells what the one before gave."""
-    twice = zlib.compress(zlib.compress(SHOWN + b" " * (pdf.MAX_STREAM + 1), 9), 9)
+    twice = zlib.compress(zlib.compress(SHOWN + b" " * (confined.MAX_STREAM + 1), 9), 9)
     data = pdf_of(SHOWN)
     once = re.search(rb"/Filter /FlateDecode /Length (\d+) >> stream\n", data)
     assert once is not None
@@ -135,15 +137,15 @@ def notes_processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[by
 
 
 def test_between_steps_neither_the_process_nor_the_clock_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pdf, "STEP_SECONDS", 0.02)
+    monkeypatch.setattr(confined, "STEP_SECONDS", 0.02)
     started = notes_processes(monkeypatch)
     now = [0.0]
-    monkeypatch.setattr(pdf, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    steps, state = pdf.read_pdf_steps(pdf_of(SHOWN, pages=3), PATH), ""
+    monkeypatch.setattr(confined, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    steps, state = read_confined(pdf_of(SHOWN, pages=3), PATH, read_pdf), ""
     next(steps)
     while state != "T":
         state = Path(f"/proc/{started[0].pid}/stat").read_text().rpartition(")")[2].split()[0]
-    assert finish(forwarded(steps, now)) == Reading("", (Part("\n\n".join(["light"] * 3)),))
+    assert finish(forwarded(steps, now)) == Reading("", tuple(Part("light\n\n", page=page) for page in (1, 2, 3)))
     assert started[0].returncode is not None
 
 
@@ -151,7 +153,7 @@ def forwarded(steps: Generator[None, None, Any], now: list[float]) -> Generator[
     """The same steps, with the clock put forward between them."""
     kept = iter(steps)
     while True:
-        now[0] += 2 * pdf.MAX_SECONDS
+        now[0] += 2 * confined.MAX_SECONDS
         try:
             next(kept)
         except StopIteration as end:
@@ -160,9 +162,9 @@ def forwarded(steps: Generator[None, None, Any], now: list[float]) -> Generator[
 
 
 def test_steps_that_are_left_leave_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pdf, "STEP_SECONDS", 0.0)
+    monkeypatch.setattr(confined, "STEP_SECONDS", 0.0)
     started = notes_processes(monkeypatch)
-    steps = pdf.read_pdf_steps(pdf_of(SHOWN), PATH)
+    steps = read_confined(pdf_of(SHOWN), PATH, read_pdf)
     next(steps)
     steps.close()
     assert started[0].returncode == -signal.SIGKILL
@@ -186,7 +188,7 @@ def test_what_a_pdf_says_is_not_logged(
 
 def read_in_steps(data: bytes) -> int:
     """Steps that reading a PDF takes."""
-    return sum(1 for _ in pdf.read_pdf_steps(data, PATH))
+    return sum(1 for _ in read_confined(data, PATH, read_pdf))
 
 
 def test_an_error_of_a_pdf_is_one_printable_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,17 +198,17 @@ def test_an_error_of_a_pdf_is_one_printable_line(monkeypatch: pytest.MonkeyPatch
         raise ValueError("no number: a\n2026-11-27 INFO \x1b[2J" + "b" * 10**6)
 
     monkeypatch.setattr(pypdf, "PdfReader", refuse)
-    reason, text = pdf.read_pages(pdf_of(SHOWN), LIMITS)
+    reason, reading = told_by(read_pdf, pdf_of(SHOWN), LIMITS)
     assert reason.startswith("not a readable PDF: no number: a") and len(reason) < 1_000
-    assert reason.isprintable() and not text
+    assert reason.isprintable() and not reading.parts
 
 
 def test_opening_a_pdf_is_within_the_time_and_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 MB of these held up all other tenants for 50 seconds, whatever MAX_SECONDS was."""
-    monkeypatch.setattr(pdf, "MAX_SECONDS", 1.0)
-    monkeypatch.setattr(pdf, "STEP_SECONDS", 0.1)
+    monkeypatch.setattr(confined, "MAX_SECONDS", 1.0)
+    monkeypatch.setattr(confined, "STEP_SECONDS", 0.1)
     taken = 0
-    steps = pdf.read_pdf_steps(b"%PDF-1.4\n" + b"startxref\n" * 2_000_000, PATH)
+    steps = read_confined(b"%PDF-1.4\n" + b"startxref\n" * 2_000_000, PATH, read_pdf)
     with pytest.raises(ConfigError, match="page: not read within 1 seconds; split the file"):
         while True:
             next(steps)
@@ -215,9 +217,9 @@ def test_opening_a_pdf_is_within_the_time_and_in_steps(monkeypatch: pytest.Monke
 
 
 def test_the_memory_of_a_pdf_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pdf, "MAX_MEMORY", 2**29)
+    monkeypatch.setattr(confined, "MAX_MEMORY", 2**29)
     with pytest.raises(ConfigError, match="page: "):
-        read_in_steps(pdf_of(b"[" * (pdf.MAX_STREAM // 2)))
+        read_in_steps(pdf_of(b"[" * (confined.MAX_STREAM // 2)))
 
 
 # ------------------------------------------------------------------------------------------------- HTML

@@ -47,7 +47,7 @@ def test_folder_of_every_type(tmp_path: Path) -> None:
     assert loaded.skipped == ()
     assert loaded.documents == (
         Document("harbour", "Ships call at dawn.\nAnd leave at dusk.", "The Harbour", filename="harbour.md"),
-        Document("log", "First page of the log.\n\nSecond page.", "log", filename="log.pdf"),
+        Document("log", "First page of the log.\n\nSecond page.", "log", (Place(0, 1), Place(24, 2)), "log.pdf"),
         Document("north/light", "The lamp burns whale oil.", "light", filename="north/light.txt"),
         Document("north/map", "Map\n\nHere be seals.", "A Map", (Place(0, None, "Map"),), "north/map.html"),
     )

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from reportlab.pdfgen.canvas import Canvas
 
 from ragjax.core import Attachment, ConfigError, DamageError, RagjaxError, is_unicode
-from ragjax.retrieval import pdf
+from ragjax.retrieval.confined import Limits, told_by
 from ragjax.retrieval.document import load, parse
 from ragjax.retrieval.graph import COMPARED, KnowledgeGraph
 from ragjax.retrieval.library import FOLDER, Library
+from ragjax.retrieval.pdf import read_pdf
 from ragjax.retrieval.triple_files import read_triples
 from ragjax.retrieval.triples import Alias, Triple
 from tests.support.fakes import WordEncoder
@@ -54,11 +55,11 @@ def test_damaged_pdfs(tmp_path: Path, examples: int) -> None:
         canvas.drawString(72, 720, text)
         canvas.showPage()
     canvas.save()
-    limits = {"pages": pdf.MAX_PAGES, "stream": pdf.MAX_STREAM, "chars": pdf.MAX_CHARS, "memory": pdf.MAX_MEMORY}
+    limits = Limits(pages=100, stream=2**20, chars=2**20, memory=2**31, seconds=9)
 
     def check(data: bytes) -> None:
-        reason, text = pdf.read_pages(data, limits)
-        assert is_unicode(text) and reason.isprintable()
+        reason, reading = told_by(read_pdf, data, limits)
+        assert all(is_unicode(part.text) for part in reading.parts) and reason.isprintable()
 
     tried(examples, damaged((tmp_path / "a.pdf").read_bytes()), check)
 

@@ -28,7 +28,7 @@ from ragjax.core import (
     RequestError,
     Slice,
 )
-from ragjax.retrieval import chunk_store, chunking, pdf
+from ragjax.retrieval import chunk_store, chunking, confined
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import KnowledgeBase
@@ -669,7 +669,7 @@ def test_a_long_text_gives_way_to_other_tenants_while_it_is_cut(
 
 
 def test_a_long_pdf_gives_way_to_other_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pdf, "STEP_SECONDS", 0.01)
+    monkeypatch.setattr(confined, "STEP_SECONDS", 0.01)
     library, _ = open_library()
     stores = [library.create(tenant, "s").id for tenant in ("acme", "umbra")]
     begun, goes_on, read = threading.Event(), threading.Event(), list[str]()

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+from pypdf import PdfReader, PdfWriter
+from pypdf.annotations import FreeText
+from reportlab.lib.styles import getSampleStyleSheet
+from reportlab.lib.utils import ImageReader
+from reportlab.pdfgen.canvas import Canvas
+from reportlab.platypus import Paragraph, SimpleDocTemplate
 
-from ragjax.core import Document
+from ragjax.core import ConfigError, Document
 from ragjax.retrieval.document import parse
 from ragjax.retrieval.text import clean
 
@@ -249,3 +257,118 @@ def test_headings_of_markdown_are_places() -> None:
     )
     places = [("##", "Set up"), ("###", "Set up > Linux"), ("##", "Use it"), ("End", "End")]
     assert document.title == "Guide" and headings(document) == places
+
+
+# -------------------------------------------------------------------------------------------------- PDF
+
+
+def pdf(*pages: Callable[[Canvas], object]) -> bytes:
+    file = BytesIO()
+    canvas = Canvas(file)
+    for draw in pages:
+        draw(canvas)
+        canvas.showPage()
+    canvas.save()
+    return file.getvalue()
+
+
+def lines(*shown: str) -> Callable[[Canvas], object]:
+    def draw(canvas: Canvas) -> None:
+        text = canvas.beginText(72, 700)
+        for line in shown:
+            text.textLine(line)
+        canvas.drawText(text)
+
+    return draw
+
+
+def test_raised_text_of_a_pdf_is_told_apart() -> None:
+    file = BytesIO()
+    style = getSampleStyleSheet()["Normal"]
+    text = "in 1889<super>2</super>, cost 10<super>6</super>, H<sub>2</sub>O, 1<super>st</super>"
+    SimpleDocTemplate(file).build([Paragraph(text, style)])
+    assert read("a.pdf", file.getvalue()).text == "in 1889^2, cost 10^6, H2O, 1st"
+
+
+def test_text_that_rises_in_its_own_font_is_told_apart() -> None:
+    def draw(canvas: Canvas) -> None:
+        text = canvas.beginText(72, 700)
+        for rise, piece in ((0, "in 1889"), (5, "2"), (0, " and so")):
+            text.setRise(rise)
+            text.textOut(piece)
+        canvas.drawText(text)
+
+    assert read("a.pdf", pdf(draw)).text == "in 1889^2 and so"
+
+
+def test_small_text_at_a_higher_place_is_told_apart() -> None:
+    """LaTeX and office programs move the position."""
+
+    def draw(canvas: Canvas) -> None:
+        canvas.setFont("Helvetica", 12)
+        code = "(in 1889) Tj /F1 8 Tf 39.4 4.3 Td (2) Tj /F1 12 Tf 4.5 -4.3 Td ( and so) Tj -43.9 -14 Td (10) Tj"
+        canvas._code.append(f"BT /F1 12 Tf 72 600 Td {code} /F1 8 Tf 14 -2 Td (3) Tj ET")
+
+    assert read("a.pdf", pdf(draw)).text == "in 1889^2 and so\n10_3"
+
+
+def test_divided_words_are_put_together() -> None:
+    shown = (
+        "The light-",
+        "house keeper was well-",
+        "known to every-",
+        "one, as a Fort-",
+        "William man in 1990-",
+        "1991;",
+    )
+    text = " ".join(read("a.pdf", pdf(lines(*shown, "so well-known."))).text.split())
+    assert text.startswith("The lighthouse keeper was well-known to everyone, as a Fort-William man in 1990- 1991;")
+
+
+def test_pages_of_a_pdf_are_places() -> None:
+    document = read("a.pdf", pdf(lines("First."), lines(), lines("Third.")))
+    assert [(document.text[place.begin :].split()[0], place.page) for place in document.places] == [
+        ("First.", 1),
+        ("Third.", 3),
+    ]
+
+
+def test_forms_and_notes_of_a_pdf_are_read() -> None:
+    def draw(canvas: Canvas) -> None:
+        canvas.drawString(72, 720, "Name:")
+        form = canvas.acroForm
+        form.textfield(name="applicant", value="Wilhelmina Example", x=110, y=700)
+        form.textfield(name="secret", value="hunter2", x=110, y=600, fieldFlags="password")
+        form.checkbox(name="member", checked=True, x=110, y=500)
+        form.checkbox(name="other", checked=False, x=110, y=400)
+        form.choice(name="port", value="North", options=["North", "South"], x=110, y=300)
+
+    writer = PdfWriter(clone_from=PdfReader(BytesIO(pdf(draw))))
+    writer.add_annotation(0, FreeText(text="Call before noon.", rect=(50, 50, 200, 100)))
+    file = BytesIO()
+    writer.write(file)
+    text = read("a.pdf", file.getvalue()).text
+    assert text.splitlines() == [
+        "Name:",
+        "applicant: Wilhelmina Example",
+        "member: Yes",
+        "port: North",
+        "Call before noon.",
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ["RC4-128", "AES-128", "AES-256"])
+def test_a_pdf_that_anybody_may_open_is_read(algorithm: str) -> None:
+    """Encryption without a password is for permissions only."""
+    writer = PdfWriter(clone_from=PdfReader(BytesIO(pdf(lines("At nine.")))))
+    writer.encrypt("", "owner", algorithm=algorithm)
+    file = BytesIO()
+    writer.write(file)
+    assert read("a.pdf", file.getvalue()).text == "At nine."
+
+
+def test_a_scan_is_named_as_such() -> None:
+    picture = BytesIO(b"P6 1 1 255 abc")
+    with pytest.raises(ConfigError, match=r"a\.pdf: there is no text in it, it looks scanned; run OCR .* ocrmypdf"):
+        read("a.pdf", pdf(lambda canvas: canvas.drawImage(ImageReader(picture), 0, 0, 99, 99)))
+    assert not read("a.pdf", pdf(lines())).text

@@ -1,0 +1,130 @@
+"""Read a file in a process of its own, with a library that knows its format.
+
+A small file can ask for any amount of work, memory and text, and a library logs what it finds in one. The process has
+limits of time and memory, is stopped while others have their turn, and writes no log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ragjax.core import ConfigError
+from ragjax.retrieval.text import Part, Reading
+
+MAX_PAGES = 10_000
+MAX_STREAM = 32 * 2**20  # bytes of a stream of a PDF, or a part of another file, once it is decompressed
+MAX_CHARS = 32 * 2**20  # of the text
+MAX_SECONDS = 300.0  # for a file, while its process runs; a page of a PDF takes about 30 milliseconds
+MAX_MEMORY = 2**31  # bytes of address space
+
+STEP_SECONDS = 1.0
+"""Time that a step of reading takes at most."""
+
+_ERROR_CHARS = 300
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the reading of a file may take."""
+
+    pages: int
+    stream: int
+    chars: int
+    memory: int
+    seconds: float
+
+
+Reader = Callable[[bytes, Limits], Reading]
+"""A function at the top of a module; the process imports it. Whatever it raises says why the file is not read."""
+
+
+def read_confined(data: bytes, path: Path, reader: Reader) -> Generator[None, None, Reading]:
+    """What `reader` makes of the file; in steps of `STEP_SECONDS`, between which its process is stopped.
+
+    Raises:
+        ConfigError: if it is damaged, or over a limit.
+    """
+    limits = Limits(MAX_PAGES, MAX_STREAM, MAX_CHARS, MAX_MEMORY, MAX_SECONDS)
+    child = (
+        f"from {reader.__module__} import {reader.__name__} as reader; from {__name__} import answer; answer(reader)"
+    )
+    process = subprocess.Popen(
+        (sys.executable, "-P", "-c", child, json.dumps(asdict(limits))),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    spent, unsent = 0.0, data or None
+    try:
+        while True:
+            begin = time.monotonic()
+            try:
+                output, _ = process.communicate(unsent, timeout=min(STEP_SECONDS, max(MAX_SECONDS - spent, 0)))
+                break
+            except subprocess.TimeoutExpired:
+                spent, unsent = spent + time.monotonic() - begin, None
+            if spent >= MAX_SECONDS:
+                raise ConfigError(f"{path}: not read within {MAX_SECONDS:g} seconds; split the file")
+            process.send_signal(signal.SIGSTOP)
+            yield
+            process.send_signal(signal.SIGCONT)
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in filter(None, (process.stdin, process.stdout)):
+            with suppress(OSError):
+                pipe.close()
+    reason, end, told = output.decode().partition("\n")
+    if not end:
+        raise ConfigError(f"{path}: not a readable file: reading it ends its process; save it anew")
+    if reason:
+        raise ConfigError(f"{path}: {reason}")
+    title, parts = json.loads(told)
+    return Reading(title, tuple(Part(*part) for part in parts))
+
+
+def told_by(reader: Reader, data: bytes, limits: Limits) -> tuple[str, Reading]:
+    """Why the file is not read ("" if it is), and its reading."""
+    nothing = Reading("", ())
+    try:
+        reading = reader(data, limits)
+        if sum(len(part.text) for part in reading.parts) > limits.chars:
+            raise ConfigError(f"more text than the limit of {limits.chars} characters; split the file")
+    except ConfigError as error:
+        return str(error), nothing
+    except MemoryError:
+        return f"it asks for too much: {limits.memory / 2**30:g} GiB of memory; save or print it to a new file", nothing
+    except Exception as error:  # libraries raise whatever a damaged file leads them to
+        return f"not a readable file of its kind: {printable(error)}; save it anew", nothing
+    return "", reading
+
+
+def printable(error: Exception) -> str:
+    """The error's text on one line: it may quote the file, and end up in a log."""
+    return "".join(char if char.isprintable() else " " for char in str(error)[:_ERROR_CHARS])
+
+
+def answer(reader: Reader) -> None:
+    """Write to stdout why the file on stdin is not read, a line end, and its reading; the limits are an argument."""
+    limits = Limits(**json.loads(sys.argv[1]))
+    logging.disable()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limits.seconds) + 1,) * 2)  # also if the parent is killed
+    with suppress(ValueError, OSError):  # not on every system
+        resource.setrlimit(resource.RLIMIT_AS, (limits.memory,) * 2)
+    reason, reading = told_by(reader, sys.stdin.buffer.read(), limits)
+    told = json.dumps([reading.title, [[part.text, part.page, part.heading] for part in reading.parts]])
+    sys.stdout.buffer.write(f"{reason}\n{told}".encode())

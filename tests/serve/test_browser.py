@@ -69,6 +69,11 @@ def test_what_the_server_still_prepares_is_told(browser: Browser) -> None:
         compiling = "Getting faster: 12 programs still to compile, so first answers may take longer."
         ready = "Preparing passages to be reused anywhere: 120 of 1,300 are ready."
         assert line.inner_text() == f"{compiling} {ready}"
+        reading = {"running": True, "files": 312, "files_total": 1086, "seconds_left": 250}
+        page.route("**/health", lambda route: route.fulfill(json={"indexing": reading}))
+        said = "Reading your documents: 312 of 1,086 files can be asked about, about 4 minutes left."
+        page.wait_for_selector(f"#progress:text-is('{said}')")
+        page.unroute("**/health")
         preparing.progress, preparing.programs_left = core.Preprocessed(1300, 1300, 0, False), 0
         line.wait_for(state="hidden")
 

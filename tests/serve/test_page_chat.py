@@ -12,7 +12,7 @@ import pytest
 from ragjax import core
 from tests.support.browser import visiting
 from tests.support.serving import Served, serving
-from tests.support.telling import RUNS, Telling, ask, telling
+from tests.support.telling import RUNS, SOURCES, Telling, ask, telling
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
@@ -187,13 +187,15 @@ def test_long_markdown_ends(blank: Page, unit: str) -> None:
 
 def test_sources_have_places_and_open_the_document_there(page: Page) -> None:
     ask(page)
-    assert page.locator(".sources li").count() == 2 and "similarity 0.75" in page.inner_text(".sources")
+    entries = [text.split("\n\n") for text in page.locator(".sources li").all_inner_texts()]
+    assert entries[0] == [f"{RUNS} page 7 · Depth > Tides · similarity 0.75", "The harbour is deep."]
+    assert entries[1][0] == "isle/1 similarity 0.50"
     page.locator(".sources button").nth(1).click()
     page.wait_for_selector("#reader .cited")
-    assert "exports honey" in page.inner_text("#reader .cited") and page.inner_text("#reader-title") == "The tern"
+    assert "exports honey" in page.inner_text("#reader .cited") and page.inner_text("#reader-title") == "isle/1"
     assert page.inner_text("#reader-status").startswith("Passage 1 of 1, marked")
     page.keyboard.press("Escape")
-    assert page.evaluate("document.activeElement.textContent") == "The tern"
+    assert page.evaluate("document.activeElement.textContent") == "isle/1"
     page.locator(".sources button").nth(0).click()
     page.wait_for_selector("#reader-status.error:has-text(\"no file 'harbour'\")")
     page.click("#reader-close")
@@ -202,24 +204,16 @@ def test_sources_have_places_and_open_the_document_there(page: Page) -> None:
 
 def test_the_cited_passage_is_the_one_with_its_text(page: Page) -> None:
     passages = [f"Passage {i} of it. " * 40 for i in range(30)]
-    data = {"data": [{"type": "text", "text": text} for text in passages]}
+    passages[20] = SOURCES[0].text
+    data = {"data": [{"type": "text", "text": f"{text}\n\n"} for text in passages]}
     page.route(re.compile("/content$"), lambda route: route.fulfill(json=data))
-    source: dict[str, Any] = {"segment": 1, "knowledge": "demo", "file_id": "a/b.pdf", "filename": RUNS, "title": "T"}
-    source |= {"page": 7, "heading": "Setup > Linux", "score": 0.5, "text": passages[20].strip()}
-    page.evaluate(
-        """async source => {
-          const { sourcesOf, sourceList } = await import("/page/sources.js");
-          const rag = { sources: [source], segments: [{ id: "system" }, { id: "a/b.pdf#0" }] };
-          document.querySelector("#ask-turns").append(sourceList(sourcesOf(rag, "demo"), rag.segments));
-        }""",
-        source,
-    )
-    assert page.inner_text(".sources li").split("\n")[0] == f"{RUNS} page 7 · Setup > Linux · similarity 0.50"
-    page.click(".sources button")
+    ask(page)
+    page.locator(".sources button").nth(0).click()
     page.wait_for_selector("#reader .cited")
     assert page.locator("#reader .passage").count() == 30
-    assert page.inner_text("#reader .cited") == passages[20].strip()
-    assert page.inner_text("#reader-status").endswith("page 7 · Setup > Linux")
+    assert page.inner_text("#reader .cited") == SOURCES[0].text
+    where = "Passage 21 of 30, marked, is what the answer drew on · page 7 · Depth > Tides"
+    assert page.inner_text("#reader-status") == where
     middle = "document.querySelector('#reader .cited').getBoundingClientRect().top / innerHeight"
     assert 0.1 < page.evaluate(middle) < 0.9, "it is in sight"
 

@@ -191,6 +191,8 @@ def test_documents_are_filtered_sorted_and_opened(browser: Browser, shelf: Shelf
         rows = page.locator("#documents-list tbody td.text")
         assert rows.all_inner_texts() == ["b 9.md", "b 10.md", "other.md"]
         page.click("th button:text-is('Document')")
+        assert page.get_attribute("th[aria-sort]", "aria-sort") == "ascending"
+        page.click("th button:text-is('Document')")
         assert rows.all_inner_texts() == ["other.md", "b 10.md", "b 9.md"]
         assert page.get_attribute("th[aria-sort]", "aria-sort") == "descending"
         assert page.evaluate("document.activeElement.textContent") == "Document"
@@ -201,15 +203,15 @@ def test_documents_are_filtered_sorted_and_opened(browser: Browser, shelf: Shelf
         assert "28 feet deep" in page.inner_text("#reader-text") and page.inner_text("#reader-status") == "1 passage"
 
 
-def test_files_that_were_left_out_are_told(browser: Browser, shelf: Shelf) -> None:
-    reason = "not a readable PDF: export it again"
-    health = {
-        "status": "ok",
-        "programs_left": 0,
-        "indexing": {"skipped": [{"path": "up/broken.pdf", "reason": reason}]},
-    }
-    with visiting(browser, shelf.served.url, "/page/icon.svg") as page:
-        page.route("**/health", lambda route: route.fulfill(json=health))
-        page.goto(f"{shelf.served.url}/#documents")
-        page.wait_for_selector("#documents-skipped li")
-        assert page.inner_text("#documents-skipped") == f"1 file could not be read\nup/broken.pdf {reason}"
+def test_files_that_could_not_be_read_come_first_with_what_to_do(browser: Browser, shelf: Shelf) -> None:
+    error = {"code": "invalid_file", "message": "not a readable PDF: export it again"}
+    ready = {"id": "a.md", "status": "completed", "usage_bytes": 10, "vector_store_id": "demo"}
+    failed = {**ready, "id": "up/broken.pdf", "status": "failed", "usage_bytes": 0, "last_error": error}
+    with visiting(browser, shelf.served.url) as page:
+        page.route("**/demo/files?**", lambda route: route.fulfill(json={"data": [ready, failed], "has_more": False}))
+        page.click("nav a[href='#documents']")
+        page.wait_for_selector("#documents-list table")
+        first = page.locator("#documents-list tbody tr").nth(0).inner_text()
+        assert " ".join(first.split()) == "up/broken.pdf failed: not a readable PDF: export it again"
+        assert "; 1 could not be read; " in page.inner_text("#documents-list")
+        assert page.locator("#documents-list button:text-is('up/broken.pdf')").count() == 0

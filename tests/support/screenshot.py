@@ -3,7 +3,8 @@
     python -m tests.support.screenshot docs/figure
 
 It writes page.png, page-dark.png, page-phone.png, page-made.png, page-compare.png, page-graph.png and page-cache.png.
-The engine is asked everything once before, so that what is compiled when first used is no part of the times that are shown.
+The engine is asked everything once before, so that what is compiled when first used is no part of the times that are
+shown.
 """
 
 from __future__ import annotations

@@ -21,6 +21,10 @@ SEGMENTS = (
     core.SegmentReport("isle/1#0", "The tern", 6, 3, 3, "disk", 0.5, ((1, 4),)),
     core.SegmentReport("question", "", 4, 0, 4, None, None, ((0, 4),)),
 )
+SOURCES = (
+    core.Citation(1, "demo", "harbour", RUNS, "Harbour", 7, "Depth > Tides", 0.75, "Harbour\nThe harbour is deep."),
+    core.Citation(2, "demo", "isle/1", "isle/1", "", None, None, 0.5, "no passage has this text any more"),
+)
 TIMINGS = core.Timings(retrieve=7, load=1, prefill=57, ttft=66, total=1190, search_exposed=7)
 FACTS = (
     core.FactReport("Maud", ("Maud", "keeps", "lighthouse", "stands on", RUNS), 0.9),
@@ -36,6 +40,7 @@ class Telling(FakeEngine):
                 facts = FACTS if request.rag and request.rag.graph else ()
                 prompt = np.arange(25, dtype=np.int32)
                 event = replace(event, segments=SEGMENTS, prompt=prompt, prompt_tokens=25, facts=facts, timings=TIMINGS)
+                event = replace(event, sources=() if facts else SOURCES)
             elif strategy == "naive":
                 event = core.Delta(event.text.replace("red", "blue"))
             yield event

@@ -6,7 +6,7 @@ import { count, counted, find, h, milliseconds, percent, say } from "./dom.js";
 import { body, fillStrategies, knowledgeOf, onSubmit, server } from "./form.js";
 import { paths } from "./graph.js";
 import { markdown } from "./markdown.js";
-import { sourceList, sourcesOf } from "./sources.js";
+import { sourceList } from "./sources.js";
 import { strip } from "./strip.js";
 
 /** Questions that the packaged documents answer, and two of these, by which they are known. */
@@ -74,7 +74,6 @@ function follow(article) {
 
 /** Ask one question and show its turn. */
 async function converse(question, signal) {
-  const knowledge = knowledgeOf("ask");
   const asked = body("ask", messages(question));
   const turn = { question, text: "", failed: false };
   const answer = h("div", { class: "answer", "aria-busy": "true", "aria-live": "polite" });
@@ -107,7 +106,7 @@ async function converse(question, signal) {
         turn.text ? null : h("p", { class: "facts" }, "The model gave no answer."),
         cut(result, " under Advanced"),
         navigator.clipboard ? h("div", { class: "buttons" }, copy) : null,
-        sourceList(sourcesOf(result.rag, knowledge), result.rag.segments),
+        sourceList(result.rag),
         paths(result.rag.facts),
         made(result),
       ].filter(Boolean),
@@ -199,11 +198,12 @@ async function introduce() {
   const [about, shown] = [find("ask-about"), find("ask-examples")];
   const graph = find("ask-knowledge").value.match(/^graph:(.*)/)?.[1];
   const store = server.stores.find(({ id }) => id === knowledgeOf("ask"));
-  const documents = store?.file_counts.total;
+  const documents = store?.file_counts.completed;
   shown.replaceChildren();
   about.replaceChildren(
     documents
       ? `Answers draw on ${counted(documents, "document")} in “${store.name || store.id}”. `
+      : store?.file_counts.in_progress ? `The documents of “${store.name || store.id}” are being read. `
       : store ? "This knowledge base has no documents yet. " : graph ? `Answers draw on the facts of the graph “${graph}”. ` : "The model answers without documents. ",
     h("a", { href: "#documents" }, documents ? "See or add documents" : "Add documents"),
   );

@@ -131,9 +131,11 @@ export function initDocuments() {
   };
 
   /** The documents of the knowledge base that is shown, and how they are listed. */
-  let [entries, order] = [[], { by: "name", up: true }];
+  let [entries, order] = [[], { by: "state", up: true }];
   const nameOf = (entry) => names.get(entry.id) ?? entry.id;
-  const KEYS = { name: nameOf, size: (entry) => entry.usage_bytes, state: (entry) => entry.status };
+  /** Those that need a look come first. */
+  const STAGES = ["failed", "cancelled", "in_progress", "completed"];
+  const KEYS = { name: () => 0, size: (entry) => entry.usage_bytes, state: (entry) => STAGES.indexOf(entry.status) };
   const filter = h("input", { id: "documents-filter", type: "search", autocomplete: "off", spellcheck: "false", oninput: () => draw() });
   const [table, told] = [h("div"), h("p", { class: "facts", role: "status" })];
 
@@ -141,7 +143,7 @@ export function initDocuments() {
     const [store, wanted] = [chosen(), filter.value.trim().toLowerCase()];
     const [own, key] = [!changeable(store), KEYS[order.by]];
     const found = entries.filter((entry) => nameOf(entry).toLowerCase().includes(wanted));
-    const compared = (a, b) => (order.by === "size" ? key(a) - key(b) : key(a).localeCompare(key(b), "en", { numeric: true }));
+    const compared = (a, b) => key(a) - key(b) || nameOf(a).localeCompare(nameOf(b), "en", { numeric: true });
     found.sort((a, b) => (order.up ? compared(a, b) : compared(b, a)));
     const column = (name, by) => {
       const sort = () => {
@@ -152,12 +154,14 @@ export function initDocuments() {
       const state = order.by === by ? (order.up ? "ascending" : "descending") : null;
       return h("th", { scope: "col", "aria-sort": state, class: by === "size" ? "number" : "" }, h("button", { type: "button", "data-by": by, onclick: sort }, name));
     };
+    const failed = entries.filter((entry) => entry.status === "failed").length;
     const stated = entries.some((entry) => entry.status !== "completed");
     const head = [column("Document", "name"), column("Size", "size"), stated ? column("State", "state") : null, own ? null : h("th", { scope: "col" }, h("span", { class: "unseen" }, "Remove"))];
     const total = Math.max(entries.length, store.file_counts.total);
     const shown = Math.min(found.length, ROWS);
     told.textContent = [
       wanted ? `${count(found.length)} of ${counted(total, "document")}` : counted(total, "document"),
+      failed && `${count(failed)} could not be read`,
       shown < found.length && `the first ${count(shown)} are shown: filter to see others`,
       own && "these come from the server's own folder, and stay as they are",
     ].filter(Boolean).join("; ");
@@ -169,7 +173,6 @@ export function initDocuments() {
     const store = chosen();
     if (doomed !== choice.value) doom(null);
     find("documents-upload").hidden = find("documents-delete").hidden = !changeable(store);
-    skipped();
     if (!store) return list.replaceChildren(h("p", { class: "facts" }, "There is no knowledge base yet: create one, then add documents."));
     if (list.dataset.store !== store.id) list.replaceChildren(...[1, 2, 3].map(() => h("span", { class: "skeleton" })));
     const listed = await all(path("vector_stores", store.id, "files"), MOST);
@@ -183,13 +186,6 @@ export function initDocuments() {
     }
     filter.parentElement.hidden = entries.length < 2;
     draw();
-  };
-
-  /** Files of the server's folder that were left out, with what to do about each. */
-  const skipped = () => {
-    const left = changeable(chosen()) ? [] : server.health?.indexing?.skipped ?? [];
-    const lines = left.map((one) => h("li", {}, h("strong", {}, one.path), ` ${one.reason}`));
-    find("documents-skipped").replaceChildren(...(left.length ? [h("h3", {}, `${counted(left.length, "file")} could not be read`), h("ul", {}, lines)] : []));
   };
 
   const fill = async (wanted) => {

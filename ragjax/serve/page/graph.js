@@ -4,7 +4,9 @@ import { counted, h, svg } from "./dom.js";
 
 /** Paths that are drawn, at most; all are listed. */
 const MOST = 16;
-const [COLUMN, ROW, BOX, HIGH, CHARS] = [250, 44, 136, 26, 18];
+const [COLUMN, ROW, BOX, HIGH, CHARS] = [266, 44, 136, 26, 18];
+/** How far from a box its lines have come apart: their labels stand behind that. */
+const APART = 36;
 
 const short = (text, most = CHARS) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
@@ -45,12 +47,12 @@ function draw(facts) {
     const forward = to.x > from.x;
     // a relation within a column, or back, leaves and arrives at the right
     const [x1, x2] = [from.x + BOX, forward ? to.x : to.x + BOX];
-    const bend = forward ? (x1 + x2) / 2 : Math.max(x1, x2) + 40;
+    const bend = forward ? x1 + APART : Math.max(x1, x2) + 40;
     return svg(
       "g",
       { class: "relation" },
       svg("title", {}, `${head} – ${relation} – ${tail}`),
-      svg("path", { d: `M${x1},${from.y} C${bend},${from.y} ${bend},${to.y} ${x2},${to.y}` }),
+      svg("path", { d: `M${x1},${from.y} C${forward ? bend - 8 : bend},${from.y} ${forward ? x1 + 8 : bend},${to.y} ${forward ? bend : x2},${to.y} H${x2}` }),
       svg("text", { x: forward ? x2 - 8 : bend - 6, y: to.y - 5, "text-anchor": forward ? "end" : "start" }, short(relation)),
     );
   };

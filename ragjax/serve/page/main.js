@@ -46,8 +46,10 @@ async function load() {
 }
 
 /** What the server still does before it is at its best, in sentences. */
-function works({ preprocessing: passages, programs_left: programs }) {
+function works({ indexing, preprocessing: passages, programs_left: programs }) {
+  const left = indexing?.seconds_left >= 90 ? `, about ${count(indexing.seconds_left / 60)} minutes left` : "";
   return [
+    indexing?.running && `Reading your documents: ${count(indexing.files)} of ${counted(indexing.files_total, "file")} can be asked about${left}.`,
     programs > 0 && `Getting faster: ${counted(programs, "program")} still to compile, so first answers may take longer.`,
     passages?.running && passages.prepared < passages.passages && `Preparing passages to be reused anywhere: ${count(passages.prepared)} of ${count(passages.passages)} are ready.`,
   ].filter(Boolean);
@@ -58,8 +60,9 @@ async function watch(gone = false) {
   const line = find("progress");
   let said = [];
   try {
+    const reading = server.health?.indexing?.running;
     server.health = await json("health");
-    if (gone && !find("problem").hidden) load();
+    if ((gone && !find("problem").hidden) || (reading && !server.health.indexing?.running)) load();
     gone = false;
     said = works(server.health);
   } catch {

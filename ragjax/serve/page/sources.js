@@ -3,20 +3,13 @@
 import { json } from "./api.js";
 import { counted, find, h, say } from "./dom.js";
 
-/** The passages of an answer in the order of the prompt, as `rag.sources` has them. */
-export function sourcesOf(rag, knowledge) {
-  if (rag.sources) return rag.sources;
-  return rag.segments.flatMap(({ id, title, score, pieces }, segment) => {
-    if (score === null || !knowledge) return [];
-    const file = id.replace(/#[^#]*$/, "");
-    return [{ segment, knowledge, file_id: file, filename: title || file, page: null, heading: null, score, text: pieces?.join("") ?? "" }];
-  });
-}
-
 const placeOf = ({ page, heading }) => [page && `page ${page}`, heading].filter(Boolean).join(" · ");
 
-/** The numbered list of an answer's sources; a click opens the document at the passage. */
-export function sourceList(sources, segments) {
+/** The text of a passage without the title that it begins with. */
+const excerpt = ({ text, title }) => (title && text.startsWith(title) ? text.slice(title.length) : text).trim();
+
+/** The numbered list of an answer's sources; a click opens the document at the passage, unless the request brought it. */
+export function sourceList({ sources, segments }) {
   if (!sources.length) return null;
   const entry = (source) => {
     const facts = [placeOf(source), source.score !== null && `similarity ${source.score.toFixed(2)}`].filter(Boolean).join(" · ");
@@ -24,9 +17,9 @@ export function sourceList(sources, segments) {
     return h(
       "li",
       {},
-      h("button", { type: "button", class: "link", onclick: () => openDocument(opened) }, source.filename),
+      source.knowledge === null ? source.filename : h("button", { type: "button", class: "link", onclick: () => openDocument(opened) }, source.filename),
       h("span", { class: "facts" }, ` ${facts}`),
-      source.text ? h("p", { class: "excerpt" }, source.text) : null,
+      source.text ? h("p", { class: "excerpt" }, excerpt(source)) : null,
     );
   };
   return h("section", { class: "sources", "aria-label": "Sources" }, h("h4", {}, "Sources"), h("ol", {}, sources.map(entry)));

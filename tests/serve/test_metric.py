@@ -77,6 +77,7 @@ def test_the_page_names_every_metric() -> None:
     with serving(engine) as served:
         names = {f.name + "_total" * (f.type == "counter") for f in _families(served)}
     names |= {f"ragjax_{name}" for name in ROUTING}  # of a fleet alone
+    names |= {"ragjax_indexing_files", "ragjax_indexing_skipped"}  # of a server with documents alone
     rows = "\n".join(line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
     assert set(re.findall(r"ragjax_\w+", rows)) == {name for name in names if not name.endswith("_created")}
 

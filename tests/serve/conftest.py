@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.browser import browsing
+from tests.support.browser import browsing, visiting
 from tests.support.fakes import FakeEngine
 from tests.support.serving import Caught, Served, serving
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +39,10 @@ def caught() -> Iterator[Caught]:
 def browser() -> Iterator[Browser]:
     with browsing() as browser:
         yield browser
+
+
+@pytest.fixture(scope="module")
+def blank(browser: Browser, shared: Served) -> Iterator[Page]:
+    """A page whose modules are called; nothing is left on it."""
+    with visiting(browser, shared.url) as page:
+        yield page

@@ -89,10 +89,10 @@ def test_what_the_server_still_prepares_is_told(browser: Browser) -> None:
         ({"strategy": "prefix", "compression": {"kept": 9}}, 2, PART),
     ],
 )
-def test_why_an_answer_is_approximate(page: Page, rag: dict[str, Any], passages: int, words: str) -> None:
+def test_why_an_answer_is_approximate(blank: Page, rag: dict[str, Any], passages: int, words: str) -> None:
     segments = [{"score": None}] * 2 + [{"score": 0.5}] * passages  # the first two: the system prompt and the question
     account = {"strategy": "naive", "recompute_ratio": None, "compression": None, "segments": segments, **rag}
-    said = page.evaluate("async rag => (await import('/page/account.js')).loss(rag).textContent", account)
+    said = blank.evaluate("async rag => (await import('/page/account.js')).loss(rag).textContent", account)
     reason = said.partition(". ")[0]
     assert reason.endswith(words) and (words == BITS or reason == f"Approximate reuse: {words}")
 

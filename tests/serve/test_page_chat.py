@@ -11,6 +11,7 @@ import pytest
 
 from ragjax import core
 from tests.support.browser import visiting
+from tests.support.fakes import FakeEngine
 from tests.support.serving import Served, serving
 from tests.support.telling import RUNS, SOURCES, Telling, ask, telling
 
@@ -51,13 +52,6 @@ def served(fake: Telling) -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture(scope="module")
-def blank(browser: Browser, served: Served) -> Iterator[Page]:
-    """A page whose modules are called; nothing is left on it."""
-    with visiting(browser, served.url) as page:
-        yield page
-
-
 @pytest.fixture
 def page(browser: Browser, served: Served) -> Iterator[Page]:
     with visiting(browser, served.url) as page:
@@ -83,6 +77,15 @@ def test_a_conversation_is_sent_with_its_turns_and_begun_anew(fake: Telling, pag
     assert page.evaluate("document.activeElement.id") == "ask-question"
     ask(page, "Again?")
     assert [one.content for one in fake.requests[-1].messages] == ["Again?"]
+
+
+def test_an_answer_without_passages_says_so(browser: Browser) -> None:
+    plain = FakeEngine(context_length=4096)  # it finds nothing
+    with serving(plain) as served, visiting(browser, served.url) as page:
+        ask(page, knowledge="base:demo")
+        ask(page, knowledge="")
+        said = page.locator("text=No passage of the documents fits this question")
+        assert said.count() == 1 and page.locator(".turn").nth(0).locator(said).count() == 1
 
 
 def test_nothing_is_asked_by_an_empty_question(fake: Telling, page: Page) -> None:
@@ -205,12 +208,14 @@ def test_sources_have_places_and_open_the_document_there(page: Page) -> None:
 def test_the_cited_passage_is_the_one_with_its_text(page: Page) -> None:
     passages = [f"Passage {i} of it. " * 40 for i in range(30)]
     passages[20] = SOURCES[0].text
-    data = {"data": [{"type": "text", "text": f"{text}\n\n"} for text in passages]}
+    places = [{"page": 1 + i // 3, "heading": None} for i in range(30)]
+    data = {"data": [{"text": f"{text}\n\n", **place} for text, place in zip(passages, places, strict=True)]}
     page.route(re.compile("/content$"), lambda route: route.fulfill(json=data))
     ask(page)
     page.locator(".sources button").nth(0).click()
     page.wait_for_selector("#reader .cited")
     assert page.locator("#reader .passage").count() == 30
+    assert page.locator("#reader .place").all_inner_texts() == [f"page {n}" for n in range(1, 11)]
     assert page.inner_text("#reader .cited") == SOURCES[0].text
     where = "Passage 21 of 30, marked, is what the answer drew on · page 7 · Depth > Tides"
     assert page.inner_text("#reader-status") == where
@@ -288,7 +293,7 @@ def test_questions_to_begin_with_come_from_the_documents(browser: Browser, serve
     def listed(*ids: str) -> dict[str, Any]:
         return {"data": [{"id": id, "status": "completed"} for id in ids], "has_more": False}
 
-    demo = listed("candlehythe", "mirrow-lake", "tolverey")
+    demo = listed("candlehythe", "pepper-the-dog", "tolverey")
     own = listed("guide/set-up.md", "4711.pdf", "a" * 99, "notes of May.txt")
 
     def answer(route: Route) -> None:

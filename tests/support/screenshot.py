@@ -46,7 +46,7 @@ def ask(page: Page, question: str, knowledge: str = "base:demo", strategy: str =
 def conversation(page: Page) -> None:
     """Two turns with their sources."""
     ask(page, FIRST)
-    ask(page, "What does the flag of Tolverey show?")
+    ask(page, "What was the favourite food of the sled dog Pepper?")
 
 
 def first(page: Page) -> None:
@@ -97,7 +97,7 @@ PICTURES: dict[str, tuple[Callable[[Page], None], dict[str, object]]] = {
 
 def main(folder: Path) -> None:
     """Take the pictures."""
-    questions = [*(FIRST, "What does the flag of Tolverey show?"), QUESTION]
+    questions = [*(FIRST, "What was the favourite food of the sled dog Pepper?"), QUESTION]
     known = {"knowledge": {"demo": DEMO / "documents"}, "graph": {"demo": DEMO / "facts.tsv"}}
     kept = {name: strategies()[name] for name in ("full", "prefix", "anchor")}
     with (

@@ -10,8 +10,8 @@ import { sourceList } from "./sources.js";
 import { strip } from "./strip.js";
 
 /** Questions that the packaged documents answer, and two of these, by which they are known. */
-const DEMO = ["Who is the mayor of Candlehythe?", "How deep is Mirrow Lake?", "What does the flag of Tolverey show?"];
-const DEMO_FILES = ["candlehythe", "mirrow-lake"];
+const DEMO = ["Who is the mayor of Candlehythe?", "What colour are the front doors in Candlehythe painted?", "What was the favourite food of the sled dog Pepper?"];
+const DEMO_FILES = ["candlehythe", "pepper-the-dog"];
 
 /** Turns of the conversation, oldest first: `{question, text, failed}`. */
 let turns = [];
@@ -35,6 +35,12 @@ function telling(segments) {
   const repaired = segments.findIndex((segment) => segment.reused && segment.recomputed && segment.score !== null);
   const passage = segments.findIndex((segment) => segment.score !== null);
   return repaired >= 0 ? repaired : passage >= 0 ? passage : null;
+}
+
+/** A warning that no passage was found to draw on; null if none was looked for, or one was found. */
+function unfounded({ knowledge, top_k }, { sources, facts }) {
+  if (knowledge === undefined || top_k === 0 || sources.length || facts.length) return null;
+  return h("p", { class: "facts" }, "No passage of the documents fits this question: the answer does not come from them.");
 }
 
 function made(result) {
@@ -105,6 +111,7 @@ async function converse(question, signal) {
       ...[
         turn.text ? null : h("p", { class: "facts" }, "The model gave no answer."),
         cut(result, " under Advanced"),
+        unfounded(asked.rag, result.rag),
         navigator.clipboard ? h("div", { class: "buttons" }, copy) : null,
         sourceList(result.rag),
         paths(result.rag.facts),

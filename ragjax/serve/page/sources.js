@@ -41,7 +41,9 @@ export async function openDocument({ knowledge, file_id, filename, text = "", pa
     const same = text ? data.findIndex((one) => one.text.trim() === text.trim()) : -1;
     const cited = same >= 0 ? same : passage;
     const passages = data.map((one, i) => h("p", { class: i === cited ? "passage cited" : "passage", "aria-current": i === cited ? "true" : null }, one.text.trim()));
-    shown.replaceChildren(...passages);
+    // where one stands is said where it changes
+    const places = data.map((one, i) => (i && placeOf(one) === placeOf(data[i - 1]) ? "" : placeOf(one)));
+    shown.replaceChildren(...passages.flatMap((one, i) => (places[i] ? [h("p", { class: "facts place" }, places[i]), one] : [one])));
     const count = counted(data.length, "passage");
     const where = [`Passage ${cited + 1} of ${data.length}, marked, is what the answer drew on`, placeOf(place)].filter(Boolean).join(" · ");
     say(status, !data.length ? "The document has no passages yet." : passages[cited] ? where : count);

@@ -134,6 +134,7 @@ class Hit:
     score: float  # cosine similarity to the question
     public: bool = False  # its KV may serve every tenant
     knowledge: str | None = None  # the base that it was found in; None: the request brought it
+    earlier: bool = False  # an earlier question of the conversation alone found it
 
 
 class Kind(StrEnum):

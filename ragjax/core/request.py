@@ -214,6 +214,7 @@ class Citation:
         filename: of its document, or what else that is known by.
         page, heading: as `Chunk` has them.
         score: cosine similarity to the question; None if the request named or brought its document.
+        earlier: whether an earlier question of the conversation alone found it; the score is then of that one.
     """
 
     segment: int
@@ -225,6 +226,7 @@ class Citation:
     heading: str | None
     score: float | None
     text: str
+    earlier: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from ragjax.core import (
     Citation,
@@ -134,18 +135,36 @@ class Composer:
             RequestError: if it cannot be served as asked.
         """
         build = partial(
-            chat.chat_prompt, self.tokenizer, request.messages, hits, public=self.grounding.share, tools=request.tools
+            chat.chat_prompt, self.tokenizer, request.messages, public=self.grounding.share, tools=request.tools
         )
-        prompt = self._recognised(request, build)
+        if hits is None or self._recognises(request):
+            prompt, found = self._recognised(request, partial(build, hits)), hits or ()
+        else:
+            earlier = self.grounding.earlier(request)
+            prompt, found = _conversation(build, hits, earlier)
+            while earlier and not self._fits(prompt, request):
+                earlier = dict([*earlier.items()][(len(earlier) + 1) // 2 :])
+                prompt, found = _conversation(build, hits, earlier)
         given = request.rag is not None and request.rag.documents is not None
         places = (i for i, one in enumerate(prompt.segments) if one.kind is Kind.CHUNK and not one.recognised)
-        pairs = zip(places, hits or (), strict=True)
+        pairs = zip(places, found, strict=True)
         return Grounded(prompt, sources=tuple(cited(hit, place, given) for place, hit in pairs))
+
+    def _fits(self, prompt: Prompt, request: Request) -> bool:
+        """True if a prompt leaves the answer its tokens, or else a quarter of the context."""
+        answer = min(request.sampling.max_tokens, self.context_length // 4)
+        pieces = sum(segment.kind is not Kind.NODE for segment in prompt.segments)
+        length = len(prompt) + answer
+        return length <= self.context_length and self.limits.holds(length, pieces)
+
+    def _recognises(self, request: Request) -> bool:
+        rag = request.rag or Rag()
+        return self.recognise if rag.recognise is None else rag.recognise
 
     def _recognised(self, request: Request, build: Callable[..., Prompt]) -> Prompt:
         """The prompt that `build` makes, with passages recognised if that is asked for."""
         rag = request.rag or Rag()
-        if not (self.recognise if rag.recognise is None else rag.recognise):
+        if not self._recognises(request):
             return build()
         entries = self.limits.room_beside(self.context_length, 0)
         most = max(0, entries // 4 - 2)  # a passage has two pieces, of two entries beside theirs each
@@ -250,10 +269,28 @@ class Composer:
             raise overlong(self.context_length, "messages have", "Shorten them", "messages")
 
 
+def _conversation(
+    build: Callable[..., Prompt], hits: Sequence[Hit], earlier: Mapping[int, Sequence[Hit]]
+) -> tuple[Prompt, tuple[Hit, ...]]:
+    """The prompt of a question with its chunks and those of earlier ones, and all chunks in order.
+
+    A chunk that several questions found stands where the first of them has it, and nowhere else.
+    """
+    again = {(hit.knowledge, hit.chunk.id): hit for hit in hits}
+    seen = set[tuple[str | None, str]]()
+    kept: dict[int, tuple[Hit, ...]] = {}
+    for i, found in earlier.items():
+        new = {key: hit for hit in found if (key := (hit.knowledge, hit.chunk.id)) not in seen}
+        kept[i] = tuple(again.get(key) or replace(hit, earlier=True) for key, hit in new.items())
+        seen |= new.keys()
+    rest = tuple(hit for key, hit in again.items() if key not in seen) if earlier else tuple(hits)
+    return build(rest, earlier=kept), (*chain.from_iterable(kept.values()), *rest)
+
+
 def cited(hit: Hit, segment: int, given: bool) -> Citation:
     """Where a passage is from, which stands in this segment. given: whether the request named or brought it."""
     chunk, score = hit.chunk, None if given else hit.score
     return Citation(
         segment, hit.knowledge, chunk.document_id, chunk.source_name, chunk.title, chunk.page, chunk.heading, score,
-        chunk.text,
+        chunk.text, hit.earlier,
     )  # fmt: skip

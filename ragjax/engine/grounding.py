@@ -9,9 +9,12 @@ from ragjax.core import Chunk, Document, Hit, Rag, Request, RequestError
 from ragjax.engine.knowledge import KnowledgeRegistry
 from ragjax.prompting.recognition import Cutter, brings_passages
 from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.knowledge import BasePart, KnowledgeBase, SearchStage, search_parts
+from ragjax.retrieval.knowledge import BasePart, KnowledgeBase, Query, SearchStage, search_parts
 
 BROUGHT = "the messages bring passages, so none were retrieved (--retrieve auto); rag.top_k asks for some"
+
+MOST_EARLIER = 16
+"""Earlier questions of a conversation whose passages stay, at most: each is searched for again."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,28 @@ class Grounding:
             return self._given(rag.documents, rag.knowledge, request.tenant)
         if not self._searches(request, rag):
             return None
+        return self._found(request, rag, _query(request))
+
+    def earlier(self, request: Request) -> dict[int, tuple[Hit, ...]]:
+        """The chunks of a conversation's earlier questions, by the index of the message, if its question is searched.
+
+        They are searched for again, each with what was asked before it, and so are those that the earlier prompts had
+        as long as the knowledge is the same. Of a long conversation the first ones are left out: about half of the
+        context is for them.
+        """
+        rag = request.rag
+        if rag is None or rag.documents is not None or not self._searches(request, rag):
+            return {}
+        *before, _ = (i for i, one in enumerate(request.messages) if one.role == "user" and one.content.strip())
+        most = min(MOST_EARLIER, self.context_length // 2 // (self._top_k(rag) * self.chunker.max_tokens))
+        left = before[dropped(len(before), most) :]
+        return {i: self._found(request, rag, _query(request, i + 1)) for i in left}
+
+    def _found(self, request: Request, rag: Rag, query: Query) -> tuple[Hit, ...]:
         names = [source.knowledge for source in rag.searched]
         bases = [self.knowledge.seen(name, request.tenant) for name in names]
         parts = [BasePart(base, source.within) for base, source in zip(bases, rag.searched, strict=True)]
-        found = search_parts(parts, request.question, self._top_k(rag), rag.min_score)
+        found = search_parts(parts, query, self._top_k(rag), rag.min_score)
         public = {base.name: self._public(name) for base, name in zip(bases, names, strict=True)}
         return tuple(replace(hit, public=public[part.base.name], knowledge=part.base.name) for part, hit in found)
 
@@ -71,7 +92,7 @@ class Grounding:
         if base.indexing is not None and base.indexing.running:  # the answer tells so, and searches once
             return None
         public = self._public(source.knowledge)
-        found = base.stages(request.question, self._top_k(rag), stages)
+        found = base.stages(_query(request), self._top_k(rag), stages)
         return (
             replace(stage, hits=tuple(replace(hit, public=public, knowledge=base.name) for hit in stage.hits))
             for stage in found
@@ -136,6 +157,23 @@ class Grounding:
 
     def _too_long(self) -> RequestError:
         return overlong(self.context_length, "documents have", "Give fewer or shorter documents", "rag.documents")
+
+
+def _query(request: Request, end: int | None = None) -> Query:
+    """What the last question of the messages before `end` asks (None: of all)."""
+    *before, text = (one.content for one in request.messages[:end] if one.role == "user" and one.content.strip())
+    return Query(text, tuple(before), request.tenant)
+
+
+def dropped(turns: int, most: int) -> int:
+    """How many of so many earlier turns lose their passages, the oldest first, so that at most `most` keep them.
+
+    Half of those that may keep them go at once: then the prompts of the next turns begin with what this one has.
+    """
+    if turns <= most or most < 1:
+        return turns if most < 1 else 0
+    step = most - most // 2
+    return -(-(turns - most) // step) * step
 
 
 def overlong(context_length: int, what: str, advice: str, param: str) -> RequestError:

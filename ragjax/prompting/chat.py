@@ -1,16 +1,17 @@
 """From messages and retrieved chunks to a prompt of segments.
 
-The chat template is rendered once and cut where the chunks go, at the start of the last user message:
+The chat template is rendered once and cut where the chunks go, at the start of each user message that was searched for:
 
-    system = template up to the first user message | query = earlier turns | chunks | query = question, answer's head
+    system = template up to the first user message | chunks | query = question, answer | chunks | query = question, …
 
-so that the system segment, behind which isolated chunks are computed, is the same in every turn. What users and
-documents write is encoded as plain text: it can never become a control token.
+so that the system segment, behind which isolated chunks are computed, is the same in every turn, and each turn begins
+with all that the one before it read and answered. What users and documents write is encoded as plain text: it can never
+become a control token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,15 +36,17 @@ def chat_prompt(
     messages: Sequence[Message],
     hits: Sequence[Hit] | None,
     *,
+    earlier: Mapping[int, Sequence[Hit]] | None = None,
     public: bool = False,
     tools: Tools | None = None,
     recognition: Recognition | None = None,
 ) -> Prompt:
     """The prompt of a chat; `hits` are the chunks in the order they are to stand in (None: no knowledge is used).
 
-    public: whether the KV of our own instruction may serve every tenant. tools: those that the answer may call.
-    recognition: of passages in the messages (None: there is none). Without `hits` the system segment is then what the
-    template opens with, so that a passage is found again behind any system message, and in one.
+    earlier: chunks of earlier questions, by the index of the message, ascending; not beside a recognition. public:
+    whether the KV of our own instruction may serve every tenant. tools: those that the answer may call. recognition: of
+    passages in the messages (None: there is none). Without `hits` the system segment is then what the template opens
+    with, so that a passage is found again behind any system message, and in one.
 
     Raises:
         RequestError: if there is no message of the user, or none of the user or a tool at the end, or the template
@@ -59,7 +62,7 @@ def chat_prompt(
         return Prompt((Segment("question", Kind.QUERY, _joined(tokenizer.encode_pieces(pieces))),))
     if recognition is not None:  # the chunks are pieces too, and passages may stand on both sides of them
         recognition = replace(recognition, most=max(0, recognition.most - len(hits)) // 2)
-    before, behind = _frame(tokenizer, messages, INSTRUCTION, public, tools, recognition)
+    before, behind = _frame(tokenizer, messages, INSTRUCTION, public, tools, recognition, earlier)
     return Prompt((*before, *map(chunk_segment, hits), *behind))
 
 
@@ -129,16 +132,18 @@ def _frame(
     public: bool,
     tools: Tools | None,
     recognition: Recognition | None = None,
+    earlier: Mapping[int, Sequence[Hit]] | None = None,
 ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-    """Segments before the knowledge, and behind it."""
+    """Segments before the knowledge of the question, and behind it."""
     own = messages[0].role == "system"
-    if not own:
-        messages = (Message("system", instruction), *messages)
-    asked = _asked(messages)
-    question = Message("user", f"{CONTEXT}Question: {messages[asked].content.strip()}")
-    said = told(tokenizer, (*messages[:asked], question, *messages[asked + 1 :]), tools)
+    searched = {*(earlier or ()), _asked(messages)}
+    framed = [
+        replace(message, content=f"{CONTEXT}Question: {message.content.strip()}") if i in searched else message
+        for i, message in enumerate(messages)
+    ]
+    said = told(tokenizer, framed if own else [Message("system", instruction), *framed], tools)
     pieces = tokenizer.chat_pieces(said, tools=for_template(tools))
-    context = pieces.index((CONTEXT, False))
+    *cuts, context = (i for i, piece in enumerate(pieces) if piece == (CONTEXT, False))
     system = _end_of_system(tokenizer, said, pieces, tools)
     free = public and not own and tools is None
     if recognition is not None:
@@ -147,9 +152,13 @@ def _frame(
         return before, recognise(tokenizer, pieces[context + 1 :], recognition, spared, continued=True)
     runs = tokenizer.encode_pieces(pieces)  # in one go: each piece goes on from the one before it
     head = Segment("system", Kind.SYSTEM, _joined(runs[:system]), public=free)
-    history = _joined(runs[system:context])
-    earlier = (Segment("history", Kind.QUERY, history),) if len(history) else ()
-    return (head, *earlier), (Segment("question", Kind.QUERY, _joined(runs[context + 1 :])),)
+    front, begin = [head], system
+    for end, hits in zip((*cuts, context), (*(earlier or {}).values(), ()), strict=True):
+        if len(history := _joined(runs[begin:end])):
+            front.append(Segment("history", Kind.QUERY, history))
+        front += map(chunk_segment, hits)
+        begin = end + 1
+    return tuple(front), (Segment("question", Kind.QUERY, _joined(runs[context + 1 :])),)
 
 
 def chunk_segment(hit: Hit) -> Segment:

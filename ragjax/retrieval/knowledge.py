@@ -20,7 +20,7 @@ import logging
 import math
 import sqlite3
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,6 +44,9 @@ _WIDTHS = (1, 4, 16)  # times as many chunks as are wanted are looked at, before
 _CACHED = 20_000  # chunks in memory, a few kilobytes each; those that were read first leave
 _UNSAVED = 0.1  # share of the index that may have changed since it was saved
 _ASKED = 64  # chunks that were found lately and are remembered
+_REMEMBERED = 1024  # vectors of questions, a kilobyte or two each
+_FADING = 0.4  # what a question counts for the next one of a conversation; measured by benchmarks.retrieval
+_BEFORE = 8  # questions before the last one that count
 _QUERIES = 64  # chunks whose neighbours are searched together: a request's own search waits no longer than for these
 
 _log = logging.getLogger(__name__)
@@ -81,6 +84,21 @@ class SearchStage:
     final: bool
 
 
+@dataclass(frozen=True)
+class Query:
+    """What a conversation asks.
+
+    Args:
+        text: its last question.
+        before: the questions before it, the oldest first.
+        tenant: who asks: the vectors of questions are remembered for each tenant by itself.
+    """
+
+    text: str
+    before: tuple[str, ...] = ()
+    tenant: str = ""
+
+
 class KnowledgeBase:
     """Documents that can be searched by meaning. Any thread may read and write.
 
@@ -113,6 +131,8 @@ class KnowledgeBase:
         self._closed = False
         self._asked: deque[int] = deque(maxlen=_ASKED)  # the latest first
         self.indexing: Indexing | None = None  # how far its source is read; None: it has none
+        self._vectors: OrderedDict[tuple[str, str], Vectors] = OrderedDict()  # of questions, by tenant and text
+        self._remembering = threading.Lock()
         self.changes = 0  # counts the times that chunks came or went
 
     @classmethod
@@ -349,9 +369,11 @@ class KnowledgeBase:
             _log.warning("%s: not saved, and built again at the next start: %s", self._index_path, error)
 
     def search(
-        self, question: str, k: int, *, within: Container[str] | None = None, min_score: float | None = None
+        self, question: str | Query, k: int, *, within: Container[str] | None = None, min_score: float | None = None
     ) -> tuple[Hit, ...]:
         """The k chunks nearest to the question, best first; fewer if there are fewer.
+
+        The questions before it count too, each less than the next one: a follow-up may name no subject of its own.
 
         within: ids of the documents that may be found (None: all). If few of the nearest chunks are theirs, all of
         theirs are compared, whatever the index is. min_score: the least cosine similarity.
@@ -359,10 +381,11 @@ class KnowledgeBase:
         Raises:
             RequestError: the knowledge base or the question is empty.
         """
-        count = self._searchable(question, k)
+        query = Query(question) if isinstance(question, str) else question
+        count = self._searchable(query, k)
         if not count:
             return ()
-        vector, least = self._encoder.encode([question])[0], -math.inf if min_score is None else min_score
+        vector, least = self._vector(query), -math.inf if min_score is None else min_score
         if within is None:
             return _fitting(self._hits(*self._index.search(vector, count)), least)
         for wide in _WIDTHS:
@@ -376,18 +399,43 @@ class KnowledgeBase:
             numbers = np.array([n for one in wanted for n in chunk_store.numbers(self._database, one)], np.int64)
         return _fitting(self._hits(*self._index.search_among(vector, count, numbers)), least) if len(numbers) else ()
 
-    def stages(self, question: str, k: int, n: int) -> Iterator[SearchStage]:
+    def stages(self, question: str | Query, k: int, n: int) -> Iterator[SearchStage]:
         """The search in at most n stages (`VectorIndex.stages`); the last one finds what `search` does.
 
         Raises:
             RequestError: as `search`, at once.
         """
-        if not (count := self._searchable(question, k)):
+        query = Query(question) if isinstance(question, str) else question
+        if not (count := self._searchable(query, k)):
             return iter((SearchStage((), True),))
-        stages = self._index.stages(self._encoder.encode([question])[0], count, n)
+        stages = self._index.stages(self._vector(query), count, n)
         return (SearchStage(self._hits(stage.ids, stage.scores), stage.final) for stage in stages)
 
-    def _searchable(self, question: str, k: int) -> int:
+    def _vector(self, query: Query) -> Vectors:
+        """The vector of a query, float32 [E]."""
+        texts = (query.text, *query.before[: -_BEFORE - 1 : -1])
+        vector_NE: Vectors = np.stack([self._vector_of(query.tenant, text) for text in texts])
+        if len(texts) == 1:
+            own: Vectors = vector_NE[0]
+            return own
+        total_E = (_FADING ** np.arange(len(texts))) @ vector_NE
+        found: Vectors = (total_E / np.linalg.norm(total_E)).astype(np.float32)
+        return found
+
+    def _vector_of(self, tenant: str, text: str) -> Vectors:
+        """The vector of one question; each is embedded by itself, so that it is the same in every turn."""
+        with self._remembering:
+            if (tenant, text) in self._vectors:
+                self._vectors.move_to_end((tenant, text))
+                return self._vectors[tenant, text]
+        vector: Vectors = self._encoder.encode([text])[0]
+        with self._remembering:
+            self._vectors[tenant, text] = vector
+            while len(self._vectors) > _REMEMBERED:
+                self._vectors.popitem(last=False)
+        return vector
+
+    def _searchable(self, query: Query, k: int) -> int:
         """Number of chunks to search for: faiss makes room for k results, however few there are."""
         if k < 1:
             return 0
@@ -396,7 +444,7 @@ class KnowledgeBase:
             return 0
         if not count:
             raise RequestError(f"knowledge base {self.name!r} is empty: add documents first", param="rag.knowledge")
-        if not question.strip():
+        if not query.text.strip():
             raise RequestError("the question is empty: there is nothing to search for", param="messages")
         return min(k, count)
 
@@ -571,7 +619,7 @@ class BasePart:
 
 
 def search_parts(
-    parts: Sequence[BasePart], question: str, k: int, min_score: float | None = None
+    parts: Sequence[BasePart], question: str | Query, k: int, min_score: float | None = None
 ) -> list[tuple[BasePart, Hit]]:
     """The k chunks of all parts together that are nearest to the question, best first, and the part of each.
 

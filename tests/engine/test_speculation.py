@@ -32,7 +32,7 @@ from ragjax.core import (
 from ragjax.engine import Engine
 from ragjax.engine.speculation import Pipeline
 from ragjax.retrieval import index
-from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
+from ragjax.retrieval.knowledge import KnowledgeBase, Query, SearchStage
 from ragjax.reuse import strategies
 from ragjax.schedule.speculation import LEARNED, Odds
 from ragjax.schedule.state import RequestState
@@ -70,7 +70,7 @@ class Script:
     gate: Callable[[int], object] = lambda number: None
     asked: list[int] = field(default_factory=list)
 
-    def __call__(self, base: KnowledgeBase, question: str, k: int, n: int) -> Iterator[SearchStage]:
+    def __call__(self, base: KnowledgeBase, query: object, k: int, n: int) -> Iterator[SearchStage]:
         for number, names in enumerate(self.stages):
             self.gate(number)
             self.asked.append(number)
@@ -509,11 +509,11 @@ def test_random_searches_and_clients(seed: int, monkeypatch: pytest.MonkeyPatch)
     leaves = {question: rng.random() * 0.3 if rng.random() < 0.3 else None for question in scripts}
     pauses = {question: rng.random() * 0.06 for question in scripts}
 
-    def stages(base: KnowledgeBase, question: str, k: int, n: int) -> Iterator[SearchStage]:
-        return Script(scripts[question], lambda number: time.sleep(pauses[question]))(base, question, k, n)
+    def stages(base: KnowledgeBase, query: Query, k: int, n: int) -> Iterator[SearchStage]:
+        return Script(scripts[query.text], lambda number: time.sleep(pauses[query.text]))(base, query, k, n)
 
-    def final(base: KnowledgeBase, question: str, k: int, **_: object) -> tuple[Hit, ...]:
-        (stage,) = Script(scripts[question][-1:])(base, question, k, 1)
+    def final(base: KnowledgeBase, query: Query, k: int, **_: object) -> tuple[Hit, ...]:
+        (stage,) = Script(scripts[query.text][-1:])(base, query, k, 1)
         return stage.hits
 
     monkeypatch.setattr(KnowledgeBase, "stages", stages)

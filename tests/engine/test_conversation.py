@@ -1,0 +1,92 @@
+"""Conversations: a follow-up is searched with what was asked before; earlier passages stay, and so does their KV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ragjax.core import Answer, Document, Message
+from ragjax.engine import Engine
+from ragjax.engine.grounding import dropped
+from tests.support import tiny
+
+PEOPLE = [
+    Document("mayor", "Ada Brown, mayor of Tolva, was elected mayor in 2010."),
+    Document("keeper", "The keeper trims the lamp at dusk and sleeps by day."),
+    Document("baker", "Bread was sold first, at dawn, by the old baker of Oske."),
+    Document("ferry", "The ferry to Merrin will leave the harbour at nine."),
+]
+ASKED = ["Who is mayor of Tolva, mayor Brown?", "When was she first elected?", "When does the ferry to Merrin leave?"]
+SAID = ["Ada Brown.", "In 2010.", "At nine."]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with tiny.engine() as made:
+        made.add_documents(PEOPLE)
+        yield made
+        made.audit()
+
+
+def conversation(turns: int) -> list[Message]:
+    """The messages that the client sends in this turn, from 1."""
+    answered = zip(ASKED[: turns - 1], SAID, strict=False)
+    before = [one for asked, said in answered for one in (Message("user", asked), Message("assistant", said))]
+    return [*before, Message("user", ASKED[turns - 1])]
+
+
+def ask(engine: Engine, turns: int, strategy: str = "prefix", **options: object) -> Answer:
+    return engine.answer(conversation(turns), strategy=strategy, top_k=1, max_tokens=4, **options)  # type: ignore[arg-type]
+
+
+def files(answer: Answer) -> list[tuple[str, bool]]:
+    return [(one.file_id, one.earlier) for one in answer.sources]
+
+
+def test_a_follow_up_is_searched_with_the_conversation(engine: Engine) -> None:
+    alone = engine.answer(ASKED[1], top_k=1, max_tokens=1)
+    assert alone.sources[0].file_id == "baker"
+    assert files(ask(engine, 2)) == [("mayor", False)], "found again, and it stands in its place"
+    assert files(ask(engine, 3)) == [("mayor", True), ("ferry", False)]
+
+
+def test_a_turn_reuses_all_that_the_one_before_it_read(engine: Engine) -> None:
+    read = 0
+    for turns in (1, 2, 3):
+        answer = ask(engine, turns)
+        assert sum(one.reused for one in answer.segments) == read
+        first = answer.segments[answer.sources[0].segment]
+        assert first.id == "mayor#0" and first.reused == (first.tokens if turns > 1 else 0)
+        exact = ask(engine, turns, "full")
+        assert answer.exact_to == "full" and answer.tokens == exact.tokens and answer.sources == exact.sources
+        read = answer.prompt_tokens
+    kinds = [one.id for one in answer.segments]
+    assert kinds == ["system", "mayor#0", "history", "history", "ferry#0", "question"]
+
+
+def test_what_was_deleted_is_in_no_later_prompt(engine: Engine) -> None:
+    ask(engine, 1)
+    engine.delete_documents(["mayor"])
+    answer = engine.answer(conversation(3), top_k=1, max_tokens=1)
+    assert "mayor" not in {one.file_id for one in answer.sources} and len(answer.sources) > 1
+
+
+def test_earlier_passages_make_no_prompt_too_long(engine: Engine) -> None:
+    messages = [Message("user", ASKED[0]), Message("assistant", "Well. " * 116), Message("user", ASKED[2])]
+    found = [files(engine.answer(messages, top_k=1, max_tokens=tokens)) for tokens in (1, 80)]
+    assert found == [[("mayor", True), ("ferry", False)], [("ferry", False)]]
+
+
+def test_without_a_search_nothing_of_earlier_turns_is_searched(engine: Engine) -> None:
+    given = engine.answer(conversation(3), documents=["baker"], max_tokens=1)
+    assert files(given) == [("baker", False)]
+    assert engine.answer(conversation(3), top_k=0, max_tokens=1).sources == ()
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 16])
+def test_passages_leave_seldom_and_many_at_once(most: int) -> None:
+    gone = [dropped(turns, most) for turns in range(100)]
+    assert all(turns - most <= left <= max(0, turns - most // 2) for turns, left in enumerate(gone))
+    assert gone == sorted(gone) and len(set(gone)) <= 2 + 100 // (most - most // 2)
+    assert [dropped(turns, 0) for turns in (0, 5)] == [0, 5]

@@ -13,11 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -62,12 +63,58 @@ class EncoderConfig:
     layer_norm_eps: float
 
 
+class _Tensors:
+    """Makes modules of the tensors of a file. Each is taken once.
+
+    Modules get their weights as initial ones, and no random keys: JAX takes most of a second to make these.
+    """
+
+    def __init__(self, config: EncoderConfig, tensors: dict[str, NDArray[Any]]):
+        self._config, self._tensors = config, tensors
+        self._rngs: Any = SimpleNamespace(params=lambda: None)
+
+    def linear(self, name: str, n_in: int, n_out: int) -> nnx.Linear:
+        kernel, bias = self._initial(f"{name}.weight", transposed=True), self._initial(f"{name}.bias")
+        exact = jax.lax.Precision.HIGHEST
+        return nnx.Linear(n_in, n_out, precision=exact, kernel_init=kernel, bias_init=bias, rngs=self._rngs)
+
+    def norm(self, name: str) -> nnx.LayerNorm:
+        return nnx.LayerNorm(
+            self._config.hidden_size,
+            epsilon=self._config.layer_norm_eps,
+            use_fast_variance=False,
+            scale_init=self._initial(f"{name}.weight"),
+            bias_init=self._initial(f"{name}.bias"),
+            rngs=self._rngs,
+        )
+
+    def table(self, name: str, rows: int) -> nnx.Embed:
+        table = self._initial(f"{name}.weight")
+        return nnx.Embed(rows, self._config.hidden_size, embedding_init=table, rngs=self._rngs)
+
+    def check_empty(self) -> None:
+        """Raise ValueError if a tensor has no place."""
+        if left := self._tensors.keys() - set(_UNUSED_TENSORS):
+            raise ValueError(f"{min(left)} has no place in the encoder")
+
+    def _initial(self, name: str, transposed: bool = False) -> Callable[..., jax.Array]:
+        value = self._tensors.pop(name).astype(np.float32, copy=False)
+
+        def initial(_: object, shape: Sequence[int], dtype: object) -> jax.Array:
+            given = value.T if transposed else value
+            if given.shape != tuple(shape):
+                raise ValueError(f"{name} has shape {value.shape}, which does not fit")
+            return jax.device_put(given)  # jnp.asarray compiles a program for each shape
+
+        return initial
+
+
 class _Embeddings(nnx.Module):
-    def __init__(self, config: EncoderConfig, rngs: nnx.Rngs):
-        self.word_embeddings = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
-        self.position_embeddings = nnx.Embed(config.max_position_embeddings, config.hidden_size, rngs=rngs)
-        self.token_type_embeddings = nnx.Embed(config.type_vocab_size, config.hidden_size, rngs=rngs)
-        self.LayerNorm = _norm(config, rngs)
+    def __init__(self, config: EncoderConfig, tensors: _Tensors):
+        self.word_embeddings = tensors.table("embeddings.word_embeddings", config.vocab_size)
+        self.position_embeddings = tensors.table("embeddings.position_embeddings", config.max_position_embeddings)
+        self.token_type_embeddings = tensors.table("embeddings.token_type_embeddings", config.type_vocab_size)
+        self.LayerNorm = tensors.norm("embeddings.LayerNorm")
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:
         # a bucket may be longer than the table, and beyond a table there is NaN; only padding stands there
@@ -82,17 +129,17 @@ class _Embeddings(nnx.Module):
 class _Layer(nnx.Module):
     """Post-norm transformer layer."""
 
-    def __init__(self, config: EncoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderConfig, tensors: _Tensors, name: str):
         hidden, inner = config.hidden_size, config.intermediate_size
         self.heads = config.num_attention_heads
-        self.query = _linear(hidden, hidden, rngs)
-        self.key = _linear(hidden, hidden, rngs)
-        self.value = _linear(hidden, hidden, rngs)
-        self.attention_output = _linear(hidden, hidden, rngs)
-        self.attention_norm = _norm(config, rngs)
-        self.intermediate = _linear(hidden, inner, rngs)
-        self.output = _linear(inner, hidden, rngs)
-        self.output_norm = _norm(config, rngs)
+        self.query = tensors.linear(f"{name}.attention.self.query", hidden, hidden)
+        self.key = tensors.linear(f"{name}.attention.self.key", hidden, hidden)
+        self.value = tensors.linear(f"{name}.attention.self.value", hidden, hidden)
+        self.attention_output = tensors.linear(f"{name}.attention.output.dense", hidden, hidden)
+        self.attention_norm = tensors.norm(f"{name}.attention.output.LayerNorm")
+        self.intermediate = tensors.linear(f"{name}.intermediate.dense", hidden, inner)
+        self.output = tensors.linear(f"{name}.output.dense", inner, hidden)
+        self.output_norm = tensors.norm(f"{name}.output.LayerNorm")
 
     def __call__(self, x_BTE: jax.Array, valid_BT: jax.Array) -> jax.Array:
         x_BTE = self.attention_norm(x_BTE + self.attention_output(self._attend(x_BTE, valid_BT)))
@@ -117,9 +164,11 @@ class _Layer(nnx.Module):
 class _Bert(nnx.Module):
     """Token ids int32 [B, T] and lengths int32 [B] → normalised sentence embeddings float32 [B, E]."""
 
-    def __init__(self, config: EncoderConfig, rngs: nnx.Rngs):
-        self.embeddings = _Embeddings(config, rngs)
-        self.layers = nnx.List([_Layer(config, rngs) for _ in range(config.num_hidden_layers)])
+    def __init__(self, config: EncoderConfig, tensors: _Tensors):
+        self.embeddings = _Embeddings(config, tensors)
+        names = (f"encoder.layer.{i}" for i in range(config.num_hidden_layers))
+        self.layers = nnx.List([_Layer(config, tensors, name) for name in names])
+        tensors.check_empty()
 
     def __call__(self, ids_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
         valid_BT = jnp.arange(ids_BT.shape[1], dtype=jnp.int32) < lengths_B[:, None]
@@ -129,14 +178,6 @@ class _Bert(nnx.Module):
         sum_BE = jnp.where(valid_BT[..., None], x_BTE, 0.0).sum(axis=1)
         embeddings_BE: jax.Array = sum_BE / jnp.linalg.norm(sum_BE, axis=-1, keepdims=True)  # the mean's 1/n cancels
         return embeddings_BE
-
-
-def _linear(n_in: int, n_out: int, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(n_in, n_out, precision=jax.lax.Precision.HIGHEST, rngs=rngs)
-
-
-def _norm(config: EncoderConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(config.hidden_size, epsilon=config.layer_norm_eps, use_fast_variance=False, rngs=rngs)
 
 
 class Encoder:
@@ -171,7 +212,7 @@ class Encoder:
             tokenizer = Tokenizer.from_file(str(vocabulary))
             tokenizer.no_padding()
             tokenizer.enable_truncation(max_tokens)
-            model = _build(config, load_file(weights))
+            model = _Bert(config, _Tensors(config, load_file(weights)))
             identity = _identity((weights, vocabulary), f"{config} {max_tokens}")
         except Exception as error:  # tokenizers raises bare Exception
             raise ConfigError(f"{directory}: not a whole encoder: {error!r}; delete it to download it again") from error
@@ -284,38 +325,3 @@ def _identity(paths: Sequence[Path], settings: str) -> str:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
-
-
-_MODULE_NAMES = {
-    "query": "attention.self.query",
-    "key": "attention.self.key",
-    "value": "attention.self.value",
-    "attention_output": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "intermediate": "intermediate.dense",
-    "output": "output.dense",
-    "output_norm": "output.LayerNorm",
-}
-
-
-def _build(config: EncoderConfig, tensors: dict[str, NDArray[Any]]) -> _Bert:
-    graph, state = nnx.split(nnx.eval_shape(lambda: _Bert(config, nnx.Rngs(0))))
-    flat = dict(nnx.to_flat_state(state))
-    for place, variable in flat.items():
-        value = tensors.pop(_tensor_name(place)).astype(np.float32)
-        value = value.T if place[-1] == "kernel" else value
-        if value.shape != variable.shape:
-            raise ValueError(f"{_tensor_name(place)} has shape {value.shape}, not {variable.shape}")
-        flat[place] = variable.replace(jnp.asarray(value))
-    if left := tensors.keys() - set(_UNUSED_TENSORS):
-        raise ValueError(f"{min(left)} has no place in the encoder")
-    model: _Bert = nnx.merge(graph, nnx.from_flat_state(flat))
-    return model
-
-
-def _tensor_name(place: tuple[Any, ...]) -> str:
-    """("layers", 3, "query", "kernel") → "encoder.layer.3.attention.self.query.weight"."""
-    leaf = "bias" if place[-1] == "bias" else "weight"
-    if place[0] != "layers":
-        return f"embeddings.{place[1]}.{leaf}"
-    return f"encoder.layer.{place[1]}.{_MODULE_NAMES[place[2]]}.{leaf}"

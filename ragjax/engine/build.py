@@ -127,6 +127,8 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     compression = compression_of(options, [chosen[name] for name in contract.strategies])
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
     knowledge = Knowledge.open(options, tokenizer)
+    if early and options.knowledge is not None:  # beside what follows
+        knowledge.warm()
     shared = None if storage.remote is None else open_shared(storage.remote, identity, storage.at_rest, disk)
     copies = copies_of(mesh.size, config)
     page = page_bytes(config, DTYPE_BYTES[dtype], copies)

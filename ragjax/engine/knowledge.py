@@ -6,7 +6,9 @@ import hashlib
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -171,6 +173,7 @@ class Knowledge:
         folder = None if directory is None else Path(directory)
         self.library = Library(bases, folder, quota=int(file_quota_gb * 2**30))
         self._filler: Filler | None = None
+        self._warming: Future[None] | None = None
 
     @classmethod
     def open(cls, options: EngineOptions, tokenizer: Tokenizer) -> Knowledge:
@@ -207,11 +210,23 @@ class Knowledge:
         for name, source in sources(options.graph).items():
             fill_graph(self.graphs.make(name), name, source, options.progress)
         if self.bases.names:
-            for words in (5, 40):  # the programs of a question, so that the first one waits for none
-                self.encoder().encode(["word " * words])
+            self.warm().result()
         if fillings and (early or options.watch):
             self._filler = Filler(fillings, busy, options.watch)
             self._filler.wait(SOON)
+
+    def warm(self) -> Future[None]:
+        """Begin to load the encoder and the programs of a question in a thread; the first one waits for none then."""
+
+        def load() -> None:
+            for words in (5, 40):
+                self.encoder().encode(["word " * words])
+
+        if self._warming is None:
+            beside = ThreadPoolExecutor(1, "ragjax-encoder")
+            self._warming = beside.submit(load)
+            beside.shutdown(wait=False)
+        return self._warming
 
     @property
     def indexing(self) -> Indexing | None:
@@ -244,8 +259,14 @@ def _encoder() -> Callable[[], Encoder]:
     """Gives the sentence encoder, which is loaded when it is first asked for."""
 
     @cache
-    def encoder() -> Encoder:
+    def loaded() -> Encoder:
         return Encoder.load(resolve(ENCODER).path)  # its programs are loaded, or compiled, at their first use
+
+    lock = threading.Lock()
+
+    def encoder() -> Encoder:
+        with lock:
+            return loaded()
 
     return encoder
 

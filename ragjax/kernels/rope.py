@@ -25,7 +25,8 @@ class Rotation:
     @staticmethod
     def table(inv_freq_R: NDArray[np.float64], length: int) -> Rotation:
         angle_NR = np.arange(length, dtype=np.float64)[:, None] * inv_freq_R.astype(np.float64)
-        return Rotation(jnp.asarray(np.cos(angle_NR), jnp.float32), jnp.asarray(np.sin(angle_NR), jnp.float32))
+        cos_NR, sin_NR = np.cos(angle_NR).astype(np.float32), np.sin(angle_NR).astype(np.float32)
+        return Rotation(jax.device_put(cos_NR), jax.device_put(sin_NR))
 
     def at(self, position: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(cos, sin) at integer positions of either sign and any shape, float32 [..., R]."""

@@ -104,7 +104,8 @@ class _Tensors:
             given = value.T if transposed else value
             if given.shape != tuple(shape):
                 raise ValueError(f"{name} has shape {value.shape}, which does not fit")
-            return jax.device_put(given)  # jnp.asarray compiles a program for each shape
+            placed: jax.Array = jax.device_put(given)  # jnp.asarray compiles a program for each shape
+            return placed
 
         return initial
 

@@ -181,11 +181,25 @@ class _Header:
         self._at = end
         return text
 
+    def _texts(self, count: int) -> list[str]:
+        """Many texts: a vocabulary has some 100,000."""
+        data, at, found, length_at = self._data, self._at, list[str](), struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            begin = at + 8
+            at = begin + length_at(data, at)[0]
+            if at > len(data):
+                raise IndexError
+            found.append(str(data[begin:at], "utf-8"))
+        self._at = at
+        return found
+
     def _value(self, kind: int) -> Any:
         if kind == self._STRING:
             return self._text()
         if kind == self._ARRAY:
             inner, count = self._scalar("<I"), self._scalar("<Q")
+            if inner == self._STRING:
+                return self._texts(count)
             if inner not in self._SCALARS:
                 return [self._value(inner) for _ in range(count)]
             form = f"<{count}{self._SCALARS[inner][1]}"

@@ -28,6 +28,7 @@ from ragjax.models.tokenizer_files import (
     settings_of_directory,
     settings_of_gguf,
     vocab_size,
+    without_added,
 )
 
 
@@ -57,7 +58,7 @@ class Tokenizer:
         self._parsing = build(definition)
         added: list[dict[str, Any]] = definition.get("added_tokens") or []
         blank = [token for token in added if _is_blank(token)]
-        self._plain = build({**definition, "added_tokens": blank})
+        self._plain = build({**definition, "added_tokens": blank}) if blank else without_added(self._parsing)
         self._plain_continued = self._plain
         if self._form.prefixes_space:
             self._plain_continued = build({**self._form.without_prefix(definition), "added_tokens": blank})

@@ -41,6 +41,15 @@ def build(definition: Mapping[str, Any]) -> tokenizers.Tokenizer:
         raise ConfigError(f"the tokenizer's definition cannot be used: {error}") from error
 
 
+def without_added(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same tokenizer without added tokens. It shares the vocabulary, which takes a sixth of a second to read."""
+    plain = tokenizers.Tokenizer(tokenizer.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (own := getattr(tokenizer, part)) is not None:
+            setattr(plain, part, own)
+    return plain
+
+
 def vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
     """One past the highest id of a token, added ones included; where ids have gaps there are fewer tokens."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)

@@ -382,7 +382,7 @@ class Runner(DevicePool):
         """A copy of its own: the first stage takes it over."""
         if isinstance(residual_TE, ResidualRows):
             return jnp.copy(residual_TE.x_TE)
-        copy_TE: jax.Array = jax.device_put(jnp.array(residual_TE, jnp.float32), self._replicated)
+        copy_TE: jax.Array = jax.device_put(np.asarray(residual_TE, np.float32), self._replicated, may_alias=False)
         return copy_TE
 
     def logits(self, outcome: StepResult, rows: Sequence[int]) -> NDArray[np.float32]:

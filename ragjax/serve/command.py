@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import ipaddress
 import json
@@ -335,6 +336,7 @@ def _run(engine: Service, listener: socket.socket, options: argparse.Namespace) 
         lifespan="on",
     )
     _listen(listener)
+    gc.enable()
     with Watchdog(options.grace) as watchdog:
         server = Server(config, engine, watchdog, drain, options.grace)
         # uvicorn sets its own handlers; when done it restores these and raises the signal again, by then without harm.

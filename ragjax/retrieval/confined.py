@@ -15,10 +15,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 
 from ragjax.core import ConfigError
 from ragjax.retrieval.text import Part, Reading
@@ -60,33 +62,12 @@ def read_confined(data: bytes, path: Path, reader: Reader) -> Generator[None, No
     child = (
         f"from {reader.__module__} import {reader.__name__} as reader; from {__name__} import answer; answer(reader)"
     )
-    process = subprocess.Popen(
-        (sys.executable, "-P", "-c", child, json.dumps(asdict(limits))),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    spent, unsent = 0.0, data or None
-    try:
-        while True:
-            begin = time.monotonic()
-            try:
-                output, _ = process.communicate(unsent, timeout=min(STEP_SECONDS, max(MAX_SECONDS - spent, 0)))
-                break
-            except subprocess.TimeoutExpired:
-                spent, unsent = spent + time.monotonic() - begin, None
-            if spent >= MAX_SECONDS:
-                raise ConfigError(f"{path}: not read within {MAX_SECONDS:g} seconds; split the file")
-            process.send_signal(signal.SIGSTOP)
-            yield
-            process.send_signal(signal.SIGCONT)
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in filter(None, (process.stdin, process.stdout)):
-            with suppress(OSError):
-                pipe.close()
+    with TemporaryFile() as file, TemporaryFile() as told_file:  # a pipe loses what is on its way at a stop
+        file.write(data)
+        file.seek(0)
+        yield from _run(child, limits, file, told_file, path)
+        told_file.seek(0)
+        output = told_file.read()
     reason, end, told = output.decode().partition("\n")
     if not end:
         raise ConfigError(f"{path}: not a readable file: reading it ends its process; save it anew")
@@ -94,6 +75,33 @@ def read_confined(data: bytes, path: Path, reader: Reader) -> Generator[None, No
         raise ConfigError(f"{path}: {reason}")
     title, parts = json.loads(told)
     return Reading(title, tuple(Part(*part) for part in parts))
+
+
+def _run(child: str, limits: Limits, file: IO[bytes], told_file: IO[bytes], path: Path) -> Iterator[None]:
+    process = subprocess.Popen(
+        (sys.executable, "-P", "-c", child, json.dumps(asdict(limits))),
+        stdin=file,
+        stdout=told_file,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    spent = 0.0
+    try:
+        while True:
+            begin = time.monotonic()
+            try:
+                process.wait(min(STEP_SECONDS, max(limits.seconds - spent, 0)))
+                return
+            except subprocess.TimeoutExpired:
+                spent += time.monotonic() - begin
+            if spent >= limits.seconds:
+                raise ConfigError(f"{path}: not read within {limits.seconds:g} seconds; split the file")
+            process.send_signal(signal.SIGSTOP)
+            yield
+            process.send_signal(signal.SIGCONT)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def told_by(reader: Reader, data: bytes, limits: Limits) -> tuple[str, Reading]:

@@ -1,4 +1,4 @@
-"""Load documents from a folder (.md, .txt, .html, .pdf, recursively) or from a JSONL file.
+"""Load documents from a folder (recursively; `SUFFIXES` are the kinds of files) or from a JSONL file.
 
 A JSONL line is an object {"id", "text"} with an optional "title", all strings.
 """
@@ -19,25 +19,11 @@ from typing import Any
 from ragjax.core import ConfigError, Document, Skipped, has_controls, is_unicode
 from ragjax.retrieval.chunking import finish
 from ragjax.retrieval.confined import read_confined
-from ragjax.retrieval.html import read_html
-from ragjax.retrieval.markdown import read_markdown
-from ragjax.retrieval.pdf import read_pdf
-from ragjax.retrieval.text import Part, Reading, clean, decode, joined
+from ragjax.retrieval.formats import CONFINED, KINDS, READERS, SUFFIXES
+from ragjax.retrieval.text import clean, joined
 
 MAX_BYTES = 32 * 2**20
 """Default limit of one document's file (for JSONL: of one line)."""
-
-
-def _read_plain(data: bytes, path: Path) -> Reading:
-    return Reading("", (Part(decode(data, path)),))
-
-
-_READERS = {".md": read_markdown, ".txt": _read_plain, ".html": read_html, ".htm": read_html}
-_CONFINED = {".pdf": read_pdf}
-"""Readers that run in a process of their own."""
-
-SUFFIXES = (*_READERS, *_CONFINED)
-"""Kinds of files that are documents."""
 
 TOLD = 20
 """Files left out that the log names; beyond them it says how many there are of each kind."""
@@ -244,7 +230,7 @@ def _scan_folder(folder: Path) -> Scan:
     chosen = [name for name in names if Path(name).suffix.lower() in SUFFIXES]
     others = Counter(Path(name).suffix or Path(name).name for name in names if name not in set(chosen))
     if not chosen:
-        raise ConfigError(f"{folder}: no documents: put {', '.join(SUFFIXES)} files into it")
+        raise ConfigError(f"{folder}: no documents: put {KINDS} into it")
     if others:
         told.append(", ".join(f"{n} {kind}" for kind, n in others.most_common(TOLD)))
     stems = {name: name[: -len(Path(name).suffix)] for name in chosen}
@@ -305,11 +291,11 @@ def parse_steps(data: bytes, path: Path, document_id: str) -> Generator[None, No
     """Do the work of `parse` in steps; a PDF takes several."""
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        raise ConfigError(f"{path}: files of this type cannot be read; use {', '.join(SUFFIXES)}")
-    if suffix in _CONFINED:
-        reading = yield from read_confined(data, path, _CONFINED[suffix])
+        raise ConfigError(f"{path}: files of this type cannot be read; use {KINDS}")
+    if suffix in CONFINED:
+        reading = yield from read_confined(data, path, CONFINED[suffix])
     else:
-        reading = _READERS[suffix](data, path)
+        reading = READERS[suffix](data, path)
     text, places = joined(reading.parts)
     return Document(document_id, text, " ".join(clean(reading.title).split()) or path.stem, places)
 

@@ -36,7 +36,7 @@ from ragjax.core import (
     is_unicode,
 )
 from ragjax.retrieval.catalog import Catalog
-from ragjax.retrieval.document import SUFFIXES
+from ragjax.retrieval.formats import KINDS, SUFFIXES
 from ragjax.retrieval.ingest import Bases, Ingest
 
 NAME_CHARS = 1024
@@ -115,12 +115,11 @@ class Library:
         Raises:
             RequestError: if it could not be searched in, has no use here, or is beyond the quota.
         """
-        kinds = ", ".join(SUFFIXES)
         if purpose not in PURPOSES:
             reason = f"files serve searches here: purpose must be {' or '.join(PURPOSES)}, not {purpose!r}"
             raise RequestError(reason, param="purpose", code="invalid_value")
         if Path(name).suffix.lower() not in SUFFIXES or not is_unicode(name):
-            reason = f"the file {name!r} cannot be read: files of these types can: {kinds}"
+            reason = f"the file {name!r} cannot be read: files of these types can: {KINDS}"
             raise RequestError(reason, param="file", code="unsupported_file")
         if len(name) > NAME_CHARS or has_controls(name):
             reason = f"the file's name may have {NAME_CHARS} characters, and no control characters"

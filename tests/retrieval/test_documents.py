@@ -72,11 +72,11 @@ def test_unicode_names_and_texts(tmp_path: Path) -> None:
 
 
 def test_hidden_files_are_left_and_others_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _write(tmp_path, a_md="text", _git__config_md="hidden", photo_png=b"\x89PNG", table_csv="1,2")
+    _write(tmp_path, a_md="text", _git__config_md="hidden", photo_png=b"\x89PNG", film_mp4="x")
     with caplog.at_level(logging.WARNING):
         loaded = load(tmp_path)
     assert [document.id for document in loaded.documents] == ["a"]
-    assert "1 .png, 1 .csv" in caplog.text and "git" not in caplog.text
+    assert "1 .png, 1 .mp4" in caplog.text and "git" not in caplog.text
 
 
 def test_a_linked_folder_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

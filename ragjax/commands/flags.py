@@ -163,7 +163,7 @@ def graph(value: str) -> dict[str, str | Path]:
         return {"demo": DEMO / "facts.tsv"}
     source = Path(value)
     if not source.is_file():
-        raise ConfigError(f"--graph: {value!r} does not exist; give a .tsv, .jsonl or .nt file or 'demo'")
+        raise ConfigError(f"--graph: {value!r} does not exist; give a .tsv, .jsonl, .nt, .nq or .ttl file, or 'demo'")
     return {source.stem: source}
 
 

@@ -94,7 +94,9 @@ class EngineOptions:
 
     model: Annotated[Place, Flag(FIRST, "packaged name, folder, .gguf, adapter or Hugging Face id (docs/models.md)")]
     knowledge: Annotated[Sources, Flag(FIRST, "folder or .jsonl of documents, 'demo' or 'none'", "PATH")] = None
-    graph: Annotated[Sources, Flag(RETRIEVAL, "facts: .tsv, .jsonl or .nt, or 'demo' (docs/graph.md)", "FILE")] = None
+    graph: Annotated[
+        Sources, Flag(RETRIEVAL, "facts: .tsv, .jsonl, .nt, .nq or .ttl, or 'demo' (docs/graph.md)", "FILE")
+    ] = None
     strategy: Annotated[
         str, Flag(FIRST, "how KV is reused unless a request says otherwise; prefix is exact (docs/reuse.md)")
     ] = "auto"

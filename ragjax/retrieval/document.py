@@ -1,6 +1,7 @@
 """Load documents from a folder (recursively; `SUFFIXES` are the kinds of files) or from a JSONL file.
 
-A JSONL line is an object {"id", "text"} with an optional "title", all strings.
+A JSONL line is an object {"id", "text"} with an optional "title"; its fields may have other names (`_ID`, `_TEXT`). An
+id may be a number; a line without one goes by its own number. Other fields are not read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ MAX_BYTES = 32 * 2**20
 TOLD = 20
 """Files left out that the log names; beyond them it says how many there are of each kind."""
 
-_FIELDS = ("id", "title", "text")
+_ID = ("id", "_id", "doc_id", "docid")
+_TEXT = ("text", "contents", "content", "body", "page_content")
+"""Names that other tools give the fields of a line."""
 
 _log = logging.getLogger(__name__)
 
@@ -193,16 +196,35 @@ def _from_line(line: str, where: str) -> Document:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: broken JSON: {error}") from error
     if not isinstance(entry, dict):
-        raise ConfigError(f'{where}: expected an object {{"id", "title", "text"}}, found {type(entry).__name__}')
-    unknown = [name for name in entry if name not in _FIELDS]
-    if unknown:
-        raise ConfigError(f"{where}: unknown field {unknown[0]!r}; a document has {', '.join(_FIELDS)}")
-    values = {name: _string(entry, name, where) for name in _FIELDS}
+        raise ConfigError(
+            f'{where}: expected an object {{"id", "title", "text"}}, found {type(entry).__name__}; write one a line'
+        )
+    document_id = _field(entry, _ID, where)
+    values = {
+        "id": f"line {where.rpartition(':')[2]}" if document_id is None else document_id,
+        "title": _field(entry, ("title",), where) or "",
+        "text": _field(entry, _TEXT, where),
+    }
+    if isinstance(values["id"], int) and not isinstance(values["id"], bool):
+        values["id"] = str(values["id"])
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}: {name} must be a string, not {type(value).__name__}; put it in quotes")
+        if not is_unicode(value):
+            raise ConfigError(f"{where}: {name} is not valid Unicode (half of a surrogate pair); mend it")
     if not values["id"].strip():
-        raise ConfigError(f"{where}: id is empty")
+        raise ConfigError(f"{where}: id is empty; give it one")
     if has_controls(values["id"]):
         raise ConfigError(f"{where}: id {values['id']!r} holds a control character; leave it out")
     return Document(values["id"], clean(values["text"]).strip(), clean(values["title"]).strip())
+
+
+def _field(entry: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
+    """The first field that is there."""
+    found = [entry[name] for name in names if name in entry]
+    if not found and names is _TEXT:
+        raise ConfigError(f"{where}: field 'text' is missing; its name may be one of {', '.join(_TEXT)}")
+    return found[0] if found else None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -211,17 +233,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"field {twice!r} is given twice")
     return entry
-
-
-def _string(entry: Mapping[str, Any], name: str, where: str) -> str:
-    if name not in entry and name != "title":
-        raise ConfigError(f"{where}: field {name!r} is missing")
-    value = entry.get(name, "")
-    if not isinstance(value, str):
-        raise ConfigError(f"{where}: {name} must be a string, not {type(value).__name__}")
-    if not is_unicode(value):
-        raise ConfigError(f"{where}: {name} is not valid Unicode (half of a surrogate pair)")
-    return value
 
 
 def _scan_folder(folder: Path) -> Scan:

@@ -1,4 +1,4 @@
-"""Read the triples of a file: tab-separated (.tsv), JSON lines (.jsonl) or N-Triples (.nt).
+"""Read the triples of a file: tab-separated (.tsv), JSON lines (.jsonl) or RDF (.nt, .nq, .ttl).
 
 Names are made one line: runs of white space become one space.
 """
@@ -6,7 +6,9 @@ Names are made one line: runs of white space become one space.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -16,32 +18,56 @@ from ragjax.core import ConfigError, is_unicode
 from ragjax.retrieval.triples import Alias, Triple
 
 _FIELDS = ("head", "relation", "tail")
+_HEADERS = (
+    _FIELDS,
+    *(("subject", "predicate", "object"), ("source", "relation", "target"), ("h", "r", "t"), ("s", "p", "o")),
+)
+_RDF = {".nt": ox.RdfFormat.N_TRIPLES, ".nq": ox.RdfFormat.N_QUADS, ".ttl": ox.RdfFormat.TURTLE}
+_BOM = b"\xef\xbb\xbf"
 _LABEL = "http://www.w3.org/2000/01/rdf-schema#label"
 _ALT_LABEL = "http://www.w3.org/2004/02/skos/core#altLabel"
+
+_log = logging.getLogger(__name__)
 
 
 def read_triples(path: str | Path) -> Iterator[Triple | Alias]:
     """The triples, and aliases, of a file, in its order; the file is read as they are taken.
 
-    .tsv: head, relation and tail on each line, between tabs.
+    .tsv: head, relation and tail on each line, between tabs. A first line that names the columns, and lines that begin
+        with "# ", are no triples.
     .jsonl: on each line {"head", "relation", "tail"}, or a list of these three, or {"triples": [[head, relation, tail],
         …]}, which may have other fields too.
-    .nt: N-Triples. An IRI goes by its rdfs:label (the first that is English or of no language, else the first), or else
-        by its last part; other labels and every skos:altLabel become aliases. Where several IRIs have one label, all
-        but the first add their last part in brackets, or as many parts as make the name differ from those before.
-        Literals go by their text.
+    .nt, .nq, .ttl: N-Triples, N-Quads, Turtle. An IRI goes by its rdfs:label (the first that is English or of no
+        language, else the first), or else by its last part; other labels and every skos:altLabel become aliases. Where
+        several IRIs have one label, all but the first add their last part in brackets, or as many parts as make the
+        name differ from those before. Literals go by their text.
+
+    Triples with an empty part are left out; the log says how many.
 
     Raises:
         ConfigError: the file is missing, or of another kind, or a line is broken; the message names file and line. What
             stands before the line may have been taken by then.
     """
     path = Path(path)
-    reader = {".tsv": _from_tsv, ".jsonl": _from_jsonl, ".nt": _from_ntriples}.get(path.suffix.lower())
+    reader = {".tsv": _from_tsv, ".jsonl": _from_jsonl, **dict.fromkeys(_RDF, _from_rdf)}.get(path.suffix.lower())
     if reader is None:
-        raise ConfigError(f"{path}: triples are read from .tsv, .jsonl and .nt files; convert it to one of these")
+        kinds = ", ".join((".tsv", ".jsonl", *_RDF))
+        raise ConfigError(f"{path}: triples are read from {kinds} files; convert it to one of these")
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
-    return reader(path)
+    return _whole(reader(path), path)
+
+
+def _whole(items: Iterator[Triple | Alias], path: Path) -> Iterator[Triple | Alias]:
+    """Leave out triples with an empty part."""
+    empty = 0
+    for item in items:
+        if all(item):
+            yield item
+        else:
+            empty += 1
+    if empty:
+        _log.warning("%s: left out %d triple(s) with an empty part", path, empty)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -60,11 +86,18 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _from_tsv(path: Path) -> Iterator[Triple]:
-    for where, line in _lines(path):
+    for number, (where, line) in enumerate(_lines(path)):
+        if re.match(r"#+(\s|$)", line):
+            continue
         parts = line.split("\t")
+        while len(parts) > len(_FIELDS) and not parts[-1].strip():
+            parts.pop()
+        if all(re.fullmatch(r'\s*"[^"]+"\s*', part) for part in parts):  # as programs for tables write them
+            parts = [part.strip().strip('"') for part in parts]
         if len(parts) != 3:
             raise ConfigError(f"{where}: {len(parts)} column(s); write head, relation and tail, with tabs between them")
-        yield _triple(parts, where)
+        if number or tuple(part.strip().lower() for part in parts) not in _HEADERS:
+            yield _triple(parts, where)
 
 
 def _from_jsonl(path: Path) -> Iterator[Triple]:
@@ -90,24 +123,23 @@ def _entries(entry: object, where: str) -> list[list[object]]:
     )
 
 
-def _triple(parts: list[object] | list[str], where: str) -> Triple:
+def _triple(parts: Sequence[object], where: str) -> Triple:
     if len(parts) != 3:
         raise ConfigError(f"{where}: a triple of {len(parts)} part(s); write head, relation and tail")
     return Triple(*(_name(part, field, where) for part, field in zip(parts, _FIELDS, strict=True)))
 
 
 def _name(part: object, field: str, where: str) -> str:
+    if isinstance(part, int | float) and not isinstance(part, bool):
+        part = str(part)
     if not isinstance(part, str):
         raise ConfigError(f"{where}: the {field} must be a string, not {type(part).__name__}; put it in quotes")
     if not is_unicode(part):
         raise ConfigError(f"{where}: the {field} is not valid Unicode (half of a surrogate pair); mend it")
-    name = " ".join(part.split())
-    if not name:
-        raise ConfigError(f"{where}: the {field} is empty; give it a name or remove the line")
-    return name
+    return " ".join(part.split())
 
 
-def _from_ntriples(path: Path) -> Iterator[Triple | Alias]:
+def _from_rdf(path: Path) -> Iterator[Triple | Alias]:
     """Two readings: a label may come after the triples of its IRI."""
     names, aliases = _labels(path)
     for n, quad in enumerate(_quads(path), start=1):
@@ -119,10 +151,14 @@ def _from_ntriples(path: Path) -> Iterator[Triple | Alias]:
 
 
 def _quads(path: Path) -> Iterator[ox.Quad]:
+    format = _RDF[path.suffix.lower()]
     try:
-        yield from ox.parse(path=path, format=ox.RdfFormat.N_TRIPLES)
+        with path.open("rb") as file:
+            if file.read(len(_BOM)) != _BOM:
+                file.seek(0)
+            yield from ox.parse(file, format=format)
     except SyntaxError as error:
-        raise ConfigError(f"{path}:{error.lineno}: not N-Triples: {error.msg}; mend the line") from error
+        raise ConfigError(f"{path}:{error.lineno}: not {format.name}: {error.msg}; mend the line") from error
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
 

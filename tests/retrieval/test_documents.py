@@ -76,7 +76,7 @@ def test_hidden_files_are_left_and_others_named(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         loaded = load(tmp_path)
     assert [document.id for document in loaded.documents] == ["a"]
-    assert "1 .png, 1 .mp4" in caplog.text and "git" not in caplog.text
+    assert "1 .mp4, 1 .png" in caplog.text and "git" not in caplog.text
 
 
 def test_a_linked_folder_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -199,16 +199,31 @@ def test_jsonl(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "document"),
+    [
+        ({"_id": "a", "title": "x", "text": "t", "metadata": {}}, Document("a", "t", "x")),
+        ({"id": 1, "title": None, "contents": "t", "url": "y"}, Document("1", "t")),
+        ({"docid": "a", "body": "t"}, Document("a", "t")),
+        ({"doc_id": 0, "content": "t"}, Document("0", "t")),
+        ({"page_content": "The ﬁrst\0 oﬃce"}, Document("line 1", "The first office")),
+        ({"id": "a", "_id": "b", "text": "t", "content": "u"}, Document("a", "t")),
+    ],
+)
+def test_lines_of_other_tools_are_read(tmp_path: Path, line: dict[str, object], document: Document) -> None:
+    (loaded,) = load(_jsonl(tmp_path / "a.jsonl", line)).documents
+    assert (loaded.id, loaded.text, loaded.title) == (document.id, document.text, document.title)
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         ('{"id": "2", "text": ', "broken JSON"),
         ('["2", "text"]', "expected an object"),
         ('{"id": "2"}', "field 'text' is missing"),
-        ('{"text": "x"}', "field 'id' is missing"),
-        ('{"id": 2, "text": "x"}', "id must be a string, not int"),
+        ('{"id": true, "text": "x"}', "id must be a string, not bool"),
         ('{"id": "2", "text": null}', "text must be a string, not NoneType"),
         ('{"id": "2", "text": "x", "title": ["x"]}', "title must be a string, not list"),
-        ('{"id": "2", "text": "x", "url": "y"}', "unknown field 'url'"),
+        ('{"id": "2", "summary": "x"}', "field 'text' is missing; its name may be one of text, contents, content"),
         ('{"id": "2", "text": "x", "text": "y"}', "broken JSON: field 'text' is given twice"),
         ('{"id": " ", "text": "x"}', "id is empty"),
         ('{"id": "1", "text": "x"}', "duplicate id '1', first on line 1"),

@@ -228,25 +228,59 @@ def test_a_label_like_a_name_in_brackets_stays_apart(tmp_path: Path) -> None:
     assert heads == ["Paris", "Paris (1)", "Paris (1) (1)", "Paris (d/1)"]
 
 
+ACB = Triple("a", "c", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "facts"),
+    [
+        ("g.tsv", "Head\tRelation\tTail\na\tc\tb\n", [ACB]),
+        ("g.tsv", "\ufeffs\tp\to\na\tc\tb\ns\tp\to\n", [ACB, Triple("s", "p", "o")]),
+        ("g.tsv", "# head\trelation\ttail\n#\n## by hand\n#tag\tc\tb\n", [Triple("#tag", "c", "b")]),
+        ("g.tsv", 'a\tc\tb\t\n"a"\t"c"\t"d, e"\n"a"\tc\tb\n', [ACB, Triple("a", "c", "d, e"), Triple('"a"', "c", "b")]),
+        ("g.jsonl", '["a", "c", 5]\n["a", "c", 0.5]\n', [Triple("a", "c", "5"), Triple("a", "c", "0.5")]),
+        ("g.nt", "\ufeff<http://x/a> <http://x/c> <http://x/b> .\n", [ACB]),
+        ("g.nq", "<http://x/a> <http://x/c> <http://x/b> <http://x/g> .\n", [ACB]),
+        ("g.ttl", "@prefix e: <http://x/> .\ne:a e:c e:b .\n", [ACB]),
+    ],
+)  # fmt: skip
+def test_what_other_tools_write_is_read(name: str, text: str, facts: list[Triple], tmp_path: Path) -> None:
+    assert list(read_triples(_write(tmp_path / name, text))) == facts
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("g.tsv", "a\t \tb\n\tc\tb\na\tc\tb\n"),
+        ("g.jsonl", '["a", "", "b"]\n{"triples": [["a", "c", " "], ["a", "c", "b"]]}\n'),
+        ("g.nt", '<http://x/a> <http://x/n> "" .\n<http://x/a> <http://x/n> " " .\n<http://x/a> <http://x/c> "b" .\n'),
+    ],
+)
+def test_triples_with_an_empty_part_are_left_out(
+    name: str, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert list(read_triples(_write(tmp_path / name, text))) == [ACB]
+    assert f"{name}: left out 2 triple(s) with an empty part" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("g.tsv", "a\tr\tb\na b c\n", r"g\.tsv:2: 1 column.*tabs"),
         ("g.tsv", "a\tr\tb\tc\n", r":1: 4 column"),
-        ("g.tsv", "a\t \tb\n", r":1: the relation is empty"),
         ("g.tsv", b"a\tr\tb\n\xff\tr\tb\n", r":2: not UTF-8"),
         ("g.jsonl", '["a","r","b"]\n{"head": "a"', r":2: broken JSON"),
         ("g.jsonl", '["a","r"]', r":1: a triple of 2 part"),
         ("g.jsonl", '{"head": "a", "tail": "b"}', r":1: no triple"),
         ("g.jsonl", "7", r":1: no triple"),
         ("g.jsonl", '{"triples": ["abc"]}', r":1: a triple of 1 part"),
-        ("g.jsonl", '{"triples": [["a", "r", 7]]}', r":1: the tail must be a string, not int"),
+        ("g.jsonl", '{"triples": [["a", "r", true]]}', r":1: the tail must be a string, not bool"),
         ("g.jsonl", '["a", "r", "\\ud800"]', r":1: the tail is not valid Unicode"),
         ("g.jsonl", "[" * 100_000, r":1: broken JSON"),
         ("g.nt", "<http://a> <http://b> <http://c> .\n<http://a> oops .\n", r":2: not N-Triples"),
         ("g.nt", b"<http://a> <http://b> \"\xff\" .\n", r"g\.nt.*"),
-        ("g.nt", '<http://a> <http://b> " " .\n', r"triple 1: the tail is empty"),
-        ("g.xml", "", r"\.tsv, \.jsonl and \.nt"),
+        ("g.ttl", "@prefix e: <http://e> .\ne:a oops .\n", r":2: not Turtle"),
+        ("g.xml", "", r"\.tsv, \.jsonl, \.nt, \.nq, \.ttl"),
     ],
 )  # fmt: skip
 def test_a_bad_line_is_named(name: str, text: str | bytes, message: str, tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ _NO_TEXT = frozenset(
         *("script", "strike", "style", "svg", "template", "title"),
     )
 )
-_TOLD_BY = {"img": "alt", "math": "alttext"}  # attributes that stand for an element
+_TOLD_BY = {"img": "alt", "math": "alttext"}  # attributes that stand for an element (but not for a button)
+_ANCHORS = ("¶", "§", "#", "🔗")  # links of headings to themselves
 _SCRIPTS = {"sup": raised, "sub": lowered}
 _BETWEEN = {"mfrac": "/", "msub": "_", "msup": "^"}  # what stands between the two parts of a formula
 _UNSEEN = re.compile(
@@ -145,6 +146,7 @@ class _Page:
         self._title_depth = 0
         self._heading_depth = 0  # of the open heading; 0: none is open
         self._script: tuple[int, _Part, int] | None = None  # depth of an open <sup> or <sub>; the pieces before it
+        self._link = 0  # pieces of the open heading before its last link
         self._formulas: list[_Formula] = []
 
     @property
@@ -169,7 +171,7 @@ class _Page:
             self._formulas[-1].parts += 1
             self._show(self._formulas[-1].mark if self._formulas[-1].parts == 2 else "")
         self._show("\n\n" if tag in _BLOCKS else "\n" if tag in _LINES else " " if tag in _BOXES else "")
-        if tag in _TOLD_BY and attributes.get(_TOLD_BY[tag], "").strip():
+        if tag in _TOLD_BY and not self._open["a"] and attributes.get(_TOLD_BY[tag], "").strip():
             for piece in (" ", attributes[_TOLD_BY[tag]].strip(), " "):
                 self._show(piece)
             self._hidden = (self._depth, tag)
@@ -184,6 +186,8 @@ class _Page:
             self._show('"')
         elif tag in _SCRIPTS and self._script is None:
             self._script = (self._depth, self.parts[-1], len(self.parts[-1].pieces))
+        elif tag == "a" and self._heading_depth:
+            self._link = len(self.parts[-1].pieces)
         elif tag in _BETWEEN:
             self._formulas.append(_Formula(self._depth, _BETWEEN[tag]))
 
@@ -208,6 +212,8 @@ class _Page:
             self._formulas.pop()
         elif tag == "q":
             self._show('"')
+        elif tag == "a" and self._heading_depth and "".join(part.pieces[self._link :]).strip() in _ANCHORS:
+            del part.pieces[self._link :]
         if depth == self._heading_depth:
             part.name = " ".join("".join(part.pieces).split())
             self._heading_depth = 0

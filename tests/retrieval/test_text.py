@@ -178,6 +178,8 @@ def test_blocks_and_boxes_are_not_glued(written: str, lines: int) -> None:
         ("<h1><div>Harbour</div><div>Timetable</div></h1><p>x", "Harbour Timetable"),
         ("<title>Annual\nReport</title><h1>Annual<br/>Report</h1><p>x", "Annual Report"),
         ("<svg><title>icon</title></svg><h1>Ferry</h1><p>x", "Ferry"),
+        ("<h1><a href=#x>§</a>Ferry in C# <a>now</a><a href=#x class=headerlink>#</a></h1>x", "Ferry in C# now"),
+        ("<a href=/><img alt=logo></a><h1>Ferry<a href=#x>¶</a></h1><p>x", "Ferry"),
         ("<h1 hidden>Old</h1><h1>10<sup>6</sup> tons</h1><p>x", "10^6 tons"),
     ],
 )

@@ -31,6 +31,7 @@ from ragjax.retrieval.knowledge import KnowledgeBase, TextEncoder
 from ragjax.retrieval.library import Library
 from ragjax.retrieval.triple_files import read_triples
 from ragjax.retrieval.triples import Alias, Triple, forward
+from ragjax.runner.device import BFLOAT16_FEATURES, cpu_features, platform
 
 _log = logging.getLogger(__name__)
 
@@ -260,7 +261,8 @@ def _encoder() -> Callable[[], Encoder]:
 
     @cache
     def loaded() -> Encoder:
-        return Encoder.load(resolve(ENCODER).path)  # its programs are loaded, or compiled, at their first use
+        narrow = platform() == "cpu" and bool(cpu_features() & BFLOAT16_FEATURES)
+        return Encoder.load(resolve(ENCODER).path, narrow)  # its programs are loaded, or compiled, at their first use
 
     lock = threading.Lock()
 

@@ -253,3 +253,12 @@ def _change_tensor(directory: Path, name: str, change) -> None:
     tensors = load_file(path)
     changed = change(tensors.pop(name))
     save_file(tensors if changed is None else tensors | {name: changed}, path)
+
+
+def test_products_of_bfloat16_give_comparable_vectors(directory: Path, encoder: Encoder) -> None:
+    narrow = Encoder.load(directory, narrow=True)
+    texts = ["When does the ferry leave?", "The ferry to Tolva leaves at nine from the northern quay. " * 8]
+    vectors = narrow.encode(texts)
+    assert vectors.dtype == np.float32 and narrow.identity == encoder.identity
+    cosines = (vectors * encoder.encode(texts)).sum(axis=1)
+    assert (cosines > 0.9999).all() and (cosines < 1).any()

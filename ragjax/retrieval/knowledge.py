@@ -37,6 +37,7 @@ from ragjax.retrieval.chunk_store import nearest_chunks
 from ragjax.retrieval.chunking import Chunker, finish
 from ragjax.retrieval.database import FairLock
 from ragjax.retrieval.index import NONE, Ids, IndexKind, VectorIndex, Vectors
+from ragjax.retrieval.words import POOL, fused_order, weights_of
 
 _BATCH_CHUNKS = 256  # committed together: what a kill can cost; and put into the index between writes of others
 _STEP_CHUNKS = 16  # embedded in a step: a second or so, and batches of the encoder are full
@@ -371,9 +372,10 @@ class KnowledgeBase:
     def search(
         self, question: str | Query, k: int, *, within: Container[str] | None = None, min_score: float | None = None
     ) -> tuple[Hit, ...]:
-        """The k chunks nearest to the question, best first; fewer if there are fewer.
+        """The k chunks that fit the question best, nearest first; fewer if there are fewer.
 
-        The questions before it count too, each less than the next one: a follow-up may name no subject of its own.
+        They are chosen by meaning and words among the nearest (`ragjax.retrieval.words`). The questions before it count
+        too, each less than the next one: a follow-up may name no subject of its own.
 
         within: ids of the documents that may be found (None: all). If few of the nearest chunks are theirs, all of
         theirs are compared, whatever the index is. min_score: the least cosine similarity.
@@ -385,19 +387,33 @@ class KnowledgeBase:
         count = self._searchable(query, k)
         if not count:
             return ()
-        vector, least = self._vector(query), -math.inf if min_score is None else min_score
+        least = -math.inf if min_score is None else min_score
+        return self._chosen(query, self._nearest(self._vector(query), max(count, POOL), within, least), count)
+
+    def _nearest(
+        self, vector: Vectors, count: int, within: Container[str] | None, least: float
+    ) -> list[tuple[int, Hit]]:
+        """The nearest chunks that may be found, by number."""
+        count = min(count, len(self._index))
         if within is None:
             return _fitting(self._hits(*self._index.search(vector, count)), least)
         for wide in _WIDTHS:
             hits = self._hits(*self._index.search(vector, wide * count))
             fit = _fitting(hits, least, within)
-            seen_all = wide * count >= len(self._index) or (hits and hits[-1].score < least)
+            seen_all = wide * count >= len(self._index) or (hits and hits[-1][1].score < least)
             if len(fit) >= count or (self._index.exact and seen_all):
                 return fit[:count]
         wanted = [document_id for document_id in self.document_ids if document_id in within]
         with self._opened():
             numbers = np.array([n for one in wanted for n in chunk_store.numbers(self._database, one)], np.int64)
-        return _fitting(self._hits(*self._index.search_among(vector, count, numbers)), least) if len(numbers) else ()
+        return _fitting(self._hits(*self._index.search_among(vector, count, numbers)), least) if len(numbers) else []
+
+    def _chosen(self, query: Query, nearest: Sequence[tuple[int, Hit]], count: int) -> tuple[Hit, ...]:
+        """Those of the nearest chunks that fit the question best, by meaning and words; nearest first."""
+        weights = weights_of((query.text, *query.before[: -_BEFORE - 1 : -1]), _FADING)
+        best = sorted(fused_order([hit.chunk.text for _, hit in nearest], weights)[:count])
+        self._asked.extendleft(nearest[i][0] for i in reversed(best))
+        return tuple(nearest[i][1] for i in best)
 
     def stages(self, question: str | Query, k: int, n: int) -> Iterator[SearchStage]:
         """The search in at most n stages (`VectorIndex.stages`); the last one finds what `search` does.
@@ -408,8 +424,11 @@ class KnowledgeBase:
         query = Query(question) if isinstance(question, str) else question
         if not (count := self._searchable(query, k)):
             return iter((SearchStage((), True),))
-        stages = self._index.stages(self._vector(query), count, n)
-        return (SearchStage(self._hits(stage.ids, stage.scores), stage.final) for stage in stages)
+        stages = self._index.stages(self._vector(query), min(max(count, POOL), len(self._index)), n)
+        return (
+            SearchStage(self._chosen(query, self._hits(stage.ids, stage.scores), count), stage.final)
+            for stage in stages
+        )
 
     def _vector(self, query: Query) -> Vectors:
         """The vector of a query, float32 [E]."""
@@ -448,12 +467,11 @@ class KnowledgeBase:
             raise RequestError("the question is empty: there is nothing to search for", param="messages")
         return min(k, count)
 
-    def _hits(self, numbers: Ids, scores: Vectors) -> tuple[Hit, ...]:
-        """Results as chunks; those that were deleted meanwhile are left out."""
+    def _hits(self, numbers: Ids, scores: Vectors) -> list[tuple[int, Hit]]:
+        """Results as chunks by number; those that were deleted meanwhile are left out."""
         found = [(int(number), float(score)) for number, score in zip(numbers, scores, strict=True) if number != NONE]
         chunks = self._chunks([number for number, _ in found])
-        self._asked.extendleft(number for number, _ in reversed(found))
-        return tuple(Hit(chunks[number], score) for number, score in found if number in chunks)
+        return [(number, Hit(chunks[number], score)) for number, score in found if number in chunks]
 
     def document(self, document_id: str) -> tuple[Chunk, ...]:
         """A stored document's chunks, in order. Raises RequestError if the id is unknown."""
@@ -581,8 +599,14 @@ class KnowledgeBase:
         )
 
 
-def _fitting(hits: Iterable[Hit], least: float, within: Container[str] | None = None) -> tuple[Hit, ...]:
-    return tuple(hit for hit in hits if hit.score >= least and (within is None or hit.chunk.document_id in within))
+def _fitting(
+    hits: Iterable[tuple[int, Hit]], least: float, within: Container[str] | None = None
+) -> list[tuple[int, Hit]]:
+    return [
+        (number, hit)
+        for number, hit in hits
+        if hit.score >= least and (within is None or hit.chunk.document_id in within)
+    ]
 
 
 def _check(documents: Sequence[Document]) -> None:

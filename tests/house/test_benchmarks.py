@@ -80,7 +80,7 @@ def test_an_import_that_points_the_wrong_way_is_found(module: str, code: str) ->
 def test_commands_are_listed_in_the_documentation() -> None:
     listed = Path(ROOT / "docs" / "benchmarks.md").read_text()
     names = {m.split(".")[1] for m in MODULES if m != "benchmarks" and is_command(m)}
-    assert [name for name in sorted(names) if f"| `{name}` |" not in listed] == []
+    assert [name for name in sorted(names) if f"- `{name}`:" not in listed] == []
 
 
 @pytest.mark.parametrize("path", MODULES.values(), ids=list(MODULES))

@@ -84,7 +84,7 @@ def test_an_answer_without_passages_says_so(browser: Browser) -> None:
     with serving(plain) as served, visiting(browser, served.url) as page:
         ask(page, knowledge="base:demo")
         ask(page, knowledge="")
-        said = page.locator("text=No passage of the documents fits this question")
+        said = page.locator("text=No passage of the documents fits this question:")
         assert said.count() == 1 and page.locator(".turn").nth(0).locator(said).count() == 1
 
 

@@ -40,7 +40,8 @@ function telling(segments) {
 /** A warning that no passage was found to draw on; null if none was looked for, or one was found. */
 function unfounded({ knowledge, top_k }, { sources, facts }) {
   if (knowledge === undefined || top_k === 0 || sources.length || facts.length) return null;
-  return h("p", { class: "facts" }, "No passage of the documents fits this question: the answer does not come from them.");
+  const reading = server.health?.indexing?.running ? "fits this question so far (they are still being read)" : "fits this question";
+  return h("p", { class: "facts" }, `No passage of the documents ${reading}: the answer does not come from them.`);
 }
 
 function made(result) {
@@ -212,7 +213,7 @@ async function introduce() {
       ? `Answers draw on ${counted(documents, "document")} in “${store.name || store.id}”. `
       : store?.file_counts.in_progress ? `The documents of “${store.name || store.id}” are being read. `
       : store ? "This knowledge base has no documents yet. " : graph ? `Answers draw on the facts of the graph “${graph}”. ` : "The model answers without documents. ",
-    h("a", { href: "#documents" }, documents ? "See or add documents" : "Add documents"),
+    h("a", { href: "#documents" }, documents || store?.file_counts.in_progress ? "See the documents" : "Add documents"),
   );
   if (!documents) return;
   const questions = await examples(store).catch(() => []); // they are a help, no more

@@ -117,7 +117,15 @@ def told_by(reader: Reader, data: bytes, limits: Limits) -> tuple[str, Reading]:
         return f"it asks for too much: {limits.memory / 2**30:g} GiB of memory; save or print it to a new file", nothing
     except Exception as error:  # libraries raise whatever a damaged file leads them to
         return f"not a readable file of its kind: {printable(error)}; save it anew", nothing
-    return "", reading
+    parts = [
+        Part(_joined_pairs(part.text), part.page, _joined_pairs(part.heading or "") or None) for part in reading.parts
+    ]
+    return "", Reading(_joined_pairs(reading.title), tuple(parts))
+
+
+def _joined_pairs(text: str) -> str:
+    """The text with halves of surrogate pairs joined, and without those that have no match."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "ignore")
 
 
 def printable(error: Exception) -> str:

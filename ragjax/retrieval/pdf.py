@@ -52,8 +52,7 @@ def read_pdf(data: bytes, limits: Limits) -> Reading:
                 _divide(page)
                 page.extract_text(visitor_text=lines.show, visitor_operand_before=lines.note)
                 text = "\n".join((lines.text.strip(), *_typed(page))).strip().replace("\0", "")
-                # fonts may map glyphs to halves of surrogate pairs: join those that match, drop the rest
-                texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "ignore"))
+                texts.append(text)
                 size += len(text)
                 has_images = has_images or (not size and bool(page.images.keys()))
     except (ConfigError, MemoryError):

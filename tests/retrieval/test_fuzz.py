@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import closing, suppress
+from io import BytesIO
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from hypothesis import strategies as st
@@ -14,9 +17,11 @@ from reportlab.pdfgen.canvas import Canvas
 from ragjax.core import Attachment, ConfigError, DamageError, RagjaxError, is_unicode
 from ragjax.retrieval.confined import Limits, told_by
 from ragjax.retrieval.document import load, parse
+from ragjax.retrieval.formats import CONFINED
 from ragjax.retrieval.graph import COMPARED, KnowledgeGraph
 from ragjax.retrieval.library import FOLDER, Library
 from ragjax.retrieval.pdf import read_pdf
+from ragjax.retrieval.text import joined
 from ragjax.retrieval.triple_files import read_triples
 from ragjax.retrieval.triples import Alias, Triple
 from tests.support.fakes import WordEncoder
@@ -48,6 +53,9 @@ def test_damaged_documents(name: str, examples: int) -> None:
     tried(examples, damaged(FILES[name]), check)
 
 
+LIMITS = Limits(pages=100, stream=2**20, chars=2**20, memory=2**31, seconds=9)
+
+
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_damaged_pdfs(tmp_path: Path, examples: int) -> None:
     canvas = Canvas(str(tmp_path / "a.pdf"))
@@ -55,13 +63,58 @@ def test_damaged_pdfs(tmp_path: Path, examples: int) -> None:
         canvas.drawString(72, 720, text)
         canvas.showPage()
     canvas.save()
-    limits = Limits(pages=100, stream=2**20, chars=2**20, memory=2**31, seconds=9)
 
     def check(data: bytes) -> None:
-        reason, reading = told_by(read_pdf, data, limits)
+        reason, reading = told_by(read_pdf, data, LIMITS)
         assert all(is_unicode(part.text) for part in reading.parts) and reason.isprintable()
 
     tried(examples, damaged((tmp_path / "a.pdf").read_bytes()), check)
+
+
+def zipped(members: Mapping[str, str]) -> bytes:
+    file = BytesIO()
+    with ZipFile(file, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return file.getvalue()
+
+
+CONTAINER = '<container><rootfile full-path="a.opf"/></container>'
+PACKAGE = (
+    '<package><title>A</title><manifest><item id="1" href="a.xhtml" media-type="application/xhtml+xml"/></manifest>'
+    '<spine><itemref idref="1"/></spine></package>'
+)
+OFFICE = "http://schemas.openxmlformats.org"
+TYPES = f'<Types xmlns="{OFFICE}/package/2006/content-types"/>'
+RELATIONS = (
+    f'<Relationships xmlns="{OFFICE}/package/2006/relationships">'
+    f'<Relationship Type="{OFFICE}/officeDocument/2006/relationships/officeDocument" Target="a.xml" Id="a"/>'
+    "</Relationships>"
+)
+WORD = (
+    f'<w:document xmlns:w="{OFFICE}/wordprocessingml/2006/main">'
+    "<w:body><w:p><w:r><w:t>text</w:t></w:r></w:p></w:body></w:document>"
+)
+CONFINED_FILES = {
+    ".epub": zipped({"META-INF/container.xml": CONTAINER, "a.opf": PACKAGE, "a.xhtml": "<h1>A</h1><p>text"}),
+    ".docx": zipped({"[Content_Types].xml": TYPES, "_rels/.rels": RELATIONS, "a.xml": WORD}),
+    ".csv": b'name,price\n"Ferry, fast",9\n',
+    ".ipynb": b'{"cells": [{"cell_type": "code", "source": ["a\\ud800"], "outputs": [{"text": "b"}]}]}',
+    ".rst": b"Guide\n=====\n\n:sup:`2` |a|\n\n.. note:: b\n\n   c\n\n.. _d: e\n",
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of docutils
+@pytest.mark.parametrize("examples", EXAMPLES)
+@pytest.mark.parametrize("suffix", CONFINED_FILES)
+def test_damaged_files_of_libraries(suffix: str, examples: int) -> None:
+    def check(data: bytes) -> None:
+        reason, reading = told_by(CONFINED[suffix], data, LIMITS)
+        assert reason.isprintable() and is_unicode(joined(reading.parts)[0] + reading.title)
+
+    assert joined(told_by(CONFINED[suffix], CONFINED_FILES[suffix], LIMITS)[1].parts)[0]
+    check(CONFINED_FILES[suffix])
+    tried(examples, damaged(CONFINED_FILES[suffix]), check)
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)

@@ -451,7 +451,7 @@ def test_a_file_that_cannot_be_read_fails_by_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "purpose", "content", "words"),
     [
-        ("a.exe", "assistants", b"x", r"these types can: \.md, \.txt"),
+        ("a.exe", "assistants", b"x", r"these types can: Markdown, text"),
         ("a", "assistants", b"x", "cannot be read"),
         ("a.txt", "fine-tune", b"x", "purpose must be"),
         ("a.txt", "assistants", b"", "is empty"),
@@ -675,11 +675,12 @@ def test_a_long_pdf_gives_way_to_other_tenants(monkeypatch: pytest.MonkeyPatch) 
     begun, goes_on, read = threading.Event(), threading.Event(), list[str]()
 
     class Slow(subprocess.Popen[bytes]):
-        def communicate(self, *args: Any, **options: Any) -> tuple[bytes, bytes]:
-            begun.set()
-            assert goes_on.wait(120)
-            read.append("step")
-            return super().communicate(*args, **options)
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                begun.set()
+                assert goes_on.wait(120)
+                read.append("step")
+            return super().wait(timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Slow)
     settle = library._catalog.settle

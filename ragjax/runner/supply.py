@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from ragjax.runner.device import give_back
 from ragjax.runner.programs import Name, Programs
 
 log = logging.getLogger(__name__)
@@ -82,4 +83,5 @@ class Supply:
         while (name := self._next()) is not None:
             self._programs.try_make(name)
             self.notify()
+        give_back()
         self.notify()

@@ -15,6 +15,7 @@ import pytest
 from ragjax.core import Answer, Sampling
 from ragjax.engine import Engine
 from ragjax.engine.provision import least, planned
+from ragjax.runner import supply
 from ragjax.runner.programs import Name, Programs
 from ragjax.runner.runner import Runner
 from tests.support import frozen, tiny
@@ -155,6 +156,15 @@ def test_a_program_that_cannot_be_made_fails_its_request_alone(
             engine.answer_prompt(tiny.prompt(7), strategy="anchor", sampling=SAMPLING)
         assert engine.answer_prompt(tiny.prompt(7), strategy="prefix", sampling=SAMPLING).tokens
         assert "could not be compiled" in caplog.text
+
+
+def test_memory_that_compiling_leaves_is_given_back(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(supply, "give_back", lambda: given.append(len(gate.made)))
+    gate.open.set()
+    with started() as engine:
+        finish(engine)
+    assert given == [len(gate.made)]
 
 
 def test_closing_does_not_wait_for_a_program(gate: Gate) -> None:

@@ -193,6 +193,9 @@ def test_sources_have_places_and_open_the_document_there(page: Page) -> None:
     entries = [text.split("\n\n") for text in page.locator(".sources li").all_inner_texts()]
     assert entries[0] == [f"{RUNS} page 7 · Depth > Tides · similarity 0.75", "The harbour is deep."]
     assert entries[1][0] == "isle/1 similarity 0.50"
+    assert page.locator(".sources li").nth(2).is_hidden()
+    page.click("text=1 passage of earlier turns")
+    assert page.locator(".sources li").nth(2).inner_text().startswith("isle/2 similarity 0.25")
     page.locator(".sources button").nth(1).click()
     page.wait_for_selector("#reader .cited")
     assert "exports honey" in page.inner_text("#reader .cited") and page.inner_text("#reader-title") == "isle/1"

@@ -24,6 +24,7 @@ SEGMENTS = (
 SOURCES = (
     core.Citation(1, "demo", "harbour", RUNS, "Harbour", 7, "Depth > Tides", 0.75, "Harbour\nThe harbour is deep."),
     core.Citation(2, "demo", "isle/1", "isle/1", "", None, None, 0.5, "no passage has this text any more"),
+    core.Citation(2, "demo", "isle/2", "isle/2", "", None, None, 0.25, "of a question before", earlier=True),
 )
 TIMINGS = core.Timings(retrieve=7, load=1, prefill=57, ttft=66, total=1190, search_exposed=7)
 FACTS = (

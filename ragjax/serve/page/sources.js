@@ -8,7 +8,10 @@ const placeOf = ({ page, heading }) => [page && `page ${page}`, heading].filter(
 /** The text of a passage without the title that it begins with. */
 const excerpt = ({ text, title }) => (title && text.startsWith(title) ? text.slice(title.length) : text).trim();
 
-/** The numbered list of an answer's sources; a click opens the document at the passage, unless the request brought it. */
+/**
+ * The numbered list of an answer's sources, those that earlier questions alone had found folded. A click opens the
+ * document at the passage, unless the request brought it.
+ */
 export function sourceList({ sources, segments }) {
   if (!sources.length) return null;
   const entry = (source) => {
@@ -22,7 +25,14 @@ export function sourceList({ sources, segments }) {
       source.text ? h("p", { class: "excerpt" }, excerpt(source)) : null,
     );
   };
-  return h("section", { class: "sources", "aria-label": "Sources" }, h("h4", {}, "Sources"), h("ol", {}, sources.map(entry)));
+  const [earlier, found] = [sources.filter((source) => source.earlier), sources.filter((source) => !source.earlier)];
+  return h(
+    "section",
+    { class: "sources", "aria-label": "Sources" },
+    h("h4", {}, "Sources"),
+    h("ol", {}, found.map(entry)),
+    earlier.length ? h("details", { open: !found.length }, h("summary", {}, `${counted(earlier.length, "passage")} of earlier turns`), h("ol", { start: found.length + 1 }, earlier.map(entry))) : null,
+  );
 }
 
 /**

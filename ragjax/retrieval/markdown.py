@@ -16,10 +16,11 @@ _PARSED_LINES = 50_000
 _FRONT = re.compile(
     r"(?P<mark>---|\+\+\+)[ \t]*\n(?P<fields>(?:#.*\n)*[\w-]+ *[:=](?s:.*?))\n(?:(?P=mark)|\.\.\.)[ \t]*(?:\n|\Z)"
 )
-_FRONT_TITLE = re.compile(r"^title *[:=]\s*(?:[>|][+-]?\s*)?(?P<title>\S.*)$", re.MULTILINE)
+_FRONT_FIELD = re.compile(r"^(?P<name>title|description) *[:=]\s*(?:[>|][+-]?\s*)?(?P<value>\S.*)$", re.MULTILINE)
 _COMMENT = re.compile(r"(?<!`)<!--(?:(?!<!--).)*?-->", re.DOTALL)
 _DATA_IMAGE = re.compile(r"!\[([^\]\[\n]*)\]\([ \t]*<?data:[^\s)>\[]*>?[^)\n\[]*\)")
-_LINK = re.compile(r"!?\[([^\]\[]*)\](?:\([^)(]*\)|\[[^\]\[]*\])")
+_IMAGE = re.compile(r"!\[([^\]\[]*)\](?:\([^)(]*\)|\[[^\]\[]*\])")
+_LINK = re.compile(r"\[([^\]\[]*)\](?:\([^)(]*\)|\[[^\]\[]*\])")
 _EMPHASIS = re.compile(r"\*+|`+|~~|\b_+|_+\b")
 _ATTRIBUTES = re.compile(r"\{[#.:][^{}]*\}\s*$")
 
@@ -41,15 +42,15 @@ def read_markdown(data: bytes, path: Path) -> Reading:
 def marked(text: str) -> Reading:
     """The title of the front matter, or else the first heading; the text with its headings as places.
 
-    Front matter, comments, images that are data (but not their alternative texts), and a title that opens the text are
-    left out of it.
+    Front matter (but for its description), comments, images that are data (but for their alternative texts), and a
+    title that opens the text are left out of it.
     """
     text, title = text.lstrip(), ""
     front = _FRONT.match(text)
     if front is not None:
-        told = _FRONT_TITLE.search(front["fields"])
-        title = "" if told is None else told["title"].strip().strip("\"'")
-        text = text[front.end() :].lstrip()
+        told = {field["name"]: field["value"].strip().strip("\"'") for field in _FRONT_FIELD.finditer(front["fields"])}
+        title = told.get("title", "")
+        text = f"{told.get('description', '')}\n\n{text[front.end() :]}".lstrip()
     parser = MarkdownIt("commonmark")
     parser.core.ruler.enableOnly(["normalize", "block"])
     lines = text.split("\n")
@@ -83,5 +84,7 @@ def _shown(lines: list[str], code: list[list[int]]) -> list[str]:
 
 
 def _words(heading: str) -> str:
-    """A heading without its marks."""
-    return " ".join(_EMPHASIS.sub("", _LINK.sub(r"\1", _ATTRIBUTES.sub("", heading))).split())
+    """A heading without its marks, and without images unless it has nothing else."""
+    heading = _ATTRIBUTES.sub("", heading)
+    shown = _LINK.sub(r"\1", _IMAGE.sub("", heading)).strip() or _LINK.sub(r"\1", _IMAGE.sub(r"\1", heading))
+    return " ".join(_EMPHASIS.sub("", shown).split())

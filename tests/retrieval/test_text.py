@@ -234,6 +234,7 @@ def test_headings_of_pages_are_places() -> None:
         ('---\ntitle: "Ferry times"\n---\nx', "Ferry times", "x"),
         ("---\ntitle: >-\n  Ferry times\nauthor: a\n---\nx", "Ferry times", "x"),
         ("---\ntags: a\n---\n# Guide\nx", "Guide", "x"),
+        ("---\ntitle: Ferry\ndescription: Times\n---\n# Ferry\nx", "Ferry", "Times\n\n# Ferry\nx"),
         ("+++\n# comment\ntitle = 'Ferry times'\n+++\nx", "Ferry times", "x"),
         ("---\nNo field here.\n\n---\nx", "", "---\nNo field here.\n\n---\nx"),
         ("<!--\n# old title\n\n-->\n# New\nx", "New", "x"),
@@ -244,6 +245,8 @@ def test_headings_of_pages_are_places() -> None:
         ),
         ("Ferry times\n===========\n\nx\n\nSecond\n------\ny", "Ferry times", "x\n\nSecond\n------\ny"),
         ("# [Ferry](http://x) **times** `v2` snake_case _it_ {#id}\nx", "Ferry times v2 snake_case it", "x"),
+        ("# Ferry [![Build](b.svg)](ci) [![Docs][d]][e]\nx", "Ferry", "x"),
+        ("# [![Ferry](logo.png)](home)\nx", "Ferry", "x"),
         (f"# T\n\n![A map](data:image/png;base64,{'iVBOR/+' * 900})", "T", "A map"),
     ],
 )

@@ -132,7 +132,7 @@ def test_the_files_of_an_own_store_have_pages(shared: Served, order: str) -> Non
 @pytest.mark.parametrize(
     ("files", "data", "param", "words"),
     [
-        ({"file": ("a.exe", b"x")}, {"purpose": "assistants"}, "file", ".md, .txt, .html, .htm, .pdf"),
+        ({"file": ("a.exe", b"x")}, {"purpose": "assistants"}, "file", "Markdown, text, HTML, PDF, .docx"),
         ({"file": ("a.txt", b"")}, {"purpose": "assistants"}, "file", "is empty"),
         ({"file": ("a.txt", b"x")}, {"purpose": "batch"}, "purpose", "assistants or user_data"),
         ({"file": ("a.txt", b"x")}, {}, "purpose", "needs a purpose"),

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from ragjax.core import ConfigError, Embedded, EngineOptions, Indexing, RequestError
+from ragjax.core import ConfigError, Embedded, EngineOptions, Indexing, RequestError, Skipped
 from ragjax.core.file import atomic_path
 from ragjax.models.encoder import Encoder
 from ragjax.models.hub import cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.document import load
+from ragjax.retrieval.document import load, log_left_out
 from ragjax.retrieval.filling import Filler, Filling
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase, TextEncoder
@@ -298,11 +298,16 @@ def graph_opener(
 
 
 def fill_graph(graph: KnowledgeGraph, name: str, source: str | Path, progress: bool) -> None:
-    """Make the graph hold exactly the triples that the source holds; what is there already costs little."""
+    """Make the graph hold exactly the triples that the source holds; what is there already costs little.
+
+    Raises:
+        ConfigError: the source is missing or broken as a whole; single lines are left out.
+    """
     held: set[Triple] = set()
+    broken: list[ConfigError] = []
 
     def noted() -> Iterator[Triple | Alias]:
-        for item in read_triples(source):
+        for item in read_triples(source, broken):
             if isinstance(item, Triple):
                 held.add(forward(item))
             yield item
@@ -314,6 +319,10 @@ def fill_graph(graph: KnowledgeGraph, name: str, source: str | Path, progress: b
             bar.update(done - bar.n)
 
         graph.add(noted(), shown)
+    if broken and not held:
+        raise broken[0]
+    lines = [str(error).removeprefix(f"{source}:").partition(": ") for error in broken]
+    log_left_out(source, (), [Skipped(f"line {line}", reason) for line, _, reason in lines])
     gone = graph.retain(held)
     if gone:
         _log.info("%s: %d triples are no longer in %s and were removed", name, gone, source)
@@ -394,17 +403,22 @@ def sources(given: Source) -> Mapping[str, str | Path]:
 
 
 def check_documents(options: EngineOptions) -> None:
-    """Read all documents that the options name, if they are strict.
+    """Read all documents and facts that the options name, if they are strict.
 
     Raises:
         ConfigError: naming all that cannot be read.
     """
-    faults = list[str]()
+    faults: list[str] = []
     for source in sources(options.knowledge).values() if options.strict_documents else ():
         try:
             load(source)
         except ConfigError as error:
             faults.append(str(error))
+    for source in sources(options.graph).values() if options.strict_documents else ():
+        broken = list[ConfigError]()
+        for _ in read_triples(source, broken):
+            pass
+        faults += map(str, broken)
     if faults:
         raise ConfigError("\n".join(faults))
 

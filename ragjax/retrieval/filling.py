@@ -21,8 +21,8 @@ from ragjax.core import ConfigError, Document, Indexing, RequestError, Skipped
 from ragjax.retrieval.document import Scan, SourceFile, log_left_out, read_steps, scan
 from ragjax.retrieval.knowledge import KnowledgeBase
 
-_BATCH_CHARS = 200_000  # of documents that are stored together: some hundred chunks, so batches of the encoder are full
-_BATCH_FILES = 200
+_BATCH_CHARS = 50_000  # of documents that are stored together: about 80 chunks, so batches of the encoder are full
+_FIRST_CHARS = 5_000  # likewise of the first ones, which can be searched the sooner; it doubles from there
 _MOST_LINES = 1000  # of a JSONL file that are listed as left out
 _SETTLED_NS = 2 * 10**9  # a file that changed later may change again within the same tick of its file system's clock
 _TEXT_SHARE = {".pdf": 0.1, ".html": 0.4, ".htm": 0.4}  # of a file's bytes that is text; of other kinds all
@@ -63,6 +63,7 @@ class Filling:
         yield
         documents: list[Document] = []
         read: list[SourceFile] = []
+        batch = _FIRST_CHARS
         for file in left:
             ids = set[str]()
             for item in read_steps(file):
@@ -80,7 +81,8 @@ class Filling:
             read.append(file)
             if file.document_id is not None and not ids and file.document_id in self.base:
                 self.base.delete([file.document_id])  # it could be read before
-            if _chars(documents) >= _BATCH_CHARS or len(read) >= _BATCH_FILES or file is left[-1]:
+            if max(_chars(documents), 200 * len(read)) >= batch or file is left[-1]:  # a file takes some time, too
+                batch = min(2 * batch, _BATCH_CHARS)
                 yield from self._store(documents)
                 if file.document_id is None:
                     self.base.delete(self.base.document_ids - ids)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -27,10 +27,13 @@ _BOM = b"\xef\xbb\xbf"
 _LABEL = "http://www.w3.org/2000/01/rdf-schema#label"
 _ALT_LABEL = "http://www.w3.org/2004/02/skos/core#altLabel"
 
+MOST_BROKEN = 10_000
+"""Lines of a file that are left out; a file with more is of another kind."""
+
 _log = logging.getLogger(__name__)
 
 
-def read_triples(path: str | Path) -> Iterator[Triple | Alias]:
+def read_triples(path: str | Path, broken: list[ConfigError] | None = None) -> Iterator[Triple | Alias]:
     """The triples, and aliases, of a file, in its order; the file is read as they are taken.
 
     .tsv: head, relation and tail on each line, between tabs. A first line that names the columns, and lines that begin
@@ -44,18 +47,21 @@ def read_triples(path: str | Path) -> Iterator[Triple | Alias]:
 
     Triples with an empty part are left out; the log says how many.
 
+    broken: takes the errors of lines of .tsv and .jsonl, which are then left out (None: the first ends the reading).
+
     Raises:
         ConfigError: the file is missing, or of another kind, or a line is broken; the message names file and line. What
             stands before the line may have been taken by then.
     """
     path = Path(path)
-    reader = {".tsv": _from_tsv, ".jsonl": _from_jsonl, **dict.fromkeys(_RDF, _from_rdf)}.get(path.suffix.lower())
-    if reader is None:
+    suffix = path.suffix.lower()
+    read_line = {".tsv": _from_tsv, ".jsonl": _from_jsonl}.get(suffix)
+    if read_line is None and suffix not in _RDF:
         kinds = ", ".join((".tsv", ".jsonl", *_RDF))
         raise ConfigError(f"{path}: triples are read from {kinds} files; convert it to one of these")
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
-    return _whole(reader(path), path)
+    return _whole(_from_rdf(path) if read_line is None else _from_lines(path, read_line, broken), path)
 
 
 def _whole(items: Iterator[Triple | Alias], path: Path) -> Iterator[Triple | Alias]:
@@ -70,44 +76,56 @@ def _whole(items: Iterator[Triple | Alias], path: Path) -> Iterator[Triple | Ali
         _log.warning("%s: left out %d triple(s) with an empty part", path, empty)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Non-blank lines without their ends, each after the place that errors name."""
+def _from_lines(
+    path: Path, read_line: Callable[[str, str, bool], Iterator[Triple]], broken: list[ConfigError] | None
+) -> Iterator[Triple]:
+    """Triples of the lines that are not blank. read_line: of one; its place for errors, and whether it is the first."""
+    first = True
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                text = line.decode("utf-8-sig").strip("\r\n")
-                if text.strip():
-                    yield f"{path}:{number}", text
-    except UnicodeDecodeError as error:
-        byte = line[error.start]
-        raise ConfigError(f"{path}:{number}: not UTF-8 text (byte 0x{byte:02x}); convert the file") from error
+                try:
+                    text = _text_of(line, f"{path}:{number}")
+                    if text.strip():
+                        yield from [*read_line(text, f"{path}:{number}", first)]
+                        first = False
+                except ConfigError as error:
+                    if broken is None or len(broken) == MOST_BROKEN:
+                        raise
+                    broken.append(error)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
 
 
-def _from_tsv(path: Path) -> Iterator[Triple]:
-    for number, (where, line) in enumerate(_lines(path)):
-        if re.match(r"#+(\s|$)", line):
-            continue
-        parts = line.split("\t")
-        while len(parts) > len(_FIELDS) and not parts[-1].strip():
-            parts.pop()
-        if all(re.fullmatch(r'\s*"[^"]+"\s*', part) for part in parts):  # as programs for tables write them
-            parts = [part.strip().strip('"') for part in parts]
-        if len(parts) != 3:
-            raise ConfigError(f"{where}: {len(parts)} column(s); write head, relation and tail, with tabs between them")
-        if number or tuple(part.strip().lower() for part in parts) not in _HEADERS:
-            yield _triple(parts, where)
+def _text_of(line: bytes, where: str) -> str:
+    try:
+        return line.decode("utf-8-sig").strip("\r\n")
+    except UnicodeDecodeError as error:
+        byte = line[error.start]
+        raise ConfigError(f"{where}: not UTF-8 text (byte 0x{byte:02x}); convert the file") from error
 
 
-def _from_jsonl(path: Path) -> Iterator[Triple]:
-    for where, line in _lines(path):
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: broken JSON: {error}; write one value per line") from error
-        for parts in _entries(entry, where):
-            yield _triple(parts, where)
+def _from_tsv(line: str, where: str, first: bool) -> Iterator[Triple]:
+    if re.match(r"#+(\s|$)", line):
+        return
+    parts = line.split("\t")
+    while len(parts) > len(_FIELDS) and not parts[-1].strip():
+        parts.pop()
+    if all(re.fullmatch(r'\s*"[^"]+"\s*', part) for part in parts):  # as programs for tables write them
+        parts = [part.strip().strip('"') for part in parts]
+    if len(parts) != 3:
+        raise ConfigError(f"{where}: {len(parts)} column(s); write head, relation and tail, with tabs between them")
+    if not first or tuple(part.strip().lower() for part in parts) not in _HEADERS:
+        yield _triple(parts, where)
+
+
+def _from_jsonl(line: str, where: str, first: bool) -> Iterator[Triple]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: broken JSON: {error}; write one value per line") from error
+    for parts in _entries(entry, where):
+        yield _triple(parts, where)
 
 
 def _entries(entry: object, where: str) -> list[list[object]]:

@@ -4,6 +4,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from threading import Event
@@ -12,13 +13,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ragjax.core import ConfigError, Message, Rag, Request, Slice
+from ragjax.core import ConfigError, EngineOptions, Message, Rag, Request, Slice
 from ragjax.engine.grounding import Grounding
-from ragjax.engine.knowledge import KnowledgeRegistry
-from ragjax.retrieval import document, filling
+from ragjax.engine.knowledge import KnowledgeRegistry, check_documents, fill_graph
+from ragjax.retrieval import document, filling, formats
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.document import load
 from ragjax.retrieval.filling import Filler, Filling
+from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.library import Library
 from tests.support.fakes import WordEncoder
@@ -103,7 +105,7 @@ def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
 def test_a_reader_that_fails_costs_its_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "a.html", "<p>A")
     write(tmp_path, "b.txt", "B")
-    monkeypatch.setitem(document._READERS, ".html", lambda data, path: 1 / 0)
+    monkeypatch.setitem(formats.READERS, ".html", lambda data, path: 1 / 0)
     with open_base() as base:
         fill(base, tmp_path)
         assert base.document_ids == {"b"} and base.indexing is not None
@@ -161,7 +163,8 @@ def test_a_file_that_changed_just_now_is_read_again(tmp_path: Path, opened: list
 
 
 def test_a_run_that_ends_early_goes_on(tmp_path: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filling, "_BATCH_FILES", 1)
+    monkeypatch.setattr(filling, "_FIRST_CHARS", 1)
+    monkeypatch.setattr(filling, "_BATCH_CHARS", 1)
     for name in "abc":
         write(tmp_path, f"{name}.txt", f"This is {name}.")
     with open_base() as base:
@@ -204,6 +207,31 @@ def test_the_own_store_lists_what_was_left_out(tmp_path: Path) -> None:
         assert (counts.completed, counts.failed, counts.in_progress) == (2, 1, 0)
     finally:
         library.close()
+
+
+def test_facts_that_cannot_be_read_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = write(tmp_path, "a.tsv", b"Tolva\texports\tsalt\nTolva\texports\n\xff\nOske\texports\tcopper\n")
+    with KnowledgeGraph.open(None, WordEncoder()) as graph, caplog.at_level(logging.WARNING):
+        fill_graph(graph, "facts", source, progress=False)
+        assert len(graph) == 2
+        assert "left out line 2: 2 column(s); write head" in caplog.text
+        assert "left out line 3: not UTF-8 text (byte 0xff); convert the file" in caplog.text
+        write(tmp_path, "a.tsv", "nothing of it")
+        with pytest.raises(ConfigError, match=r"a\.tsv:1: 1 column"):
+            fill_graph(graph, "facts", source, progress=False)
+
+
+def test_strict_documents_name_all_that_cannot_be_read(tmp_path: Path) -> None:
+    write(tmp_path / "docs", "a.txt", b"\0")
+    write(tmp_path / "docs", "b.pdf", b"no pdf")
+    write(tmp_path / "docs", "c.txt", "fine")
+    facts = write(tmp_path, "facts.tsv", "a\tb\n")
+    options = EngineOptions("none", knowledge=tmp_path / "docs", graph=facts)
+    check_documents(options)
+    with pytest.raises(ConfigError) as refused:
+        check_documents(replace(options, strict_documents=True))
+    first, second, third = str(refused.value).splitlines()
+    assert "a.txt:1: binary content" in first and "b.pdf: not a readable" in second and "facts.tsv:1: 2 col" in third
 
 
 # -------------------------------------------------------------------------------------------- the thread

@@ -1,0 +1,99 @@
+"""A folder of real documents: seconds to the first answer, until all is indexed, and of a restart.
+
+The folder is collected from this machine: texts, pages and PDFs of /usr/share and of the installed Python packages, in
+an order that is the same each time, and three files that cannot be read. `first` is the first start over them, its
+programs compiled, `later` the next one with the same index. `ready_s`, `answer_s` and `indexed_s` count from the start
+of the process; `read` is how many of the files the start reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.common.report import Benchmark, Parser, Session
+from benchmarks.latency.system import own_cache
+from benchmarks.start import body, served, wait
+
+COLUMNS = ("state", "files", "mb", "read", "ready_s", "answer_s", "indexed_s", "chunks", "skipped")
+KINDS = (".html", ".htm", ".md", ".txt", ".pdf")
+BAD = {"broken.pdf": b"%PDF-1.4 and no more", "binary.txt": b"\0\0\0", "empty.md": b" "}
+
+
+def found(roots: tuple[Path, ...]) -> Iterator[Path]:
+    """Documents under these folders, the same first each time."""
+    files = {path.resolve() for root in roots for path in root.rglob("*") if path.suffix in KINDS and path.is_file()}
+    yield from sorted(files, key=lambda path: hashlib.sha256(str(path).encode()).digest())
+
+
+def collect(folder: Path, files: int, megabytes: float, largest: int) -> None:
+    """Fill a folder with so many documents, or megabytes of them, and three that cannot be read.
+
+    largest: bytes of a document.
+    """
+    left = megabytes * 1e6
+    for name, content in BAD.items():
+        (folder / name).write_bytes(content)
+    for number, path in enumerate(found((Path("/usr/share"), Path(sysconfig.get_path("purelib"))))):
+        size = path.stat().st_size
+        if files == len(BAD):
+            break
+        if 200 < size <= min(largest, left):
+            shutil.copy(path, folder / f"{number:05}-{path.name}")
+            files, left = files - 1, left - size
+
+
+def started(state: str, cache: Path, folder: Path, index: Path) -> dict[str, Any]:
+    """The figures of a start, its server ended."""
+    began = time.perf_counter()
+    with served(cache, "--knowledge", str(folder), "--index-dir", str(index), "--no-preprocess") as (process, url):
+        wait(process, url)
+        ready_s = time.perf_counter() - began
+        before = _told(url)
+        httpx.post(f"{url}/v1/chat/completions", json=body("How is it installed?"), timeout=600).raise_for_status()
+        answer_s = time.perf_counter() - began
+        wait(process, url, lambda health: not health["indexing"]["running"])
+        told = _told(url)
+        indexed_s = time.perf_counter() - began
+    return {
+        "state": state, "files": told["files_total"], "mb": told["mb_total"],
+        "read": told["files_total"] - before["files"] if state == "later" else told["files_total"],
+        "ready_s": ready_s, "answer_s": answer_s, "indexed_s": indexed_s, "chunks": told["chunks"],
+        "skipped": told["skipped_total"],
+    }  # fmt: skip
+
+
+def _told(url: str) -> Mapping[str, Any]:
+    told: Mapping[str, Any] = httpx.get(f"{url}/health").json()["indexing"]
+    return told
+
+
+def measured(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        documents, index = Path(folder, "documents"), Path(folder, "index")
+        documents.mkdir()
+        collect(documents, 30 if chosen.quick else chosen.files, chosen.mb, int(chosen.kb * 1000))
+        cache = Path(own_cache(Path(folder, "cache")))
+        return [started(state, cache, documents, index) for state in ("first", "later")]
+
+
+def add_flags(flags: Parser) -> None:
+    flags.add("--files", type=int, default=1086, help="documents, at most (%(default)s)")
+    flags.add("--kb", type=float, default=200.0, help="kilobytes of a document, at most (%(default)s)")
+    flags.add("--mb", type=float, default=75.0, help="megabytes of them, at most (%(default)s)")
+
+
+main = Benchmark("documents", __doc__, COLUMNS, measured, flags=add_flags).main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ragjax
-from ragjax import core
+from ragjax import cli, core
 from ragjax.engine import Engine
 
 REFERENCE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
@@ -47,3 +47,9 @@ def test_windows_is_refused_in_words() -> None:
     code = "import sys; sys.platform = 'win32'; import ragjax"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "use Linux, there under WSL 2" in done.stderr
+
+
+def test_the_command_says_its_version_and_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0 and capsys.readouterr().out == f"ragjax {ragjax.__version__}\n"
+    assert cli.main(["srve"]) == 2 and "there is no srve; did you mean serve? There are" in capsys.readouterr().err
+    assert cli.main(["xyz"]) == 2 and "choose one of serve, chat, " in capsys.readouterr().err

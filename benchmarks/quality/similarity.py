@@ -27,7 +27,7 @@ class Similarity:
     def __init__(self, chunks: Sequence[Chunk], vectors_NE: NDArray[np.float32]):
         """vectors_NE: a row of length one for each chunk."""
         self.chunks = tuple(chunks)
-        self._vectors_NE = vectors_NE
+        self.vectors_NE = vectors_NE
         self._at = {chunk.id: i for i, chunk in enumerate(chunks)}
         self._raw = [chunk.tokens.tobytes() for chunk in chunks]
 
@@ -53,14 +53,14 @@ class Similarity:
         Neither itself nor a chunk of the same tokens, and no two of the same tokens: a copy tells nothing.
         """
         own = self._at[chunk_id]
-        return self._nearest(self._vectors_NE[own], n, {self._raw[own]})
+        return self._nearest(self.vectors_NE[own], n, {self._raw[own]})
 
     def search(self, vector_E: NDArray[np.float32], n: int) -> tuple[Chunk, ...]:
         """The n chunks most similar to a question's vector, as `neighbours` has them."""
         return self._nearest(vector_E, n, set())
 
     def _nearest(self, vector_E: NDArray[np.float32], n: int, seen: set[bytes]) -> tuple[Chunk, ...]:
-        scores_N = self._vectors_NE @ vector_E
+        scores_N = self.vectors_NE @ vector_E
         found: list[Chunk] = []
         for i in np.argsort(-scores_N, kind="stable"):
             if len(found) == n:

@@ -81,8 +81,9 @@ class Composer:
         share = options.storage.share_knowledge
         cutter = Cutter(options.separators)
         grounding = Grounding(
-            knowledge.bases, knowledge.chunker, context_length, options.top_k, share, options.retrieve, cutter
-        )
+            knowledge.bases, knowledge.chunker, context_length, options.top_k, share, options.retrieve, cutter,
+            knowledge.fits,
+        )  # fmt: skip
         return Composer(tokenizer, grounding, knowledge.graphs, strategies, contract, limits, options.recognise)
 
     @property
@@ -112,7 +113,8 @@ class Composer:
         hits = self.grounding.hits(request)
         retrieve_ms = (time.perf_counter() - began) * 1e3
         notices = (BROUGHT,) if hits is None and self.grounding.leaves_alone(request) else ()
-        return replace(self.compose(request, hits), notices=(*notices, *unread), retrieve_ms=retrieve_ms)
+        made = self.compose(request, hits)
+        return replace(made, notices=(*notices, *unread, *made.notices), retrieve_ms=retrieve_ms)
 
     def search(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
         """The search for a request's chunks in stages; None if it needs none, or its strategy's answers depend on it.
@@ -148,7 +150,8 @@ class Composer:
         given = request.rag is not None and request.rag.documents is not None
         places = (i for i, one in enumerate(prompt.segments) if one.kind is Kind.CHUNK and not one.recognised)
         pairs = zip(places, found, strict=True)
-        return Grounded(prompt, sources=tuple(cited(hit, place, given) for place, hit in pairs))
+        sources = tuple(cited(hit, place, given) for place, hit in pairs)
+        return Grounded(prompt, notices=self.grounding.unfit(request, hits), sources=sources)
 
     def _fits(self, prompt: Prompt, request: Request) -> bool:
         """True if a prompt leaves the answer its tokens, or else a quarter of the context."""

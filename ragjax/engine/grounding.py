@@ -23,7 +23,8 @@ class Grounding:
 
     context_length: most tokens of a prompt and its answer. top_k: chunks retrieved for requests that say nothing else.
     share: whether tenants share the KV of knowledge bases. retrieve: as `EngineOptions` has it. cutter: finds passages
-    in messages. check: called for each document that a request brings; an error of it ends the work.
+    in messages. fits: as `Knowledge` has it. check: called for each document that a request brings; an error of it ends
+    the work.
     """
 
     knowledge: KnowledgeRegistry[KnowledgeBase]
@@ -33,6 +34,7 @@ class Grounding:
     share: bool
     retrieve: str = "auto"
     cutter: Cutter = field(default_factory=Cutter)
+    fits: float = -1.0
     check: Callable[[], None] = lambda: None
 
     def checked(self, check: Callable[[], None]) -> Grounding:
@@ -70,6 +72,15 @@ class Grounding:
         most = min(MOST_EARLIER, self.context_length // 2 // (self._top_k(rag) * self.chunker.max_tokens))
         left = before[dropped(len(before), most) :]
         return {i: self._found(request, rag, _query(request, i + 1)) for i in left}
+
+    def unfit(self, request: Request, hits: Sequence[Hit] | None) -> tuple[str, ...]:
+        """A notice if a search found no chunk that fits the question."""
+        if hits is None or request.rag is None or request.rag.documents is not None:
+            return ()
+        best = max((hit.score for hit in hits), default=None)
+        if best is None or best >= self.fits:
+            return ()
+        return (f"no passage fits the question: the nearest has a similarity of {best:.2f}, below {self.fits}",)
 
     def _found(self, request: Request, rag: Rag, query: Query) -> tuple[Hit, ...]:
         names = [source.knowledge for source in rag.searched]

@@ -36,6 +36,9 @@ from ragjax.runner.device import BFLOAT16_FEATURES, cpu_features, platform
 _log = logging.getLogger(__name__)
 
 ENCODER = "all-minilm-l6-v2"
+FITS = 0.3
+"""Cosine similarity of its vectors under which no passage fits a question. On the sets of `benchmarks.retrieval` about 1%
+of the questions are below in their own documents, and a third of them in documents about something else."""
 
 BATCH = 32
 """Texts that are embedded between two calls of `check`."""
@@ -156,6 +159,7 @@ class Knowledge:
         encoder: gives the sentence encoder, which is loaded when it is first asked for.
         directory: where uploaded files and their stores are kept (None: in memory).
         file_quota_gb: 2^30 bytes of files that a tenant may keep.
+        fits: least cosine similarity of a passage that fits a question; -1: each does.
     """
 
     def __init__(
@@ -166,7 +170,9 @@ class Knowledge:
         encoder: Callable[[], KnowledgeEncoder],
         directory: str | Path | None = None,
         file_quota_gb: float = 1.0,
+        fits: float = -1.0,
     ):
+        self.fits = fits
         self.bases = bases
         self.graphs = graphs
         self.chunker = chunker
@@ -190,6 +196,7 @@ class Knowledge:
             encoder,
             options.index_dir,
             options.file_quota_gb,
+            FITS,
         )
 
     def fill(self, options: EngineOptions, busy: Callable[[], bool] = lambda: False, *, early: bool = False) -> None:

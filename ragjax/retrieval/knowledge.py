@@ -46,7 +46,7 @@ _CACHED = 20_000  # chunks in memory, a few kilobytes each; those that were read
 _UNSAVED = 0.1  # share of the index that may have changed since it was saved
 _ASKED = 64  # chunks that were found lately and are remembered
 _REMEMBERED = 1024  # vectors of questions, a kilobyte or two each
-_FADING = 0.4  # what a question counts for the next one of a conversation; measured by benchmarks.retrieval
+FADING = 0.4  # what a question counts for the next one of a conversation; measured by benchmarks.retrieval
 _BEFORE = 8  # questions before the last one that count
 _QUERIES = 64  # chunks whose neighbours are searched together: a request's own search waits no longer than for these
 
@@ -410,7 +410,7 @@ class KnowledgeBase:
 
     def _chosen(self, query: Query, nearest: Sequence[tuple[int, Hit]], count: int) -> tuple[Hit, ...]:
         """Those of the nearest chunks that fit the question best, by meaning and words; nearest first."""
-        weights = weights_of((query.text, *query.before[: -_BEFORE - 1 : -1]), _FADING)
+        weights = weights_of((query.text, *query.before[: -_BEFORE - 1 : -1]), FADING)
         best = sorted(fused_order([hit.chunk.text for _, hit in nearest], weights)[:count])
         self._asked.extendleft(nearest[i][0] for i in reversed(best))
         return tuple(nearest[i][1] for i in best)
@@ -437,7 +437,7 @@ class KnowledgeBase:
         if len(texts) == 1:
             own: Vectors = vector_NE[0]
             return own
-        total_E = (_FADING ** np.arange(len(texts))) @ vector_NE
+        total_E = (FADING ** np.arange(len(texts))) @ vector_NE
         found: Vectors = (total_E / np.linalg.norm(total_E)).astype(np.float32)
         return found
 

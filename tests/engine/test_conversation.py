@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from ragjax.core import Answer, Document, Message
+from ragjax.core import Answer, Document, Message, Rag, Request
 from ragjax.engine import Engine
 from ragjax.engine.grounding import dropped
 from tests.support import tiny
@@ -90,3 +91,17 @@ def test_passages_leave_seldom_and_many_at_once(most: int) -> None:
     assert all(turns - most <= left <= max(0, turns - most // 2) for turns, left in enumerate(gone))
     assert gone == sorted(gone) and len(set(gone)) <= 2 + 100 // (most - most // 2)
     assert [dropped(turns, 0) for turns in (0, 5)] == [0, 5]
+
+
+def test_an_answer_says_that_no_passage_fits() -> None:
+    with tiny.engine() as engine:
+        engine.add_documents(PEOPLE)
+        composer = engine._preparation.composer
+        strict = replace(composer, grounding=replace(composer.grounding, fits=0.5))
+        for text, told in ((ASKED[0], ()), ("What is love?", ("no passage fits the question: the nearest has",))):
+            request = Request((Message("user", text),), rag=Rag(top_k=2))
+            notices = strict.ground(request).notices
+            assert len(notices) == len(told) and all(map(str.startswith, notices, told))
+            assert composer.ground(request).notices == ()
+        given = Request((Message("user", "What is love?"),), rag=Rag(documents=("ferry",)))
+        assert strict.ground(given).notices == ()

@@ -139,8 +139,14 @@ def read_rst(data: bytes, limits: Limits) -> Reading:
         shown = shown.rpartition(".")[2] if shown.startswith("~") else shown.removeprefix("!")
         return [nodes.inline("", shown)], []
 
+    def found(*what: Any) -> tuple[Any, list[Any]]:
+        known = known_directive(*what)[0]
+        if known is None or not known.option_spec:
+            return known or Unknown, []
+        return type(known.__name__, (known,), {"option_spec": defaultdict(lambda: str, known.option_spec)}), []
+
     known_directive, known_role = directives.directive, roles.role
-    directives.directive = lambda *what: (known_directive(*what)[0] or Unknown, [])
+    directives.directive = found
     roles.role = lambda *what: (known_role(*what)[0] or told, [])
     settings = {
         **{"file_insertion_enabled": False, "raw_enabled": False, "report_level": 5, "halt_level": 5},
@@ -152,7 +158,7 @@ def read_rst(data: bytes, limits: Limits) -> Reading:
         )
     finally:
         directives.directive, roles.role = known_directive, known_role
-    return _page(str(page))
+    return _page(re.sub("<title>.*?</title>", "", str(page), count=1))  # where the text has none it is docutils' own
 
 
 def read_table(data: bytes, limits: Limits) -> Reading:

@@ -40,6 +40,8 @@ _BOXES = frozenset(
         *("textarea", "th", "video"),
     )
 )
+_CELLS = ("td", "th")
+_CELL_PIECES = 100  # of text in a cell of one paragraph
 _NO_TEXT = frozenset(
     (
         *(
@@ -146,6 +148,7 @@ class _Page:
         self._title_depth = 0
         self._heading_depth = 0  # of the open heading; 0: none is open
         self._script: tuple[int, _Part, int] | None = None  # depth of an open <sup> or <sub>; the pieces before it
+        self._cells: list[tuple[int, int]] = []  # where the open cells of tables begin
         self._link = 0  # pieces of the open heading before its last link
         self._formulas: list[_Formula] = []
 
@@ -154,6 +157,11 @@ class _Page:
         """The first <title>, or else the first <h1>, as one line."""
         told = " ".join("".join(self._title).split())
         return told or next((part.name for part in self.parts if part.level == 1 and part.name), "")
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Where the next piece of text comes: parts and pieces so far."""
+        return len(self.parts), len(self.parts[-1].pieces)
 
     def start(self, tag: str, attributes: Mapping[str, str]) -> None:
         self._end_run()
@@ -170,7 +178,9 @@ class _Page:
         if self._formulas and self._formulas[-1].depth == self._depth - 1:
             self._formulas[-1].parts += 1
             self._show(self._formulas[-1].mark if self._formulas[-1].parts == 2 else "")
-        self._show("\n\n" if tag in _BLOCKS else "\n" if tag in _LINES else " " if tag in _BOXES else "")
+        opens_cell = bool(self._cells) and self._cells[-1] == self._place and tag not in _HEADINGS
+        if not opens_cell or tag not in _BLOCKS:  # a cell of one paragraph stands in the line of its row
+            self._show("\n\n" if tag in _BLOCKS else "\n" if tag in _LINES else " " if tag in _BOXES else "")
         if tag in _TOLD_BY and not self._open["a"] and attributes.get(_TOLD_BY[tag], "").strip():
             for piece in (" ", attributes[_TOLD_BY[tag]].strip(), " "):
                 self._show(piece)
@@ -182,6 +192,8 @@ class _Page:
             self._heading_depth = self._depth
         elif tag == "pre":
             self.parts[-1].has_pre = True
+        elif tag in _CELLS:
+            self._cells.append(self._place)
         elif tag == "q":
             self._show('"')
         elif tag in _SCRIPTS and self._script is None:
@@ -212,6 +224,12 @@ class _Page:
             self._formulas.pop()
         elif tag == "q":
             self._show('"')
+        elif tag in _CELLS:
+            parts, first = self._cells.pop()
+            if parts == len(self.parts) and len(part.pieces) - first <= _CELL_PIECES:
+                shown = "".join(part.pieces[first:]).rstrip()
+                if "\n" not in shown:  # one paragraph
+                    part.pieces[first:] = [shown] if shown else []
         elif tag == "a" and self._heading_depth and "".join(part.pieces[self._link :]).strip() in _ANCHORS:
             del part.pieces[self._link :]
         if depth == self._heading_depth:

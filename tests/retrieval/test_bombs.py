@@ -300,7 +300,17 @@ def test_pages_are_read_in_linear_time(part: str) -> None:
     assert_linear(lambda size: calls(lambda: read_html(part.encode() * size, PATH)), 250)
 
 
-@pytest.mark.parametrize("parts", [("<div>", "<b></b>x"), ("<p>a <b>c</b> d",)])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("<div>", "<b></b>x"),
+        ("<p>a <b>c</b> d",),
+        ("<table><tr><td>", "x<i></i>", "</table>"),
+        ("<sup>", "x<i></i>", "</sup>"),
+        ("<math><msup>", "<mi>x</mi>", "</msup></math>"),
+        ("<h2>", "x<a>¶</a>", "</h2>"),
+    ],
+)
 def test_depth_costs_nothing(parts: tuple[str, ...]) -> None:
     read_html(b"<p>", PATH)
     assert_linear(lambda size: lines(lambda: read_html("".join(part * size for part in parts).encode(), PATH)), 100)

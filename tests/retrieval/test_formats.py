@@ -145,6 +145,7 @@ Setup
    The *lamp* burns.
 
 .. code-block:: python
+   :caption: of Sphinx
 
    # no heading
    light()
@@ -169,6 +170,7 @@ def test_rst() -> None:
     shown = ("3.2 The lamp burns.", "# no heading\nlight()", "light(oil)", "Lights it.")
     assert all(part in document.text for part in shown)
     assert not any(part in document.text for part in ("hidden", "root", "raw", "comment", "async"))
+    assert read("guide.rst", "No title.").title == "guide"
 
 
 @pytest.mark.parametrize(

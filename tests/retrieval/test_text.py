@@ -162,6 +162,7 @@ def test_inline_elements_that_look_apart_are_read_apart(written: str, text: str)
         ),
         ("<menu><li>1</li></menu><dialog>2</dialog><center>3</center>4<search>5</search>6<hgroup>7</hgroup>8", 8),
         ("<table><caption>Prices</caption><tr><th>Plan<th>Price<tr><td>Starter<td>9</table>after", 4),
+        ("<table><tr><td><p>a</p></td><td><div><p>b</p></div></td></tr><tr><td>c<td><p>d</table>e", 3),
         ("<i>a</i><object>b</object><i>c</i><textarea>d</textarea><i>e</i><meter>f</meter><i>g</i>", 1),
     ],
 )

@@ -62,7 +62,7 @@ def read_confined(data: bytes, path: Path, reader: Reader) -> Generator[None, No
     child = (
         f"from {reader.__module__} import {reader.__name__} as reader; from {__name__} import answer; answer(reader)"
     )
-    with TemporaryFile() as file, TemporaryFile() as told_file:  # a pipe loses what is on its way at a stop
+    with _buffer() as file, _buffer() as told_file:  # a pipe loses what is on its way at a stop
         file.write(data)
         file.seek(0)
         yield from _run(child, limits, file, told_file, path)
@@ -75,6 +75,11 @@ def read_confined(data: bytes, path: Path, reader: Reader) -> Generator[None, No
         raise ConfigError(f"{path}: {reason}")
     title, parts = json.loads(told)
     return Reading(title, tuple(Part(*part) for part in parts))
+
+
+def _buffer() -> IO[bytes]:
+    """A file in memory where the system has such, so that a document is not left on a disk."""
+    return open(os.memfd_create("ragjax"), "w+b") if hasattr(os, "memfd_create") else TemporaryFile()
 
 
 def _run(child: str, limits: Limits, file: IO[bytes], told_file: IO[bytes], path: Path) -> Iterator[None]:

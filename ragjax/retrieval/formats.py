@@ -42,16 +42,29 @@ def _read_code(data: bytes, path: Path) -> Reading:
 
 
 def read_docx(data: bytes, limits: Limits) -> Reading:
-    """The text of a Word document with its headings."""
+    """The text of a Word document with its headings, without text that is hidden or struck out."""
     import mammoth  # here as below, so that the server does not load it
 
-    _members(data, limits)
+    shown = BytesIO()
+    with ZipFile(shown, "w") as archive:
+        for name, read in _members(data, limits).items():
+            part = read()
+            archive.writestr(name, _without_hidden(part) if b":vanish" in part and name.endswith(".xml") else part)
     told = mammoth.convert_to_html(
-        BytesIO(data),
+        shown,
         convert_image=mammoth.images.img_element(lambda image: {}),
         style_map="p[style-name='Title'] => h1:fresh",
     )
     return _page(told.value)
+
+
+def _without_hidden(part: bytes) -> bytes:
+    tree = _xml(part)
+    for mark in list(tree.iter("{*}vanish")):
+        run = mark.getparent().getparent()
+        if run.tag.endswith("}r") and not {"0", "false"} & set(mark.values()):
+            run.getparent().remove(run)
+    return bytes(etree.tostring(tree))
 
 
 def read_pptx(data: bytes, limits: Limits) -> Reading:

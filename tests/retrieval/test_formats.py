@@ -75,6 +75,14 @@ def test_docx() -> None:
     assert headings(document) == [("Prices", None, "Prices")]
 
 
+def test_hidden_and_struck_text_of_a_docx_is_left_out() -> None:
+    body = "".join(
+        paragraph(text, properties=f"<w:rPr><w:{properties}/></w:rPr>")
+        for text, properties in (("a", "vanish"), ("b", 'vanish w:val="0"'), ("c", "strike"), ("d", "b"))
+    )
+    assert read("a.docx", docx(body)).text.split() == ["b", "d"]
+
+
 def test_pptx() -> None:
     made = pptx.Presentation()
     for title, line in (("Harbour", "The ferry leaves at nine."), ("Prices", "A ticket costs 9.")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -15,10 +16,8 @@ from ragjax.core import ConfigError, Document
 from ragjax.retrieval import confined
 from ragjax.retrieval.document import parse
 from ragjax.retrieval.formats import SUFFIXES
-
-
-def read(name: str, data: str | bytes) -> Document:
-    return parse(data if isinstance(data, bytes) else data.encode(), Path(name), "a")
+from tests.support.files import LIMITS
+from tests.support.files import read_here as read
 
 
 def zipped(**members: str) -> bytes:
@@ -34,6 +33,8 @@ def headings(document: Document) -> list[tuple[str, int | None, str | None]]:
     """The first word at each place, its page and its heading."""
     return [(document.text[place.begin :].split()[0], place.page, place.heading) for place in document.places]
 
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
 
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
@@ -197,7 +198,8 @@ def test_tables(name: str, data: str, text: str) -> None:
 
 def test_a_large_file_is_read_however_many_steps_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confined, "STEP_SECONDS", 0.01)
-    assert read("a.csv", "name,price\n" + "Ferry,9\n" * 50_000).text.count("name: Ferry; price: 9") == 50_000
+    document = parse(b"name,price\n" + b"Ferry,9\n" * 50_000, Path("a.csv"), "a")
+    assert document.text.count("name: Ferry; price: 9") == 50_000
 
 
 def test_notebooks() -> None:
@@ -236,20 +238,18 @@ def test_a_table_with_an_open_quote_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["a.docx", "a.pptx", "a.epub"])
-def test_a_zip_file_that_swells_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confined, "MAX_STREAM", 10**6)
+def test_a_zip_file_that_swells_is_refused(name: str) -> None:
     many = {f"part{number}": " " * 900_000 for number in range(9)}
     for data in (zipped(word__document_xml=" " * 1_000_001), zipped(**many)):
         with pytest.raises(
             ConfigError, match=rf"{name}: parts of more than 1000000 bytes, or 8 times that in all; split"
         ):
-            read(name, data)
+            read(name, data, replace(LIMITS, stream=10**6))
 
 
-def test_a_table_whose_names_swell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confined, "MAX_CHARS", 10**6)
+def test_a_table_whose_names_swell_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a\.csv: more text than the limit of 1000000 characters"):
-        read("a.csv", "n" * 10_000 + ",b\n" + "1,2\n" * 1_000)
+        read("a.csv", "n" * 10_000 + ",b\n" + "1,2\n" * 1_000, replace(LIMITS, chars=10**6))
 
 
 def test_entities_of_a_book_are_not_expanded() -> None:

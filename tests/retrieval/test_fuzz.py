@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reportlab.pdfgen.canvas import Canvas
 
 from ragjax.core import Attachment, ConfigError, DamageError, RagjaxError, is_unicode
-from ragjax.retrieval.confined import Limits, told_by
+from ragjax.retrieval.confined import told_by
 from ragjax.retrieval.document import load, parse
 from ragjax.retrieval.formats import CONFINED
 from ragjax.retrieval.graph import COMPARED, KnowledgeGraph
@@ -25,6 +25,7 @@ from ragjax.retrieval.text import joined
 from ragjax.retrieval.triple_files import read_triples
 from ragjax.retrieval.triples import Alias, Triple
 from tests.support.fakes import WordEncoder
+from tests.support.files import LIMITS
 from tests.support.mutation import EXAMPLES, Spoil, altered, damaged, spoiled, spoils, tried
 from tests.support.shelf import ISLANDS, Shelf, open_base, open_library
 
@@ -51,9 +52,6 @@ def test_damaged_documents(name: str, examples: int) -> None:
             assert is_unicode(document.text) and is_unicode(document.title)
 
     tried(examples, damaged(FILES[name]), check)
-
-
-LIMITS = Limits(pages=100, stream=2**20, chars=2**20, memory=2**31, seconds=9)
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)

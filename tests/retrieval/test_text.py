@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from io import BytesIO
-from pathlib import Path
 
 import pytest
 from pypdf import PdfReader, PdfWriter
@@ -15,12 +14,8 @@ from reportlab.pdfgen.canvas import Canvas
 from reportlab.platypus import Paragraph, SimpleDocTemplate
 
 from ragjax.core import ConfigError, Document
-from ragjax.retrieval.document import parse
 from ragjax.retrieval.text import clean
-
-
-def read(name: str, data: str | bytes) -> Document:
-    return parse(data if isinstance(data, bytes) else data.encode(), Path(name), "a")
+from tests.support.files import read_here as read
 
 
 def page(data: str | bytes) -> Document:

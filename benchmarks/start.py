@@ -3,9 +3,9 @@
 `first` is a start with nothing compiled and no index, the models downloaded; `later` is the next one. `ready_s` and
 `first_answer_s` count from the start of the process, on the demo's documents. `rss_mb` is what is resident after the
 first answer, which waits until the documents are read, `peak_mb` the most, with eight questions at a time behind it;
-`programs` are those compiled by the first answer. `prepared_s` counts likewise until the demo's passages are computed
-behind their neighbours, with the questions in between. llama.cpp and OpenVINO load the model and answer one prompt,
-where their environments exist (`benchmarks/.envs`); `--llamacpp` and `--openvino` make them.
+`programs` are those compiled by the first answer. In a later start `prepared_s` counts likewise until the demo's
+passages are computed behind their neighbours, with the questions in between. llama.cpp and OpenVINO load the model and
+answer one prompt, where their environments exist (`benchmarks/.envs`); `--llamacpp` and `--openvino` make them.
 
 A second table has what a strategy's first request takes where nothing of it is compiled, beside a later one, and the
 longest gap in the stream of another client meanwhile, next to the longest gap without such a request.
@@ -136,8 +136,9 @@ def started(cache: Path, state: str, aside: Path | None = None) -> dict[str, Any
             shutil.copytree(cache / "executables", aside / "executables", ignore=shutil.ignore_patterns("tmp*"))
         asyncio.run(at_once(url))
         peak = peak_mb(process.pid)
-        wait(process, url, lambda health: not health.get("preprocessing", {}).get("running"))
-        prepared_s = time.perf_counter() - begun
+        if aside is None:
+            wait(process, url, lambda health: not health.get("preprocessing", {}).get("running"))
+        prepared_s = time.perf_counter() - begun if aside is None else None
     return row("ragjax", state, ready_s, first_answer_s, rss, peak, programs, prepared_s)
 
 

@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 
 ENCODER = "all-minilm-l6-v2"
 FITS = 0.3
-"""Cosine similarity of its vectors under which no passage fits a question. On the sets of `benchmarks.retrieval` about 1%
-of the questions are below in their own documents, and a third of them in documents about something else."""
+"""Cosine similarity of its vectors under which no passage fits a question. On the sets of `benchmarks.retrieval` about
+1% of the questions are below in their own documents, and a third of them in documents about something else."""
 
 BATCH = 32
 """Texts that are embedded between two calls of `check`."""

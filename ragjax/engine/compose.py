@@ -143,10 +143,10 @@ class Composer:
             prompt, found = self._recognised(request, partial(build, hits)), hits or ()
         else:
             earlier = self.grounding.earlier(request)
-            prompt, found = _conversation(build, hits, earlier)
+            prompt, found = _conversation(build, hits, earlier, self.grounding.fits)
             while earlier and not self._fits(prompt, request):
                 earlier = dict([*earlier.items()][(len(earlier) + 1) // 2 :])
-                prompt, found = _conversation(build, hits, earlier)
+                prompt, found = _conversation(build, hits, earlier, self.grounding.fits)
         given = request.rag is not None and request.rag.documents is not None
         places = (i for i, one in enumerate(prompt.segments) if one.kind is Kind.CHUNK and not one.recognised)
         pairs = zip(places, found, strict=True)
@@ -273,20 +273,24 @@ class Composer:
 
 
 def _conversation(
-    build: Callable[..., Prompt], hits: Sequence[Hit], earlier: Mapping[int, Sequence[Hit]]
+    build: Callable[..., Prompt], hits: Sequence[Hit], earlier: Mapping[int, Sequence[Hit]], fits: float
 ) -> tuple[Prompt, tuple[Hit, ...]]:
     """The prompt of a question with its chunks and those of earlier ones, and all chunks in order.
 
-    A chunk that several questions found stands where the first of them has it, and nowhere else.
+    A chunk that several questions found stands where the first of them has it, and nowhere else. Where passages of
+    earlier questions stand, only those that fit are added: a small model takes what is nearest to the question.
     """
     again = {(hit.knowledge, hit.chunk.id): hit for hit in hits}
     seen = set[tuple[str | None, str]]()
     kept: dict[int, tuple[Hit, ...]] = {}
     for i, found in earlier.items():
-        new = {key: hit for hit in found if (key := (hit.knowledge, hit.chunk.id)) not in seen}
+        fit = (hit for hit in found if not kept or hit.score >= fits)
+        new = {key: hit for hit in fit if (key := (hit.knowledge, hit.chunk.id)) not in seen}
         kept[i] = tuple(again.get(key) or replace(hit, earlier=True) for key, hit in new.items())
         seen |= new.keys()
-    rest = tuple(hit for key, hit in again.items() if key not in seen) if earlier else tuple(hits)
+    rest = tuple(hits)
+    if earlier:
+        rest = tuple(hit for key, hit in again.items() if key not in seen and hit.score >= fits)
     return build(rest, earlier=kept), (*chain.from_iterable(kept.values()), *rest)
 
 

@@ -93,6 +93,14 @@ def test_passages_leave_seldom_and_many_at_once(most: int) -> None:
     assert [dropped(turns, 0) for turns in (0, 5)] == [0, 5]
 
 
+def test_a_follow_up_adds_no_passage_that_does_not_fit(engine: Engine) -> None:
+    composer = engine._preparation.composer
+    strict = replace(composer, grounding=replace(composer.grounding, fits=0.35))
+    found = [strict.ground(Request(tuple(conversation(turns)), rag=Rag(top_k=2))).sources for turns in (1, 2, 3)]
+    first, second, third = ([one.file_id for one in sources] for sources in found)
+    assert len(first) == 2 and first[0] == "mayor" and second == first and third == [*first, "ferry"]
+
+
 def test_an_answer_says_that_no_passage_fits() -> None:
     with tiny.engine() as engine:
         engine.add_documents(PEOPLE)

@@ -5,6 +5,7 @@ A reader of files gives a `Reading`, whose parts `joined` cleans and puts togeth
 
 from __future__ import annotations
 
+import logging
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -54,6 +55,9 @@ _NAME_CHARS = 200
 _MARKS = frozenset(("tm", "sm"))
 
 
+_log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class Part:
     """Text that stands at one place. page: from 1; heading: the path of headings above it, as "Setup > Linux"."""
@@ -85,14 +89,14 @@ def decode(data: bytes, path: Path, label: str = "") -> str:
     Raises:
         ConfigError: if it is not text.
     """
-    text = _decoded(data, label)
+    text = _decoded(data, path, label)
     if "\0" in text:
         line = 1 + text.count("\n", 0, text.index("\0"))
         raise ConfigError(f"{path}:{line}: binary content (a NUL byte), not text; save it as UTF-8 text or remove it")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _decoded(data: bytes, label: str) -> str:
+def _decoded(data: bytes, path: Path, label: str) -> str:
     mark = next((mark for mark in _BOMS if data.startswith(mark)), None)
     if mark is not None:
         return data.decode(_BOMS[mark], "replace")
@@ -107,7 +111,7 @@ def _decoded(data: bytes, label: str) -> str:
     damaged = text.count("\ufffd")
     if not damaged or 10 * damaged < len(text) - len(text.encode("ascii", "ignore")):
         return text
-    return data.decode(_guess(data), "replace")
+    return data.decode(_guess(data, path), "replace")
 
 
 def _is_utf8(data: bytes) -> bool:
@@ -118,13 +122,17 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
-def _guess(data: bytes) -> str:
-    if _is_utf8(data):
+def _guess(data: bytes, path: Path) -> str:
+    first = _BEYOND_ASCII.search(data)
+    if first is None or _is_utf8(data):
         return "utf-8"
-    runs = _BEYOND_ASCII.findall(data[:_GUESSED_BYTES])
+    sample = data[max(first.start() - _GUESSED_BYTES // 2, 0) :][:_GUESSED_BYTES]
+    runs = _BEYOND_ASCII.findall(sample)
     names = _LATIN if sum(map(len, runs)) < 2 * len(runs) else _OTHER_SCRIPTS
-    found = chardet.detect(data[:_GUESSED_BYTES], include_encodings=names, no_match_encoding="windows-1252")
-    return found["encoding"] or "windows-1252"
+    found = chardet.detect(sample, include_encodings=names, no_match_encoding="windows-1252")
+    encoding = found["encoding"] or "windows-1252"
+    _log.info("%s: neither UTF-8 nor of a declared encoding; read as %s", path, encoding)
+    return encoding
 
 
 def clean(text: str) -> str:

@@ -95,6 +95,13 @@ def test_text_of_other_encodings_is_read(text: str, encoding: str) -> None:
         assert read(name, text.encode(encoding)).text == text.lstrip("\ufeff")
 
 
+def test_a_guess_is_made_where_it_matters_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    text = "The ferry leaves at nine.\n" * 20_000 + "It’s “open”."
+    with caplog.at_level("INFO"):
+        assert read("a.txt", text.encode("cp1252")).text == text
+    assert "a.txt: neither UTF-8 nor of a declared encoding; read as Windows-1252" in caplog.text
+
+
 def test_a_few_broken_bytes_do_not_change_the_encoding() -> None:
     text = "Öl, Käse, Brötchen, Würste, Äpfel, Gemüse, Früchte, "
     assert read("a.txt", text.encode() * 2 + b"\xff end").text == text * 2 + "\ufffd end"

@@ -207,7 +207,7 @@ def read_notebook(data: bytes, limits: Limits) -> Reading:
         for output in cell.get("outputs", ()):
             shown = output.get("text") or output.get("data", {}).get("text/plain") or ""
             cells.append(f"```\n{''.join(shown)}\n```" if shown else "")
-    return marked("\n\n".join(cell for cell in cells if cell))
+    return marked("\n\n".join(cell for cell in cells if cell), _NAME)
 
 
 def _members(data: bytes, limits: Limits) -> Mapping[str, Callable[[], bytes]]:

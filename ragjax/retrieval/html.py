@@ -84,7 +84,12 @@ def read_html(data: bytes, path: Path) -> Reading:
         ConfigError: it is not text, or has more or deeper tags than a page should.
     """
     found = _CHARSET.search(data, 0, _PROLOGUE)
-    text = decode(data, path, "" if found is None else (found[1] or found[2] or b"").decode("ascii", "replace"))
+    label = "" if found is None else (found[1] or found[2] or b"").decode("ascii", "replace")
+    return outlined(*page_parts(decode(data, path, label), path))
+
+
+def page_parts(text: str, path: Path) -> tuple[str, list[tuple[int, str, str]]]:
+    """The title of a page and its parts as `outlined` takes them; raises as `read_html`."""
     tags = text.count("<")
     if tags > MAX_TAGS:
         raise ConfigError(f"{path}: {tags} tags, more than the limit of {MAX_TAGS} of a page; split the file")
@@ -99,7 +104,7 @@ def read_html(data: bytes, path: Path) -> Reading:
         raise ConfigError(f"{path}: too many end tags for elements this deep; split the file") from None
     except etree.LxmlError as error:
         raise ConfigError(f"{path}: not a readable page: {error}; mend it") from error
-    return outlined(page.title, ((part.level, part.name, part.text) for part in page.parts))
+    return page.title, [(part.level, part.name, part.text) for part in page.parts]
 
 
 class _TooDeepError(Exception):

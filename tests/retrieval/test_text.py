@@ -250,6 +250,9 @@ def test_headings_of_pages_are_places() -> None:
         ("# [Ferry](http://x) **times** `v2` snake_case _it_ {#id}\nx", "Ferry times v2 snake_case it", "x"),
         ("# Ferry [![Build](b.svg)](ci) [![Docs][d]][e]\nx", "Ferry", "x"),
         ("# [![Ferry](logo.png)](home)\nx", "Ferry", "x"),
+        ("<h1 align=center><img src=a.svg alt=Logo><br>Ferry</h1>\n<p>Times</p>\n\nx", "Logo Ferry", "Times\n\nx"),
+        ("# A\n\n<div hidden>\nSECRET\n</div>\n\nx\n\n<p>10<sup>6</sup></p>\n\ny", "A", "x\n\n10^6\n\ny"),
+        ("# A\n\nx <b>y</b>\n\n```html\n<div hidden>\n```", "A", "x <b>y</b>\n\n```html\n<div hidden>\n```"),
         (f"# T\n\n![A map](data:image/png;base64,{'iVBOR/+' * 900})", "T", "A map"),
     ],
 )

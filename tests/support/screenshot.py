@@ -46,7 +46,7 @@ def ask(page: Page, question: str, knowledge: str = "base:demo", strategy: str =
 def conversation(page: Page) -> None:
     """Two turns with their sources."""
     ask(page, FIRST)
-    ask(page, "What was the favourite food of the sled dog Pepper?")
+    ask(page, "When was she first elected?")
 
 
 def first(page: Page) -> None:

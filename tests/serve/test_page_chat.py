@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -78,13 +79,30 @@ def test_a_conversation_is_sent_with_its_turns_and_begun_anew(fake: Telling, pag
     assert [one.content for one in fake.requests[-1].messages] == ["Again?"]
 
 
-def test_an_answer_without_passages_says_so(browser: Browser) -> None:
-    plain = FakeEngine(context_length=4096)  # it finds nothing
-    with serving(plain) as served, visiting(browser, served.url) as page:
+class Doubtful(FakeEngine):
+    """Finds no passages; its answers have these notices."""
+
+    told: tuple[str, ...] = ()
+
+    async def submit(self, request: core.Request) -> AsyncGenerator[core.Event, None]:
+        async for event in super().submit(request):
+            yield replace(event, notices=self.told) if isinstance(event, core.Answer) else event
+
+
+def test_an_answer_that_does_not_come_from_the_documents_says_so(browser: Browser) -> None:
+    doubtful = Doubtful(context_length=4096)
+    reading = core.Indexing("own", 312, 1086, 3.0, 9.0, 400, 60.0, (), running=True).notice
+    assert reading is not None
+    unfit = "no passage fits the question: the nearest has a similarity of 0.21, below 0.3"
+    with serving(doubtful) as served, visiting(browser, served.url) as page:
         ask(page, knowledge="base:demo")
+        doubtful.told = (unfit, "attention not by triton: no such kernel", reading)
+        ask(page)
+        doubtful.told = ()
         ask(page, knowledge="")
-        said = page.locator("text=No passage of the documents fits this question:")
-        assert said.count() == 1 and page.locator(".turn").nth(0).locator(said).count() == 1
+        said = [turn.locator(".doubt").all_inner_texts() for turn in page.locator(".turn").all()]
+    none = "No passage was found: the answer does not come from the documents."
+    assert said == [[none], [f"N{unfit[1:]}.", f"{reading}."], []]
 
 
 def test_nothing_is_asked_by_an_empty_question(fake: Telling, page: Page) -> None:

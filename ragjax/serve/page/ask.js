@@ -37,11 +37,15 @@ function telling(segments) {
   return repaired >= 0 ? repaired : passage >= 0 ? passage : null;
 }
 
-/** A warning that no passage was found to draw on; null if none was looked for, or one was found. */
-function unfounded({ knowledge, top_k }, { sources, facts }) {
-  if (knowledge === undefined || top_k === 0 || sources.length || facts.length) return null;
-  const reading = server.health?.indexing?.running ? "fits this question so far (they are still being read)" : "fits this question";
-  return h("p", { class: "facts" }, `No passage of the documents ${reading}: the answer does not come from them.`);
+/** Notices that a reader of the answer must see; the others stand under how it was made. */
+const DOUBTS = /^no passage fits|indexed so far/;
+
+/** Warnings that an answer does not come from the documents, or from a part of them. */
+function doubts({ knowledge, top_k }, { sources, facts, notices: told }) {
+  const found = told.filter((notice) => DOUBTS.test(notice)).map((notice) => `${notice[0].toUpperCase()}${notice.slice(1)}.`);
+  const searched = knowledge !== undefined && top_k !== 0;
+  if (!found.length && searched && !sources.length && !facts.length) found.push("No passage was found: the answer does not come from the documents.");
+  return found.map((notice) => h("p", { class: "facts doubt" }, notice));
 }
 
 function made(result) {
@@ -112,7 +116,7 @@ async function converse(question, signal) {
       ...[
         turn.text ? null : h("p", { class: "facts" }, "The model gave no answer."),
         cut(result, " under Advanced"),
-        unfounded(asked.rag, result.rag),
+        ...doubts(asked.rag, result.rag),
         navigator.clipboard ? h("div", { class: "buttons" }, copy) : null,
         sourceList(result.rag),
         paths(result.rag.facts),

@@ -311,7 +311,7 @@ def test_questions_to_begin_with_come_from_the_documents(browser: Browser, serve
     def listed(*ids: str) -> dict[str, Any]:
         return {"data": [{"id": id, "status": "completed"} for id in ids], "has_more": False}
 
-    demo = listed("candlehythe", "pepper-the-dog", "tolverey")
+    demo = listed("candlehythe", "light-railway", "tolverey")
     own = listed("guide/set-up.md", "4711.pdf", "a" * 99, "notes of May.txt")
 
     def answer(route: Route) -> None:

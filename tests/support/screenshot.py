@@ -46,7 +46,7 @@ def ask(page: Page, question: str, knowledge: str = "base:demo", strategy: str =
 def conversation(page: Page) -> None:
     """Two turns with their sources."""
     ask(page, FIRST)
-    ask(page, "When was she first elected?")
+    ask(page, "How tall is the Saltfinger Lighthouse?")
 
 
 def first(page: Page) -> None:
@@ -97,7 +97,7 @@ PICTURES: dict[str, tuple[Callable[[Page], None], dict[str, object]]] = {
 
 def main(folder: Path) -> None:
     """Take the pictures."""
-    questions = [*(FIRST, "What was the favourite food of the sled dog Pepper?"), QUESTION]
+    questions = [*(FIRST, "How tall is the Saltfinger Lighthouse?"), QUESTION]
     known = {"knowledge": {"demo": DEMO / "documents"}, "graph": {"demo": DEMO / "facts.tsv"}}
     kept = {name: strategies()[name] for name in ("full", "prefix", "anchor")}
     with (

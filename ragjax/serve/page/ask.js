@@ -10,8 +10,8 @@ import { sourceList } from "./sources.js";
 import { strip } from "./strip.js";
 
 /** Questions that the packaged documents answer, and two of these, by which they are known. */
-const DEMO = ["Who is the mayor of Candlehythe?", "What colour are the front doors in Candlehythe painted?", "What was the favourite food of the sled dog Pepper?"];
-const DEMO_FILES = ["candlehythe", "pepper-the-dog"];
+const DEMO = ["Who is the mayor of Candlehythe?", "How tall is the Saltfinger Lighthouse?", "In what year was the Tolverey Light Railway opened?"];
+const DEMO_FILES = ["candlehythe", "light-railway"];
 
 /** Turns of the conversation, oldest first: `{question, text, failed}`. */
 let turns = [];

@@ -49,7 +49,7 @@ from ragjax.core import (
 )
 from ragjax.core.cancellation import Cancellation
 from ragjax.core.depprompt import DepPrompt, Positions
-from ragjax.core.registry import strategy_named
+from ragjax.core.registry import meant, strategy_named
 from ragjax.engine.build import Parts, build
 from ragjax.engine.compose import Composer
 from ragjax.engine.depkv import DepKV, Keeping, Resumed
@@ -88,8 +88,8 @@ class Engine:
 
     def __init__(self, parts: Parts, options: EngineOptions):
         if parts.contract.setting.strategy not in (AUTO, *parts.strategies):
-            known = ", ".join((AUTO, *parts.strategies))
-            raise ConfigError(f"unknown strategy {parts.contract.setting.strategy!r}; choose one of {known}")
+            name = parts.contract.setting.strategy
+            raise ConfigError(f"unknown strategy {name!r}; {meant(name, (AUTO, *parts.strategies))}")
         self.options = options
         self.model_name = parts.model_name
         self.context_length = parts.context_length
@@ -501,8 +501,8 @@ class Engine:
         """Compute a prompt by any strategy, and hold its KV until it is closed, for many continuations."""
         inner = self._strategies.get(strategy_named(strategy))
         if inner is None:
-            known = ", ".join(self._strategies)
-            raise RequestError(f"unknown strategy {strategy!r}; choose one of {known}", param="strategy")
+            known = meant(strategy, self._strategies)
+            raise RequestError(f"unknown strategy {strategy!r}; {known}", param="strategy")
         if recompute_ratio is not None and not inner.selective:
             raise RequestError(f"the strategy {strategy} takes no recompute_ratio", param="recompute_ratio")
         dressed, loop = inner.dress(prompt), self._loop

@@ -20,6 +20,7 @@ from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
 from ragjax.core import Compression, ConfigError, EngineOptions, Grid, RequestError, StorageOptions
 from ragjax.core.compression import BY_LAYER
+from ragjax.core.registry import meant
 from ragjax.engine.knowledge import Knowledge
 from ragjax.engine.measurement import alpha_of, cost_path, report_of, report_path
 from ragjax.engine.provision import least, planned
@@ -254,7 +255,7 @@ def _setting(options: EngineOptions, known: Mapping[str, Strategy]) -> Setting:
     if name == PACKET and name not in known:
         raise ConfigError("the model has no packets: give an adapter of python -m train.packet as --model")
     if name not in (AUTO, *known):
-        raise ConfigError(f"unknown strategy {name!r}; choose one of {', '.join((AUTO, *known))}")
+        raise ConfigError(f"unknown strategy {name!r}; {meant(name, (AUTO, *known))}")
     if ratio is not None and (name == AUTO or not known[name].selective):
         raise ConfigError(f"the strategy {name} takes no recompute ratio")
     return Setting(name, ratio)

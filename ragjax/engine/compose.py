@@ -24,6 +24,7 @@ from ragjax.core import (
     RequestError,
     StepLimits,
 )
+from ragjax.core.registry import meant
 from ragjax.engine.grounding import BROUGHT, Grounding, overlong, too_long
 from ragjax.engine.knowledge import Knowledge, KnowledgeRegistry
 from ragjax.models.tokenizer import Tokenizer
@@ -231,8 +232,8 @@ class Composer:
             if rag.strategy == PACKET:
                 reason = "the model has no packets: start the server with an adapter of python -m train.packet"
                 raise RequestError(reason, param="rag.strategy", code="invalid_value")
-            known = ", ".join((AUTO, *self.strategies))
-            raise RequestError(f"unknown strategy {rag.strategy!r}; choose one of {known}", param="rag.strategy")
+            known = meant(rag.strategy or "", (AUTO, *self.strategies))
+            raise RequestError(f"unknown strategy {rag.strategy!r}; {known}", param="rag.strategy")
         self.check_ratio(rag, strategy)
         if rag.recompute_ratio is None and strategy.name == default.strategy:
             return ServedBy(strategy, default.ratio)

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from ragjax.core import ConfigError, Embedded, EngineOptions, Indexing, RequestError, Skipped
 from ragjax.core.file import atomic_path
+from ragjax.core.registry import meant
 from ragjax.models.encoder import Encoder
 from ragjax.models.hub import cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
@@ -140,8 +141,8 @@ class KnowledgeRegistry(Generic[T]):
             one.close()
 
     def _unknown(self, name: str) -> RequestError:
-        known = ", ".join(self.names) or "none"
-        return RequestError(f"unknown {self._kind} {name!r}; there is: {known}", param=self._param, code="not_found")
+        known = meant(name, self.names) if self.names else "there is none"
+        return RequestError(f"unknown {self._kind} {name!r}; {known}", param=self._param, code="not_found")
 
     def _name(self, name: str | None) -> str:
         return next(iter(self.names), "default") if name is None else name

@@ -222,6 +222,8 @@ def test_a_failing_step_ends_its_requests_alone(engine: Engine, monkeypatch: pyt
 def test_requests_that_cannot_be_served_say_why(engine: Engine) -> None:
     with pytest.raises(RequestError, match="unknown strategy 'magic'"):
         engine.answer("Hello?", strategy="magic")
+    with pytest.raises(RequestError, match="unknown strategy 'prefixx'; did you mean prefix"):
+        engine.answer("Hello?", strategy="prefixx")
     with pytest.raises(RequestError, match="unknown strategy ''"):
         engine.answer("Hello?", strategy="")
     with pytest.raises(RequestError, match="unknown knowledge base 'moon'"):

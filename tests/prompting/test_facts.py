@@ -114,7 +114,7 @@ def test_nothing_found_is_said(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("rag", "message"),
     [
-        (lambda: Rag(graph=Graph("other")), "unknown knowledge graph 'other'; there is: default"),
+        (lambda: Rag(graph=Graph("other")), "unknown knowledge graph 'other'; choose one of default"),
         (lambda: Rag(graph=Graph(entities=("Nobody",))), "Nobody"),
         (lambda: Rag(graph=Graph(relation_paths=(("A", "likes"),))), "a path is entity, relation, entity"),
         (lambda: Rag(graph=Graph(relation_paths=(("A", "likes", "B", "likes", "A"),))), "'A' twice"),

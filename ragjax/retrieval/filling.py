@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -80,12 +80,12 @@ class Filling:
                 yield
             read.append(file)
             if file.document_id is not None and not ids and file.document_id in self.base:
-                self.base.delete([file.document_id])  # it could be read before
+                self._drop({file.document_id})  # it could be read before
             if max(_chars(documents), 200 * len(read)) >= batch or file is left[-1]:  # a file takes some time, too
                 batch = min(2 * batch, _BATCH_CHARS)
                 yield from self._store(documents)
                 if file.document_id is None:
-                    self.base.delete(self.base.document_ids - ids)
+                    self._drop(self.base.document_ids - ids)
                 self._note(read)
                 documents, read = [], []
         self._tell(running=False)
@@ -106,8 +106,9 @@ class Filling:
             else:
                 self._skipped[file.name] = skipped
         if not any(file.document_id is None for file in found.files):
-            self.base.delete(held - {file.document_id for file in found.files})
-        self.base.note_files({}, noted.keys() - {file.name for file in found.files})
+            self._drop(held - {file.document_id for file in found.files})
+        if gone := noted.keys() - {file.name for file in found.files}:
+            self.base.note_files({}, gone)
         self._files, self._all_files = len(found.files) - len(left), len(found.files)
         self._all_bytes = sum(file.size for file in found.files)
         self._bytes = self._all_bytes - sum(file.size for file in left)
@@ -116,6 +117,11 @@ class Filling:
         self._list()
         self._tell(running=bool(left))
         return left
+
+    def _drop(self, documents: Set[str]) -> None:
+        if documents:
+            self.base.delete(documents)
+            _log.info("%s: %d documents are no longer in %s", self.base.name, len(documents), self.source)
 
     def _skip(self, file: SourceFile, item: Skipped) -> None:
         some = self._skipped.setdefault(file.name, [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import importlib.util
 import ipaddress
@@ -36,9 +35,6 @@ from ragjax.serve.server import Drain, Limits, Server, Watchdog, limited
 if TYPE_CHECKING:
     from ragjax.cluster.fleet import Service
 
-M_ARENA_MAX = -8
-"""The number of heaps, to glibc's mallopt."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -55,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(handlers=[handler])
         logging.getLogger("ragjax").setLevel(options.log_level.upper())
         _open_many()
-        _share_heaps()
         with _listener(options.host, options.port) as listener, closing(_load(options)) as engine:
             _run(engine, listener, options)
         return 0
@@ -303,12 +298,6 @@ def _open_many() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # some systems name a limit here that they do not grant
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _share_heaps() -> None:
-    """Have threads share two heaps of the C library: with one each, they keep 130 MB that nobody uses."""
-    with suppress(AttributeError, OSError):  # another C library than glibc
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
 
 
 def app_options(options: argparse.Namespace, address: str | None = None) -> dict[str, Any]:

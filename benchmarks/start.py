@@ -43,7 +43,7 @@ COLUMNS = ("system", "state", "ready_s", "first_answer_s", "rss_mb", "peak_mb", 
 RIVALS = {"llama.cpp-q4_1": "llamacpp", "openvino": "openvino"}
 QUESTION = "Who keeps the lighthouse?"
 ASKED_AT_ONCE = 8
-START_S = 900.0
+START_S = 3600.0  # on a busy machine passages take long to prepare
 
 
 @contextmanager

@@ -45,7 +45,7 @@ BATCH = 32
 """Texts that are embedded between two calls of `check`."""
 
 SOON = 2.0
-"""Seconds that a server waits for its documents before it is ready; what they leave is read while it serves."""
+"""Seconds that a server waits for its documents before it is ready; again, up to five times, while no more are left."""
 
 MOST_REMEMBERED = 2**28
 """Bytes of vectors that are kept for later starts."""
@@ -222,7 +222,10 @@ class Knowledge:
             self.warm().result()
         if fillings and (early or options.watch):
             self._filler = Filler(fillings, busy, options.watch)
-            self._filler.wait(SOON)
+            for _ in range(5):
+                told = None if self._filler.wait(SOON) else self.indexing
+                if told is None or told.seconds_left > SOON:
+                    break
 
     def warm(self) -> Future[None]:
         """Begin to load the encoder and the programs of a question in a thread; the first one waits for none then."""

@@ -173,7 +173,7 @@ class Fleet:
 
     @property
     def indexing(self) -> Indexing | None:
-        """How far the documents of the options are read."""
+        """Progress of reading the documents of the options."""
         return self.knowledge.indexing
 
     @property

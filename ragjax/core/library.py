@@ -46,7 +46,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Indexing:
-    """How far the server's own documents are read: files that are searchable or left out, and megabytes of them.
+    """Progress of reading the server's own documents: files that are searchable or left out, and megabytes of them.
 
     running: some are still to be read. seconds_left: until all are, about.
     """
@@ -74,7 +74,7 @@ class Indexing:
 
     @property
     def notice(self) -> str | None:
-        """What an answer says of documents that could not be searched; None: all could."""
+        """The notice of an answer about documents that could not be searched; None: all could."""
         return f"{self.share} are indexed so far: the others were not searched" if self.running else None
 
     @property

@@ -122,7 +122,7 @@ class Chunk:
 
     @property
     def source_name(self) -> str:
-        """What a reader knows its document by."""
+        """The name by which a reader knows its document."""
         return self.filename or self.title or self.document_id
 
 

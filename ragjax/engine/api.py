@@ -264,7 +264,7 @@ class Engine:
 
     @property
     def indexing(self) -> Indexing | None:
-        """How far the documents of the options are read."""
+        """Progress of reading the documents of the options."""
         return self.knowledge.indexing
 
     def _serves(self) -> bool:

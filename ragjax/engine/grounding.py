@@ -171,13 +171,13 @@ class Grounding:
 
 
 def _query(request: Request, end: int | None = None) -> Query:
-    """What the last question of the messages before `end` asks (None: of all)."""
+    """The query of the last question in the messages before `end` (None: in all)."""
     *before, text = (one.content for one in request.messages[:end] if one.role == "user" and one.content.strip())
     return Query(text, tuple(before), request.tenant)
 
 
 def dropped(turns: int, most: int) -> int:
-    """How many of so many earlier turns lose their passages, the oldest first, so that at most `most` keep them.
+    """Count the earlier turns that lose their passages, the oldest first, so that at most `most` keep them.
 
     Half of those that may keep them go at once: then the prompts of the next turns begin with what this one has.
     """

@@ -242,7 +242,7 @@ class Knowledge:
 
     @property
     def indexing(self) -> Indexing | None:
-        """How far the documents of the options are read: of the first base that is not done, or else of the first."""
+        """Progress of reading the documents of the options: of the first base that is not done, or else the first."""
         found = [told for name in self.bases.names if (told := self.bases.get(name).indexing) is not None]
         return next((told for told in found if told.running), next(iter(found), None))
 

@@ -23,7 +23,7 @@ from tempfile import TemporaryFile
 from typing import IO
 
 from ragjax.core import ConfigError
-from ragjax.retrieval.text import Part, Reading
+from ragjax.retrieval.text import FilePart, Reading
 
 MAX_PAGES = 10_000
 MAX_STREAM = 32 * 2**20  # bytes of a stream of a PDF, or a part of another file, once it is decompressed
@@ -38,8 +38,8 @@ _ERROR_CHARS = 300
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What the reading of a file may take."""
+class ReadingLimits:
+    """Bounds of what reading a file takes."""
 
     pages: int
     stream: int
@@ -48,17 +48,17 @@ class Limits:
     seconds: float
 
 
-Reader = Callable[[bytes, Limits], Reading]
+Reader = Callable[[bytes, ReadingLimits], Reading]
 """A function at the top of a module; the process imports it. Whatever it raises says why the file is not read."""
 
 
 def read_confined(data: bytes, path: Path, reader: Reader) -> Generator[None, None, Reading]:
-    """What `reader` makes of the file; in steps of `STEP_SECONDS`, between which its process is stopped.
+    """Read a file by `reader` in a process, in steps of `STEP_SECONDS`, between which the process is stopped.
 
     Raises:
         ConfigError: if it is damaged, or over a limit.
     """
-    limits = Limits(MAX_PAGES, MAX_STREAM, MAX_CHARS, MAX_MEMORY, MAX_SECONDS)
+    limits = ReadingLimits(MAX_PAGES, MAX_STREAM, MAX_CHARS, MAX_MEMORY, MAX_SECONDS)
     child = (
         f"from {reader.__module__} import {reader.__name__} as reader; from {__name__} import answer; answer(reader)"
     )
@@ -74,7 +74,7 @@ def read_confined(data: bytes, path: Path, reader: Reader) -> Generator[None, No
     if reason:
         raise ConfigError(f"{path}: {reason}")
     title, parts = json.loads(told)
-    return Reading(title, tuple(Part(*part) for part in parts))
+    return Reading(title, tuple(FilePart(*part) for part in parts))
 
 
 def _buffer() -> IO[bytes]:
@@ -82,7 +82,7 @@ def _buffer() -> IO[bytes]:
     return open(os.memfd_create("ragjax"), "w+b") if hasattr(os, "memfd_create") else TemporaryFile()
 
 
-def _run(child: str, limits: Limits, file: IO[bytes], told_file: IO[bytes], path: Path) -> Iterator[None]:
+def _run(child: str, limits: ReadingLimits, file: IO[bytes], told_file: IO[bytes], path: Path) -> Iterator[None]:
     process = subprocess.Popen(
         (sys.executable, "-P", "-c", child, json.dumps(asdict(limits))),
         stdin=file,
@@ -109,7 +109,7 @@ def _run(child: str, limits: Limits, file: IO[bytes], told_file: IO[bytes], path
         process.wait()
 
 
-def told_by(reader: Reader, data: bytes, limits: Limits) -> tuple[str, Reading]:
+def told_by(reader: Reader, data: bytes, limits: ReadingLimits) -> tuple[str, Reading]:
     """Why the file is not read ("" if it is), and its reading."""
     nothing = Reading("", ())
     try:
@@ -123,7 +123,8 @@ def told_by(reader: Reader, data: bytes, limits: Limits) -> tuple[str, Reading]:
     except Exception as error:  # libraries raise whatever a damaged file leads them to
         return f"not a readable file of its kind: {printable(error)}; save it anew", nothing
     parts = [
-        Part(_joined_pairs(part.text), part.page, _joined_pairs(part.heading or "") or None) for part in reading.parts
+        FilePart(_joined_pairs(part.text), part.page, _joined_pairs(part.heading or "") or None)
+        for part in reading.parts
     ]
     return "", Reading(_joined_pairs(reading.title), tuple(parts))
 
@@ -140,7 +141,7 @@ def printable(error: Exception) -> str:
 
 def answer(reader: Reader) -> None:
     """Write to stdout why the file on stdin is not read, a line end, and its reading; the limits are an argument."""
-    limits = Limits(**json.loads(sys.argv[1]))
+    limits = ReadingLimits(**json.loads(sys.argv[1]))
     logging.disable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limits.seconds) + 1,) * 2)  # also if the parent is killed

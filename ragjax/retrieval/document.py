@@ -144,7 +144,7 @@ def read_steps(file: SourceFile, max_bytes: int = MAX_BYTES) -> Iterator[Documen
 
 
 def _skipped(file: SourceFile, error: ConfigError) -> Skipped:
-    """What an error says of a file or its line, without its place on this machine, which clients need not know."""
+    """The entry of an error about a file or its line, without its path on this machine: clients need not know it."""
     line, _, reason = str(error).removeprefix(str(file.path)).partition(": ")
     return Skipped(f"{file.name}{line}", reason) if re.fullmatch(r"(:\d+)?", line) else Skipped(file.name, str(error))
 

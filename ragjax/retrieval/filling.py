@@ -191,7 +191,7 @@ def _note_of(file: SourceFile, skipped: Sequence[Skipped]) -> str:
 
 
 def _skipped_before(file: SourceFile, note: str | None) -> list[Skipped] | None:
-    """What was left out of a file when it was read; None: it is to be read again."""
+    """The parts of a file that were left out when it was read; None: it is to be read again."""
     if note is None:
         return None
     *known, told = json.loads(note)

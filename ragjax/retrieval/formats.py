@@ -19,11 +19,11 @@ from zipfile import ZipFile
 from lxml import etree
 
 from ragjax.core import ConfigError
-from ragjax.retrieval.confined import Limits, Reader
+from ragjax.retrieval.confined import Reader, ReadingLimits
 from ragjax.retrieval.html import read_html
 from ragjax.retrieval.markdown import marked, read_markdown
 from ragjax.retrieval.pdf import read_pdf
-from ragjax.retrieval.text import Part, Reading, decode, lowered, raised
+from ragjax.retrieval.text import FilePart, Reading, decode, lowered, raised
 
 _NAME = Path("its text")  # of what is made of a file, in errors
 _PARTS_IN_ALL = 8  # times the limit of one
@@ -34,14 +34,14 @@ _LEFT_OUT = frozenset(("index", "toctree"))  # directives whose content is names
 
 
 def _read_plain(data: bytes, path: Path) -> Reading:
-    return Reading("", (Part(decode(data, path)),))
+    return Reading("", (FilePart(decode(data, path)),))
 
 
 def _read_code(data: bytes, path: Path) -> Reading:
-    return Reading(path.name, (Part(decode(data, path)),))
+    return Reading(path.name, (FilePart(decode(data, path)),))
 
 
-def read_docx(data: bytes, limits: Limits) -> Reading:
+def read_docx(data: bytes, limits: ReadingLimits) -> Reading:
     """The text of a Word document with its headings, without text that is hidden or struck out."""
     import mammoth  # here as below, so that the server does not load it
 
@@ -67,7 +67,7 @@ def _without_hidden(part: bytes) -> bytes:
     return bytes(etree.tostring(tree))
 
 
-def read_pptx(data: bytes, limits: Limits) -> Reading:
+def read_pptx(data: bytes, limits: ReadingLimits) -> Reading:
     """The text of all slides and their notes; a slide is a page, its title a heading."""
     import pptx
 
@@ -80,7 +80,7 @@ def read_pptx(data: bytes, limits: Limits) -> Reading:
         if slide.has_notes_slide and (frame := slide.notes_slide.notes_text_frame) is not None:
             lines.append(frame.text)
         text = "\n".join(line for line in lines if line.strip())
-        parts.append(Part(f"{text}\n\n", number, heading or None))
+        parts.append(FilePart(f"{text}\n\n", number, heading or None))
     return Reading(next((part.heading for part in parts if part.heading), ""), tuple(parts))
 
 
@@ -98,7 +98,7 @@ def _paragraph(paragraph: Any) -> str:
     return text
 
 
-def read_epub(data: bytes, limits: Limits) -> Reading:
+def read_epub(data: bytes, limits: ReadingLimits) -> Reading:
     """The chapters of a book in their order."""
     members = _members(data, limits)
     if _OPENED_BY_KEY.search(members.get("META-INF/encryption.xml", bytes)()):
@@ -108,7 +108,7 @@ def read_epub(data: bytes, limits: Limits) -> Reading:
     package = _xml(members[package_path]())
     files = {item.get("id"): item for item in package.iterfind(".//{*}manifest/{*}item")}
     title = package.findtext(".//{*}title") or ""
-    parts: list[Part] = []
+    parts: list[FilePart] = []
     for reference in package.iterfind(".//{*}spine/{*}itemref"):
         item = files.get(reference.get("idref"))
         if item is None or item.get("media-type") != _XHTML:
@@ -119,14 +119,14 @@ def read_epub(data: bytes, limits: Limits) -> Reading:
         chapter = read_html(members[path](), Path(path))
         above = [chapter.title] if chapter.title not in ("", title) else []
         if any(part.text.strip() for part in chapter.parts):
-            parts += [Part(f"{name}\n\n", heading=name) for name in above]
+            parts += [FilePart(f"{name}\n\n", heading=name) for name in above]
         for part in chapter.parts:
-            parts.append(Part(part.text, heading=" > ".join([*above, *filter(None, [part.heading])]) or None))
-        parts.append(Part("\n\n", heading=parts[-1].heading if parts else None))
+            parts.append(FilePart(part.text, heading=" > ".join([*above, *filter(None, [part.heading])]) or None))
+        parts.append(FilePart("\n\n", heading=parts[-1].heading if parts else None))
     return Reading(title, tuple(parts))
 
 
-def read_rst(data: bytes, limits: Limits) -> Reading:
+def read_rst(data: bytes, limits: ReadingLimits) -> Reading:
     """The text of reStructuredText with its headings. Directives and roles of Sphinx give the text that they hold."""
     import docutils.core
     from docutils import nodes
@@ -174,7 +174,7 @@ def read_rst(data: bytes, limits: Limits) -> Reading:
     return _page(re.sub("<title>.*?</title>", "", str(page), count=1))  # where the text has none it is docutils' own
 
 
-def read_table(data: bytes, limits: Limits) -> Reading:
+def read_table(data: bytes, limits: ReadingLimits) -> Reading:
     """Each row of a table as a line: "name: value; name: value", or its values if the first row has no names."""
     text = decode(data, _NAME)
     head = text.partition("\n")[0]
@@ -195,10 +195,10 @@ def read_table(data: bytes, limits: Limits) -> Reading:
                 raise ConfigError(f"more text than the limit of {limits.chars} characters; split the table")
     except csv.Error as error:
         raise ConfigError(f"not a readable table: {error}; mend its quotes, or save it as .txt") from error
-    return Reading("", (Part("\n".join(line for line in lines if line) or "; ".join(names)),))
+    return Reading("", (FilePart("\n".join(line for line in lines if line) or "; ".join(names)),))
 
 
-def read_notebook(data: bytes, limits: Limits) -> Reading:
+def read_notebook(data: bytes, limits: ReadingLimits) -> Reading:
     """The cells of a Jupyter notebook, code in fences, with the text that they gave."""
     cells = []
     for cell in json.loads(decode(data, _NAME))["cells"]:
@@ -210,8 +210,8 @@ def read_notebook(data: bytes, limits: Limits) -> Reading:
     return marked("\n\n".join(cell for cell in cells if cell), _NAME)
 
 
-def _members(data: bytes, limits: Limits) -> Mapping[str, Callable[[], bytes]]:
-    """What reads each part of a zip file.
+def _members(data: bytes, limits: ReadingLimits) -> Mapping[str, Callable[[], bytes]]:
+    """A function for each part of a zip file that reads it.
 
     Raises:
         ConfigError: if parts are larger than the limits allow, once decompressed.

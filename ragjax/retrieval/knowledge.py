@@ -87,7 +87,7 @@ class SearchStage:
 
 @dataclass(frozen=True)
 class Query:
-    """What a conversation asks.
+    """A question with the questions before it.
 
     Args:
         text: its last question.
@@ -409,7 +409,7 @@ class KnowledgeBase:
         return _fitting(self._hits(*self._index.search_among(vector, count, numbers)), least) if len(numbers) else []
 
     def _chosen(self, query: Query, nearest: Sequence[tuple[int, Hit]], count: int) -> tuple[Hit, ...]:
-        """Those of the nearest chunks that fit the question best, by meaning and words; nearest first."""
+        """Choose those of the nearest chunks that fit the question best, by meaning and words; nearest first."""
         weights = weights_of((query.text, *query.before[: -_BEFORE - 1 : -1]), FADING)
         best = sorted(fused_order([hit.chunk.text for _, hit in nearest], weights)[:count])
         self._asked.extendleft(nearest[i][0] for i in reversed(best))
@@ -543,7 +543,7 @@ class KnowledgeBase:
 
     @property
     def files(self) -> dict[str, str]:
-        """What is noted of the files of its source (`filling.py`), by name."""
+        """Notes on the files of its source (`filling.py`), by name."""
         with self._opened():
             return dict(self._database.execute("select name, note from files"))
 

@@ -419,7 +419,7 @@ class Library:
         return Attachment(store, file, self._began, "completed", size)
 
     def _own_failures(self, store: str, part: Slice = WHOLE) -> list[Attachment]:
-        """What was left out of one of the server's own stores."""
+        """The files that were left out of one of the server's own stores."""
         told = self._bases.get(store).indexing
         return [
             Attachment(store, one.name, self._began, "failed", error=("invalid_file", one.reason))

@@ -9,8 +9,8 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from ragjax.core import ConfigError
-from ragjax.retrieval.confined import Limits, printable
-from ragjax.retrieval.text import Part, Reading, lowered, raised
+from ragjax.retrieval.confined import ReadingLimits, printable
+from ragjax.retrieval.text import FilePart, Reading, lowered, raised
 
 if TYPE_CHECKING:
     from pypdf import PageObject
@@ -24,7 +24,7 @@ _HIDDEN = 0b10  # flag of annotations
 _PASSWORD = 1 << 13  # flag of fields
 
 
-def read_pdf(data: bytes, limits: Limits) -> Reading:
+def read_pdf(data: bytes, limits: ReadingLimits) -> Reading:
     """The text of all pages, each a place, with the values of form fields and typed notes behind it.
 
     Superscripts are told apart ("10^6"), and words that a line end divides are put together.
@@ -65,7 +65,7 @@ def read_pdf(data: bytes, limits: Limits) -> Reading:
         raise ConfigError("there is no text in it, it looks scanned; run OCR over it, for example with ocrmypdf")
     words = {word.lower() for text in texts for word in _WORD.findall(text)}
     pages = enumerate(texts, start=1)
-    return Reading("", tuple(Part(f"{_whole_words(text, words)}\n\n", page=page) for page, text in pages if text))
+    return Reading("", tuple(FilePart(f"{_whole_words(text, words)}\n\n", page=page) for page, text in pages if text))
 
 
 class _Lines:
@@ -139,7 +139,7 @@ def _divide(page: PageObject) -> None:
 
 
 def _typed(page: PageObject) -> Iterator[str]:
-    """What is typed on a page: "name: value" of each form field, and the notes."""
+    """Text that was typed on a page: "name: value" of each form field, and the notes."""
     for reference in page.get("/Annots") or ():
         note = reference.get_object()
         if int(note.get("/F", 0)) & _HIDDEN:

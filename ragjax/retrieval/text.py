@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """Text that stands at one place. page: from 1; heading: the path of headings above it, as "Setup > Linux"."""
 
     text: str
@@ -69,10 +69,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a file says. title: "" if it has none."""
+    """Title and text of a file. title: "" if it has none."""
 
     title: str
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
 
 
 def decode(data: bytes, path: Path, label: str = "") -> str:
@@ -169,7 +169,7 @@ def outlined(title: str, parts: Iterable[tuple[int, str, str]]) -> Reading:
 
     A heading that is the title is no place of its own, and if it opens the text, it is left out of it.
     """
-    made: list[Part] = []
+    made: list[FilePart] = []
     above: list[tuple[int, str]] = []
     opened = False
     for level, name, text in parts:
@@ -181,11 +181,11 @@ def outlined(title: str, parts: Iterable[tuple[int, str, str]]) -> Reading:
             first, _, rest = text.lstrip().partition("\n")
             if title and title == " ".join(first.split()):
                 text = rest
-        made.append(Part(text, heading=path or None))
+        made.append(FilePart(text, heading=path or None))
     return Reading(title, tuple(made))
 
 
-def joined(parts: Iterable[Part]) -> tuple[str, tuple[Place, ...]]:
+def joined(parts: Iterable[FilePart]) -> tuple[str, tuple[Place, ...]]:
     """The cleaned text of all parts, stripped, and where each begins that has a page or a heading."""
     texts: list[str] = []
     places: list[Place] = []

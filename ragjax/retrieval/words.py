@@ -29,7 +29,7 @@ def words(text: str) -> list[str]:
 
 
 def weights_of(questions: Sequence[str], fading: float) -> dict[str, float]:
-    """What each word of questions counts, the latest question first; one of earlier ones counts `fading` times less."""
+    """The weight of each word of questions, the latest question first; earlier questions count `fading` times less."""
     found: dict[str, float] = {}
     for n, question in enumerate(questions):
         for word in words(question)[:_MOST_WORDS]:
@@ -72,7 +72,7 @@ def _bm25(texts: Sequence[str], weights: Mapping[str, float]) -> NDArray[np.floa
 
 
 def _forms(word: str) -> list[str]:
-    """What a text may write for one of `words`: to look for these is faster than to cut the words of every text."""
+    """The spellings in a text that stand for a word: to look for them is faster than to cut every text into words."""
     return [form for form in (word, *(word + ending for ending, _ in _ENDINGS)) if _stem(form) == word]
 
 

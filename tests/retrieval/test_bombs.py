@@ -22,12 +22,12 @@ import pytest
 from ragjax.core import ConfigError
 from ragjax.retrieval import confined, html
 from ragjax.retrieval.chunking import finish
-from ragjax.retrieval.confined import Limits, read_confined, told_by
+from ragjax.retrieval.confined import ReadingLimits, read_confined, told_by
 from ragjax.retrieval.document import load, parse
 from ragjax.retrieval.html import read_html
 from ragjax.retrieval.markdown import read_markdown
 from ragjax.retrieval.pdf import read_pdf
-from ragjax.retrieval.text import Part, Reading
+from ragjax.retrieval.text import FilePart, Reading
 from tests.support.growth import assert_linear, calls
 
 PATH = Path("page")
@@ -69,7 +69,7 @@ def pdf_of(content: bytes, pages: int = 1, form: bytes = b"") -> bytes:
     return made + b"xref\n0 %d\n0000000000 65535 f \n" % size + table + end
 
 
-LIMITS = Limits(pages=10, stream=10**6, chars=10**6, memory=2**31, seconds=9)
+LIMITS = ReadingLimits(pages=10, stream=10**6, chars=10**6, memory=2**31, seconds=9)
 SHOWN = b"BT /A 9 Tf (light) Tj ET "
 
 
@@ -145,7 +145,7 @@ def test_between_steps_neither_the_process_nor_the_clock_runs(monkeypatch: pytes
     next(steps)
     while state != "T":
         state = Path(f"/proc/{started[0].pid}/stat").read_text().rpartition(")")[2].split()[0]
-    assert finish(forwarded(steps, now)) == Reading("", tuple(Part("light\n\n", page=page) for page in (1, 2, 3)))
+    assert finish(forwarded(steps, now)) == Reading("", tuple(FilePart("light\n\n", page=page) for page in (1, 2, 3)))
     assert started[0].returncode is not None
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ragjax.core import ConfigError, Document
-from ragjax.retrieval.confined import Limits, told_by
+from ragjax.retrieval.confined import ReadingLimits, told_by
 from ragjax.retrieval.document import parse
 from ragjax.retrieval.formats import CONFINED
 from ragjax.retrieval.text import clean, joined
 
-LIMITS = Limits(pages=100, stream=2**20, chars=2**20, memory=2**31, seconds=9)
+LIMITS = ReadingLimits(pages=100, stream=2**20, chars=2**20, memory=2**31, seconds=9)
 
 
 def write_lines(path: Path, lines: Iterable[Any]) -> Path:
@@ -23,7 +23,7 @@ def write_lines(path: Path, lines: Iterable[Any]) -> Path:
     return path
 
 
-def read_here(name: str, data: str | bytes, limits: Limits = LIMITS) -> Document:
+def read_here(name: str, data: str | bytes, limits: ReadingLimits = LIMITS) -> Document:
     """The document "a" in a file's bytes, as `parse` reads it, but for the process of its own."""
     path, content = Path(name), data if isinstance(data, bytes) else data.encode()
     if path.suffix not in CONFINED:

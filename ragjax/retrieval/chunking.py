@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from ragjax.core import CHUNK_TOKENS, Chunk, ConfigError, Document, Tokens
 MIN_TOKENS = 32
 _BLOCK_CHARS = 10_000  # the splitter works a text without boundaries over and over
 _EVEN_UP_TO = 8
+_REMEMBERED = 256  # texts of a document: cuts of several sizes are tried, and ask for the same ones again
 _STEP_BLOCKS = 32  # cut in a step: about a second
 _STEP_CHUNKS = 1_000  # whose tokens are made in a step
 
@@ -58,6 +60,9 @@ class Chunker:
 
     def chunk_steps(self, document: Document) -> Generator[None, None, tuple[Chunk, ...]]:
         """Do the work of `chunks` in steps of about a second."""
+        return (yield from replace(self, encode=lru_cache(_REMEMBERED)(self.encode))._chunk_steps(document))
+
+    def _chunk_steps(self, document: Document) -> Generator[None, None, tuple[Chunk, ...]]:
         heading = " ".join(document.title[:_BLOCK_CHARS].split())
         if heading:
             heading = TextSplitter.from_callback(self._count, self.max_tokens // 3).chunks(heading)[0] + "\n"

@@ -23,7 +23,7 @@ import httpx
 
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.latency.system import own_cache
-from benchmarks.start import body, served, wait
+from benchmarks.load.own_server import body, served, wait
 
 COLUMNS = ("state", "files", "mb", "read", "ready_s", "answer_s", "indexed_s", "chunks", "skipped")
 KINDS = (".html", ".htm", ".md", ".txt", ".pdf")

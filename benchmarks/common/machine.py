@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 import time
-import tomllib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+import ragjax
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("ragjax", "jax", "jaxlib", "flax", "numpy", "ml-dtypes", "faiss-cpu")
@@ -90,7 +91,7 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     if "ragjax" not in found:
-        found["ragjax"] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+        found["ragjax"] = ragjax.__version__
     return found
 
 

@@ -44,8 +44,10 @@ FITS = 0.3
 BATCH = 32
 """Texts that are embedded between two calls of `check`."""
 
-SOON = 2.0
-"""Seconds that a server waits for its documents before it is ready; again, up to five times, while no more are left."""
+LOOK = 2.0
+SOON = 15.0
+"""A server waits `LOOK` seconds for its documents before it is ready; again, up to ten times, while at most `SOON`
+seconds are left until all are read."""
 
 MOST_REMEMBERED = 2**28
 """Bytes of vectors that are kept for later starts."""
@@ -206,7 +208,7 @@ class Knowledge:
         Args:
             options: of the engine.
             busy: tells if requests run.
-            early: read documents in a thread, beside the requests; it is waited for `SOON` only.
+            early: read documents in a thread, beside the requests; a few documents are waited for (`SOON`).
 
         Raises:
             ConfigError: if they cannot be read.
@@ -222,8 +224,8 @@ class Knowledge:
             self.warm().result()
         if fillings and (early or options.watch):
             self._filler = Filler(fillings, busy, options.watch)
-            for _ in range(5):
-                told = None if self._filler.wait(SOON) else self.indexing
+            for _ in range(10):
+                told = None if self._filler.wait(LOOK) else self.indexing
                 if told is None or told.seconds_left > SOON:
                     break
 

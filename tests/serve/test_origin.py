@@ -235,7 +235,7 @@ def test_the_page_works_by_each_name_of_the_server(deceived: Browser) -> None:
                 page.wait_for_selector("#ask-strategy option", state="attached")
                 page.fill("#ask-question", "What?")
                 page.click("#ask-submit")
-                page.wait_for_selector("#ask-account .figures, #ask-status.error")
+                page.wait_for_selector(".turn .made, #ask-status.error")
                 assert page.locator("#ask-status.error").count() == 0
 
 

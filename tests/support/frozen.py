@@ -323,7 +323,7 @@ def _chat(question: str, **options: Any) -> Ask:
 
 
 KEPT: tuple[tuple[str, Ask], ...] = (
-    ("prefix", _chat("Who has the lamp?", knowledge="harbour", top_k=2)),
+    ("prefix", _chat("Who has the lamp?", knowledge="harbour", documents=["n0", "n2"])),
     ("naive", _chat("When does it leave?", knowledge="harbour", top_k=2)),
     ("craft", _chat("Is honey sold?", knowledge="harbour", top_k=2)),
     ("anchor", _chat("What nests?", knowledge="harbour", top_k=2)),

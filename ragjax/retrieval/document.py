@@ -21,7 +21,7 @@ from ragjax.core import ConfigError, Document, Skipped, has_controls, is_unicode
 from ragjax.retrieval.chunking import finish
 from ragjax.retrieval.confined import read_confined
 from ragjax.retrieval.formats import CONFINED, KINDS, READERS, SUFFIXES
-from ragjax.retrieval.text import clean, joined
+from ragjax.retrieval.text import clean, joined, line_text
 
 MAX_BYTES = 32 * 2**20
 """Default limit of one document's file (for JSONL: of one line)."""
@@ -157,7 +157,7 @@ def _from_jsonl(file: SourceFile, max_bytes: int) -> Iterator[Document | Skipped
             try:
                 if len(line.rstrip(b"\r\n")) > max_bytes:
                     raise ConfigError(f"{where}: longer than the limit of {max_bytes} bytes per document; cut it")
-                text = _line_text(line, where)
+                text = line_text(line, where)
                 if not text.strip():
                     continue
                 document = _from_line(text, where)
@@ -171,13 +171,6 @@ def _from_jsonl(file: SourceFile, max_bytes: int) -> Iterator[Document | Skipped
                 yield document if document.text else Skipped(name, "there is no text in it", empty=True)
     except OSError as error:
         yield Skipped(file.name, str(error.strerror))
-
-
-def _line_text(line: bytes, where: str) -> str:
-    try:
-        return line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: not UTF-8 text (byte 0x{line[error.start]:02x}); convert the file") from error
 
 
 def _lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:

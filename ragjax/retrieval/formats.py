@@ -234,26 +234,10 @@ def _page(page: str) -> Reading:
 
 
 _CODE = (
-    *(
-        ".bash",
-        ".bib",
-        ".c",
-        ".cc",
-        ".cfg",
-        ".cjs",
-        ".clj",
-        ".conf",
-        ".cpp",
-        ".cs",
-        ".css",
-        ".dart",
-        ".ex",
-        ".go",
-        ".h",
-    ),
-    *(".hpp", ".hs", ".ini", ".java", ".jl", ".js", ".json", ".jsx", ".kt", ".lua", ".mjs", ".php", ".pl", ".proto"),
-    *(".ps1", ".py", ".pyi", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift", ".tex", ".toml", ".ts", ".tsx"),
-    *(".yaml", ".yml", ".zsh"),
+    *(".bash", ".bib", ".c", ".cc", ".cfg", ".cjs", ".clj", ".conf", ".cpp", ".cs", ".css", ".dart", ".ex"),
+    *(".go", ".h", ".hpp", ".hs", ".ini", ".java", ".jl", ".js", ".json", ".jsx", ".kt", ".lua", ".mjs"),
+    *(".php", ".pl", ".proto", ".ps1", ".py", ".pyi", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift"),
+    *(".tex", ".toml", ".ts", ".tsx", ".yaml", ".yml", ".zsh"),
 )
 
 READERS: Mapping[str, Callable[[bytes, Path], Reading]] = {

@@ -44,20 +44,8 @@ _CELLS = ("td", "th")
 _CELL_PIECES = 100  # of text in a cell of one paragraph
 _NO_TEXT = frozenset(
     (
-        *(
-            "annotation",
-            "annotation-xml",
-            "datalist",
-            "del",
-            "head",
-            "noembed",
-            "noframes",
-            "noscript",
-            "rp",
-            "rt",
-            "s",
-        ),
-        *("script", "strike", "style", "svg", "template", "title"),
+        *("annotation", "annotation-xml", "datalist", "del", "head", "noembed", "noframes", "noscript", "rp", "rt"),
+        *("s", "script", "strike", "style", "svg", "template", "title"),
     )
 )
 _TOLD_BY = {"img": "alt", "math": "alttext"}  # attributes that stand for an element (but not for a button)

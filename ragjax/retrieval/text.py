@@ -96,6 +96,14 @@ def decode(data: bytes, path: Path, label: str = "") -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def line_text(line: bytes, where: str) -> str:
+    """The text of a line that must be UTF-8, without a byte order mark. where: names the line in the error."""
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not UTF-8 text (byte 0x{line[error.start]:02x}); convert the file") from error
+
+
 def _decoded(data: bytes, path: Path, label: str) -> str:
     mark = next((mark for mark in _BOMS if data.startswith(mark)), None)
     if mark is not None:

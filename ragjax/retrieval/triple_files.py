@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import pyoxigraph as ox
 
 from ragjax.core import ConfigError, is_unicode
+from ragjax.retrieval.text import line_text
 from ragjax.retrieval.triples import Alias, Triple
 
 _FIELDS = ("head", "relation", "tail")
@@ -85,7 +86,7 @@ def _from_lines(
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    text = _text_of(line, f"{path}:{number}")
+                    text = line_text(line, f"{path}:{number}").strip("\r\n")
                     if text.strip():
                         yield from [*read_line(text, f"{path}:{number}", first)]
                         first = False
@@ -95,14 +96,6 @@ def _from_lines(
                     broken.append(error)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-
-
-def _text_of(line: bytes, where: str) -> str:
-    try:
-        return line.decode("utf-8-sig").strip("\r\n")
-    except UnicodeDecodeError as error:
-        byte = line[error.start]
-        raise ConfigError(f"{where}: not UTF-8 text (byte 0x{byte:02x}); convert the file") from error
 
 
 def _from_tsv(line: str, where: str, first: bool) -> Iterator[Triple]:

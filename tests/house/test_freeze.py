@@ -43,7 +43,7 @@ def served(engine: Engine) -> tuple[dict[str, Any], dict[str, list[str]]]:
     return frozen.described(engine)
 
 
-@pytest.mark.parametrize("strategy", frozen.STRATEGIES)  # ragjax marks chunks, so it is the last to use documents
+@pytest.mark.parametrize("strategy", frozen.STRATEGIES)  # anchor marks chunks, so it is the last to use documents
 def test_answers(engine: Engine, strategy: str) -> None:
     found = json.loads(json.dumps([frozen.record(answer) for answer in frozen.answers(engine, strategy)]))
     assert frozen.differences(found, stored("answers")[strategy]) == []

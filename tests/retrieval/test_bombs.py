@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import signal
-import subprocess
+import socket
 import sys
 import tracemalloc
 import zlib
@@ -22,7 +22,7 @@ import pytest
 from ragjax.core import ConfigError
 from ragjax.retrieval import confined, html
 from ragjax.retrieval.chunking import finish
-from ragjax.retrieval.confined import ReadingLimits, read_confined, told_by
+from ragjax.retrieval.confined import ReadingLimits, ReadingProcess, _Forker, read_confined, told_by
 from ragjax.retrieval.document import load, parse
 from ragjax.retrieval.html import read_html
 from ragjax.retrieval.markdown import read_markdown
@@ -124,29 +124,31 @@ def test_a_form_that_draws_itself_ends(tmp_path: Path) -> None:
     assert "light" in document.text
 
 
-def notes_processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """The processes that are started from now on."""
-    started, usual = list[subprocess.Popen[bytes]](), subprocess.Popen
+def notes_processes(monkeypatch: pytest.MonkeyPatch) -> list[ReadingProcess]:
+    """The processes that read files from now on."""
+    started = list[ReadingProcess]()
 
-    def start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
-        started.append(usual(*args, **options))
-        return started[-1]
+    class Noted(ReadingProcess):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            started.append(self)
 
-    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(confined, "ReadingProcess", Noted)
     return started
 
 
 def test_between_steps_neither_the_process_nor_the_clock_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confined, "STEP_SECONDS", 0.02)
+    monkeypatch.setattr(confined, "STEP_SECONDS", 0.0)
     started = notes_processes(monkeypatch)
     now = [0.0]
     monkeypatch.setattr(confined, "time", SimpleNamespace(monotonic=lambda: now[0]))
     steps, state = read_confined(pdf_of(SHOWN, pages=3), PATH, read_pdf), ""
     next(steps)
+    monkeypatch.setattr(confined, "STEP_SECONDS", 0.001)
     while state != "T":
         state = Path(f"/proc/{started[0].pid}/stat").read_text().rpartition(")")[2].split()[0]
     assert finish(forwarded(steps, now)) == Reading("", tuple(FilePart("light\n\n", page=page) for page in (1, 2, 3)))
-    assert started[0].returncode is not None
+    assert not Path(f"/proc/{started[0].pid}").exists()
 
 
 def forwarded(steps: Generator[None, None, Any], now: list[float]) -> Generator[None, None, Any]:
@@ -167,7 +169,36 @@ def test_steps_that_are_left_leave_no_process(monkeypatch: pytest.MonkeyPatch) -
     steps = read_confined(pdf_of(SHOWN), PATH, read_pdf)
     next(steps)
     steps.close()
-    assert started[0].returncode == -signal.SIGKILL
+    assert not Path(f"/proc/{started[0].pid}").exists()
+
+
+def test_one_process_imports_the_libraries_and_another_one_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confined, "STEP_SECONDS", 0.0)
+    started = notes_processes(monkeypatch)
+    with contextlib.closing(_Forker()) as forker:
+        monkeypatch.setattr(confined, "_forker", lambda: forker)
+        read_in_steps(pdf_of(SHOWN))
+        assert forker._process is not None
+        first = forker._process
+        steps = read_confined(pdf_of(SHOWN), PATH, read_pdf)
+        next(steps)
+        assert forker._process is first and len({one.pid for one in started}) == 2
+        first.kill()
+        os.kill(started[1].pid, signal.SIGKILL)
+        with pytest.raises(ConfigError, match="page: not a readable file: reading it ends its process; save it anew"):
+            finish(steps)
+        assert read_in_steps(pdf_of(SHOWN)) and forker._process is not first
+
+
+def test_the_process_with_the_libraries_ends_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(confined, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(sys, "stdin", theirs)
+    monkeypatch.setattr(logging, "disable", lambda: None)
+    monkeypatch.setattr(confined, "resource", SimpleNamespace(setrlimit=lambda *_: None, RLIMIT_CORE=0))
+    confined.fork_as_ordered()
+    ours.close()
+    theirs.detach()
 
 
 def forger() -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sqlite3
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -674,15 +673,14 @@ def test_a_long_pdf_gives_way_to_other_tenants(monkeypatch: pytest.MonkeyPatch) 
     stores = [library.create(tenant, "s").id for tenant in ("acme", "umbra")]
     begun, goes_on, read = threading.Event(), threading.Event(), list[str]()
 
-    class Slow(subprocess.Popen[bytes]):
-        def wait(self, timeout: float | None = None) -> int:
-            if timeout is not None:
-                begun.set()
-                assert goes_on.wait(120)
-                read.append("step")
-            return super().wait(timeout)
+    class Slow(confined.ReadingProcess):
+        def wait(self, seconds: float) -> bool:
+            begun.set()
+            assert goes_on.wait(120)
+            read.append("step")
+            return super().wait(seconds)
 
-    monkeypatch.setattr(subprocess, "Popen", Slow)
+    monkeypatch.setattr(confined, "ReadingProcess", Slow)
     settle = library._catalog.settle
     monkeypatch.setattr(library._catalog, "settle", lambda one: read.append(one.store) or settle(one))
     book = io.BytesIO()

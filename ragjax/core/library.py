@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,9 +46,9 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Indexing:
-    """Progress of reading the server's own documents: files that are searchable or left out, and megabytes of them.
+    """Progress of reading the server's own documents and facts: files that are searchable or left out, and megabytes.
 
-    running: some are still to be read. seconds_left: until all are, about.
+    running: some are still to be read. seconds_left: until all are, about. facts: of a graph, which has no chunks.
     """
 
     knowledge: str
@@ -60,11 +60,26 @@ class Indexing:
     seconds_left: float
     skipped: tuple[Skipped, ...]
     running: bool
+    facts: int = 0
+
+    @classmethod
+    def together(cls, several: Sequence[Indexing]) -> Indexing:
+        """The progress of several sources as one."""
+        counts = ("files", "files_total", "mb", "mb_total", "chunks", "seconds_left", "facts")
+        return cls(
+            ", ".join(one.knowledge for one in several),
+            **{name: sum(getattr(one, name) for one in several) for name in counts},
+            skipped=tuple(skipped for one in several for skipped in one.skipped),
+            running=any(one.running for one in several),
+        )
 
     def body(self, names: int) -> dict[str, Any]:
         """The JSON body. names: files left out that are named, at most."""
         return {
-            **{name: getattr(self, name) for name in ("knowledge", "files", "files_total", "chunks", "running")},
+            **{
+                name: getattr(self, name)
+                for name in ("knowledge", "files", "files_total", "chunks", "facts", "running")
+            },
             "mb": round(self.mb, 1),
             "mb_total": round(self.mb_total, 1),
             "seconds_left": round(self.seconds_left),

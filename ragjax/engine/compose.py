@@ -192,9 +192,9 @@ class Composer:
         room = self.context_length - min(request.sampling.max_tokens, self.context_length // 2)
         grounded = facts.ground(facts.gather(graph, asked, request.question, self.check), build, room)
         retrieve_ms = (time.perf_counter() - began) * 1e3
-        return Grounded(
-            grounded.prompt, strategy.name, grounded.facts, tuple(grounded.notices), retrieve_ms=retrieve_ms
-        )
+        told = None if graph is None or graph.indexing is None else graph.indexing.notice
+        notices = (*(() if told is None else (told,)), *grounded.notices)
+        return Grounded(grounded.prompt, strategy.name, grounded.facts, notices, retrieve_ms=retrieve_ms)
 
     # --------------------------------------------------------------------------------------- strategy
 

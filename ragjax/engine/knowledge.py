@@ -7,7 +7,8 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
@@ -18,20 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from ragjax.core import ConfigError, Embedded, EngineOptions, Indexing, RequestError, Skipped
+from ragjax.core import ConfigError, Embedded, EngineOptions, Indexing, RequestError
 from ragjax.core.file import atomic_path
 from ragjax.core.registry import meant
 from ragjax.models.encoder import Encoder
 from ragjax.models.hub import cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.document import load, log_left_out
-from ragjax.retrieval.filling import Filler, Filling
+from ragjax.retrieval.document import load
+from ragjax.retrieval.filling import Filler, Filling, GraphFilling
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase, TextEncoder
 from ragjax.retrieval.library import Library
 from ragjax.retrieval.triple_files import read_triples
-from ragjax.retrieval.triples import Alias, Triple, forward
 from ragjax.runner.device import BFLOAT16_FEATURES, cpu_features, platform
 
 _log = logging.getLogger(__name__)
@@ -208,18 +208,19 @@ class Knowledge:
         Args:
             options: of the engine.
             busy: tells if requests run.
-            early: read documents in a thread, beside the requests; a few documents are waited for (`SOON`).
+            early: read them in a thread, beside the requests; a few of them are waited for (`SOON`).
 
         Raises:
             ConfigError: if they cannot be read.
         """
-        named = sources(options.knowledge)
-        fillings = [Filling(self.bases.make(name), Path(source)) for name, source in named.items()]
+        facts, documents = sources(options.graph), sources(options.knowledge)
+        fillings: list[Filling | GraphFilling] = [
+            *(GraphFilling(self.graphs.make(name), name, Path(source)) for name, source in facts.items()),
+            *(Filling(self.bases.make(name), Path(source)) for name, source in documents.items()),
+        ]
         for filling in () if early else fillings:
             fill(filling, options.progress)
         self.library.open()
-        for name, source in sources(options.graph).items():
-            fill_graph(self.graphs.make(name), name, source, options.progress)
         if self.bases.names:
             self.warm().result()
         if fillings and (early or options.watch):
@@ -244,9 +245,11 @@ class Knowledge:
 
     @property
     def indexing(self) -> Indexing | None:
-        """Progress of reading the documents of the options: of the first base that is not done, or else the first."""
-        found = [told for name in self.bases.names if (told := self.bases.get(name).indexing) is not None]
-        return next((told for told in found if told.running), next(iter(found), None))
+        """Progress of reading the documents and facts of the options."""
+        bases = [self.bases.get(name).indexing for name in self.bases.names]
+        graphs = [self.graphs.get(name).indexing for name in self.graphs.names]
+        told = [one for one in (*bases, *graphs) if one is not None]
+        return Indexing.together(told) if told else None
 
     def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
         """Vectors of texts. check: called before each batch of them; an error of it ends the work.
@@ -308,37 +311,6 @@ def graph_opener(
             return KnowledgeGraph.open(folder, encoder(), lambda done: bar.update(done - bar.n))
 
     return open_graph
-
-
-def fill_graph(graph: KnowledgeGraph, name: str, source: str | Path, progress: bool) -> None:
-    """Make the graph hold exactly the triples that the source holds; what is there already costs little.
-
-    Raises:
-        ConfigError: the source is missing or broken as a whole; single lines are left out.
-    """
-    held: set[Triple] = set()
-    broken: list[ConfigError] = []
-
-    def noted() -> Iterator[Triple | Alias]:
-        for item in read_triples(source, broken):
-            if isinstance(item, Triple):
-                held.add(forward(item))
-            yield item
-
-    with tqdm(desc=f"importing {name}", unit="item", disable=not progress) as bar:
-
-        def shown(what: str, done: int) -> None:
-            bar.set_postfix_str(what, refresh=False)
-            bar.update(done - bar.n)
-
-        graph.add(noted(), shown)
-    if broken and not held:
-        raise broken[0]
-    lines = [str(error).removeprefix(f"{source}:").partition(": ") for error in broken]
-    log_left_out(source, (), [Skipped(f"line {line}", reason) for line, _, reason in lines])
-    gone = graph.retain(held)
-    if gone:
-        _log.info("%s: %d triples are no longer in %s and were removed", name, gone, source)
 
 
 class RememberedEncoder:
@@ -419,35 +391,39 @@ def check_documents(options: EngineOptions) -> None:
     """Read all documents and facts that the options name, if they are strict.
 
     Raises:
-        ConfigError: naming all that cannot be read.
+        ConfigError: naming all that cannot be read; in any case a file of facts that is missing, or of another kind.
     """
-    faults: list[str] = []
+    faults = list[ConfigError]()
     for source in sources(options.knowledge).values() if options.strict_documents else ():
         try:
             load(source)
         except ConfigError as error:
-            faults.append(str(error))
-    for source in sources(options.graph).values() if options.strict_documents else ():
+            faults.append(error)
+    for source in sources(options.graph).values():
         broken = list[ConfigError]()
-        for _ in read_triples(source, broken):
-            pass
-        faults += map(str, broken)
+        items = read_triples(source, broken)
+        try:
+            deque(items if options.strict_documents else (), 0)
+        except ConfigError as error:
+            broken.append(error)
+        faults += broken
     if faults:
-        raise ConfigError("\n".join(faults))
+        raise ConfigError("\n".join(map(str, faults)))
 
 
-def fill(filling: Filling, progress: bool) -> None:
-    """Make a knowledge base hold exactly what its source holds, but for files that cannot be read.
+def fill(filling: Filling | GraphFilling, progress: bool) -> None:
+    """Make a knowledge base or graph hold exactly what its source holds, but for what cannot be read.
 
     Raises:
-        ConfigError: the source is missing, or no file in it has any text.
+        ConfigError: the source is missing, or nothing in it can be read.
     """
-    base = filling.base
-    with tqdm(desc=f"indexing {base.name}", unit="B", unit_scale=True, disable=not progress) as bar:
+    told = None
+    with tqdm(desc=f"indexing {filling.source.name}", unit="B", unit_scale=True, disable=not progress) as bar:
         for _ in filling.steps():
-            if (told := base.indexing) is not None:
+            if (told := filling.progress) is not None:
                 bar.total = int(told.mb_total * 1e6)
-                bar.set_postfix_str(f"{told.files}/{told.files_total} files, {told.chunks} chunks", refresh=False)
+                held = f"{told.facts} facts" if told.facts else f"{told.chunks} chunks"
+                bar.set_postfix_str(f"{told.files}/{told.files_total} files, {held}", refresh=False)
                 bar.update(int(told.mb * 1e6) - bar.n)
-    if not len(base):
-        raise ConfigError(f"{filling.source}: no document with text in it")
+    if told is None or not (told.chunks or told.facts):
+        raise ConfigError(f"{filling.source}: no document or fact in it that can be read")

@@ -132,7 +132,7 @@ def read_steps(file: SourceFile, max_bytes: int = MAX_BYTES) -> Iterator[Documen
     try:
         document = yield from parse_steps(_data(file.path, max_bytes), file.path, file.document_id)
     except ConfigError as error:
-        yield _skipped(file, error)
+        yield left_out(file.path, error, file.name)
     except Exception:  # a reader's fault; the other files are read all the same
         _log.exception("%s: reading it failed", file.path)
         yield Skipped(file.name, "reading it failed, and the log says how; convert the file")
@@ -143,10 +143,10 @@ def read_steps(file: SourceFile, max_bytes: int = MAX_BYTES) -> Iterator[Documen
         yield replace(document, filename=file.name)
 
 
-def _skipped(file: SourceFile, error: ConfigError) -> Skipped:
+def left_out(path: Path, error: ConfigError, name: str) -> Skipped:
     """The entry of an error about a file or its line, without its path on this machine: clients need not know it."""
-    line, _, reason = str(error).removeprefix(str(file.path)).partition(": ")
-    return Skipped(f"{file.name}{line}", reason) if re.fullmatch(r"(:\d+)?", line) else Skipped(file.name, str(error))
+    line, _, reason = str(error).removeprefix(str(path)).partition(": ")
+    return Skipped(f"{name}{line}", reason) if re.fullmatch(r"(:\d+)?", line) else Skipped(name, str(error))
 
 
 def _from_jsonl(file: SourceFile, max_bytes: int) -> Iterator[Document | Skipped]:
@@ -165,7 +165,7 @@ def _from_jsonl(file: SourceFile, max_bytes: int) -> Iterator[Document | Skipped
                 if first != number:
                     raise ConfigError(f"{where}: duplicate id {document.id!r}, first on line {first}; change one")
             except ConfigError as error:
-                yield _skipped(file, error)
+                yield left_out(file.path, error, file.name)
             else:
                 name = f"{file.name}:{number}"
                 yield document if document.text else Skipped(name, "there is no text in it", empty=True)

@@ -1,7 +1,8 @@
-"""Fill knowledge bases from folders and JSONL files, at once or in a thread beside the requests.
+"""Fill knowledge bases and graphs from folders and files, at once or in a thread beside the requests.
 
 What was read is noted beside the documents: a file whose name, size and time of change are as they were is not read
-again, unless the readers have changed. A process that is killed goes on with the files that it had not noted.
+again, unless the readers have changed. A process that is killed goes on with the files that it had not noted. Files of
+facts are read anew in each process.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 from ragjax.core import ConfigError, Document, Indexing, RequestError, Skipped
-from ragjax.retrieval.document import Scan, SourceFile, log_left_out, read_steps, scan
+from ragjax.retrieval.document import Scan, SourceFile, left_out, log_left_out, read_steps, scan
+from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.retrieval.triple_files import read_triples
+from ragjax.retrieval.triples import Alias, Triple
 
 _BATCH_CHARS = 50_000  # of documents that are stored together: about 80 chunks, so batches of the encoder are full
 _FIRST_CHARS = 5_000  # likewise of the first ones, which can be searched the sooner; it doubles from there
@@ -27,6 +32,7 @@ _MOST_LINES = 1000  # of a JSONL file that are listed as left out
 _SETTLED_NS = 2 * 10**9  # a file that changed later may change again within the same tick of its file system's clock
 _TEXT_SHARE = {".pdf": 0.1, ".html": 0.4, ".htm": 0.4}  # of a file's bytes that is text; of other kinds all
 _USUAL_RATE, _USUAL_S = 30_000.0, 5.0  # bytes of text a second; what is measured counts more after so many seconds
+_FIRST_FACTS, _SHORT_S = 100, 0.5  # facts of the first step; the next one has twice as many if it took less
 _TOLD_S = 10.0  # between two lines of the log
 _YIELD_S = 1.0  # that a step waits for requests, at most: under steady load documents still come in
 _LOOK_S = 5.0  # between two looks at what has changed
@@ -51,6 +57,10 @@ class Filling:
     _work: float = 0.0  # bytes of text that were read and stored in this run, and that are to be
     _all_work: float = 0.0
     _began: float = 0.0
+
+    @property
+    def progress(self) -> Indexing | None:
+        return self.base.indexing
 
     def steps(self) -> Iterator[None]:
         """Read what is new or has changed and forget what is gone, in steps of a second or two.
@@ -170,6 +180,68 @@ class Filling:
         )  # fmt: skip
 
 
+@dataclass
+class GraphFilling:
+    """Makes a graph hold exactly the facts of a file. `graph.indexing` says how far it is."""
+
+    graph: KnowledgeGraph
+    name: str
+    source: Path
+    _read: tuple[int, int] | None = None  # size and time of change of the file that was read
+
+    @property
+    def progress(self) -> Indexing | None:
+        return self.graph.indexing
+
+    def steps(self) -> Iterator[None]:
+        """Read a file that is new or has changed, in steps of a second or so.
+
+        Raises:
+            ConfigError: the file is missing, or of another kind.
+        """
+        broken: list[ConfigError] = []
+        items = read_triples(self.source, broken)
+        found = self.source.stat()
+        if self._read == (found.st_size, found.st_mtime_ns):
+            return
+        held = set[Triple]()
+        count, read, ended, began = _FIRST_FACTS, 0, False, time.monotonic()
+        self._tell(found.st_size, 0, 0.0, running=True)
+        yield
+        while not ended:
+            step, batch = time.monotonic(), list[Triple | Alias]()
+            try:
+                for item in islice(items, count):
+                    batch.append(item)
+                ended = not batch
+            except ConfigError as error:  # the file as a whole is broken, or one line too many of it
+                broken.append(error)
+                ended = True
+            self.graph.add(batch)
+            held.update(item.forward() for item in batch if isinstance(item, Triple))
+            read += sum(len(text) + 1 for item in batch for text in item)
+            count = 2 * count if time.monotonic() - step < _SHORT_S else max(count // 2, _FIRST_FACTS)
+            self._tell(found.st_size, read, time.monotonic() - began, running=True)
+            yield
+        if gone := self.graph.retain(held):
+            _log.info("%s: %d triples are no longer in %s and were removed", self.name, gone, self.source)
+        skipped = tuple(left_out(self.source, error, self.source.name) for error in broken)
+        log_left_out(self.source, (), skipped)
+        self._read = (found.st_size, found.st_mtime_ns)
+        self._tell(found.st_size, found.st_size, 0.0, skipped)
+
+    def _tell(
+        self, size: int, read: int, spent: float, skipped: tuple[Skipped, ...] = (), *, running: bool = False
+    ) -> None:
+        """Note the progress. read: bytes of names, about as many as of the file."""
+        rate = (read + _USUAL_RATE * _USUAL_S) / (spent + _USUAL_S)
+        done = min(read, size)
+        self.graph.indexing = Indexing(
+            self.name, int(not running), 1, done / 1e6, size / 1e6, 0, (size - done) / rate, skipped, running,
+            len(self.graph),
+        )  # fmt: skip
+
+
 def _chars(documents: Sequence[Document]) -> int:
     return sum(len(document.text) for document in documents)
 
@@ -201,15 +273,15 @@ def _skipped_before(file: SourceFile, note: str | None) -> list[Skipped] | None:
 
 
 class Filler:
-    """Fills knowledge bases one after another in a thread of its own.
+    """Fills knowledge bases and graphs one after another in a thread of its own.
 
     Args:
-        fillings: of the bases.
+        fillings: of the bases and graphs.
         busy: tells if requests run; the next step then waits a little.
         watch: look again every few seconds, as long as the sources change or not.
     """
 
-    def __init__(self, fillings: Sequence[Filling], busy: Callable[[], bool], watch: bool = False):
+    def __init__(self, fillings: Sequence[Filling | GraphFilling], busy: Callable[[], bool], watch: bool = False):
         self._fillings = fillings
         self._busy = busy
         self._watch = watch
@@ -245,26 +317,27 @@ class Filler:
             self._done.set()
         self._done.set()
 
-    def _fill(self, filling: Filling) -> None:
+    def _fill(self, filling: Filling | GraphFilling) -> None:
         began = told = time.monotonic()
         reads = False
         for _ in filling.steps():
             if self._over.is_set():
                 return
-            progress = filling.base.indexing
+            progress = filling.progress
             if progress is not None and progress.running and (not reads or time.monotonic() - told > _TOLD_S):
                 reads, told = True, time.monotonic()
-                _log_progress(filling.base)
+                _log_progress(filling)
             pause = time.monotonic()
             while self._busy() and time.monotonic() - pause < _YIELD_S and not self._over.wait(0.02):
                 pass
         if reads:
-            _log_progress(filling.base, time.monotonic() - began)
+            _log_progress(filling, time.monotonic() - began)
 
 
-def _log_progress(base: KnowledgeBase, spent: float | None = None) -> None:
-    told = base.indexing
+def _log_progress(filling: Filling | GraphFilling, spent: float | None = None) -> None:
+    told = filling.progress
     if told is None:
         return
     end = f"{told.seconds_left:.0f} s left" if spent is None else f"done in {spent:.0f} s"
-    _log.info("indexed %s, %.1f of %.1f MB, %d chunks, %s", told.share, told.mb, told.mb_total, told.chunks, end)
+    held = f"{told.facts} facts" if told.facts else f"{told.chunks} chunks"
+    _log.info("indexed %s, %.1f of %.1f MB, %s, %s", told.share, told.mb, told.mb_total, held, end)

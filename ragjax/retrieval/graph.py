@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from ragjax.core import ConfigError, RequestError
+from ragjax.core import ConfigError, Indexing, RequestError
 from ragjax.retrieval.entity_index import EntityIndex, Lexicon
 from ragjax.retrieval.index import Vectors
 from ragjax.retrieval.knowledge import TextEncoder
@@ -93,6 +93,7 @@ class KnowledgeGraph:
         self._index = EntityIndex(encoder, names)
         self._lexicon = Lexicon()
         self._writing = threading.Lock()
+        self.indexing: Indexing | None = None  # how far its source is read; None: it has none
         entities = set(store.entities())
         self._index.remove_names(self._index.names - entities)
         self._index.add_names(sorted(entities - self._index.names), progress)

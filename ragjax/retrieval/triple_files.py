@@ -48,7 +48,7 @@ def read_triples(path: str | Path, broken: list[ConfigError] | None = None) -> I
 
     Triples with an empty part are left out; the log says how many.
 
-    broken: takes the errors of lines of .tsv and .jsonl, which are then left out (None: the first ends the reading).
+    broken: takes the errors of lines, which are then left out (None: the first ends the reading).
 
     Raises:
         ConfigError: the file is missing, or of another kind, or a line is broken; the message names file and line. What
@@ -62,7 +62,7 @@ def read_triples(path: str | Path, broken: list[ConfigError] | None = None) -> I
         raise ConfigError(f"{path}: triples are read from {kinds} files; convert it to one of these")
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
-    return _whole(_from_rdf(path) if read_line is None else _from_lines(path, read_line, broken), path)
+    return _whole(_from_rdf(path, broken) if read_line is None else _from_lines(path, read_line, broken), path)
 
 
 def _whole(items: Iterator[Triple | Alias], path: Path) -> Iterator[Triple | Alias]:
@@ -91,11 +91,15 @@ def _from_lines(
                         yield from [*read_line(text, f"{path}:{number}", first)]
                         first = False
                 except ConfigError as error:
-                    if broken is None or len(broken) == MOST_BROKEN:
-                        raise
-                    broken.append(error)
+                    _leave_out(error, broken)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def _leave_out(error: ConfigError, broken: list[ConfigError] | None) -> None:
+    if broken is None or len(broken) == MOST_BROKEN:
+        raise error
+    broken.append(error)
 
 
 def _from_tsv(line: str, where: str, first: bool) -> Iterator[Triple]:
@@ -150,10 +154,10 @@ def _name(part: object, field: str, where: str) -> str:
     return " ".join(part.split())
 
 
-def _from_rdf(path: Path) -> Iterator[Triple | Alias]:
+def _from_rdf(path: Path, broken: list[ConfigError] | None) -> Iterator[Triple | Alias]:
     """Two readings: a label may come after the triples of its IRI."""
-    names, aliases = _labels(path)
-    for n, quad in enumerate(_quads(path), start=1):
+    names, aliases = _labels(path, broken)
+    for n, quad in enumerate(_quads(path, None if broken is None else []), start=1):
         if quad.predicate.value not in (_LABEL, _ALT_LABEL):
             terms = (quad.subject, quad.predicate, quad.object)
             parts = [t.value if isinstance(t, ox.Literal) else _name_of(_key(t), names) for t in terms]
@@ -161,25 +165,37 @@ def _from_rdf(path: Path) -> Iterator[Triple | Alias]:
     yield from aliases
 
 
-def _quads(path: Path) -> Iterator[ox.Quad]:
+def _quads(path: Path, broken: list[ConfigError] | None) -> Iterator[ox.Quad]:
+    """The statements of a file. After a broken one the parser goes on with the next."""
     format = _RDF[path.suffix.lower()]
+    line = None
     try:
         with path.open("rb") as file:
             if file.read(len(_BOM)) != _BOM:
                 file.seek(0)
-            yield from ox.parse(file, format=format)
-    except SyntaxError as error:
-        raise ConfigError(f"{path}:{error.lineno}: not {format.name}: {error.msg}; mend the line") from error
+            quads = ox.parse(file, format=format)
+            while True:
+                try:
+                    quad = next(quads, None)
+                except SyntaxError as error:
+                    if error.lineno != line:  # the parser finds several faults in one
+                        reason = f"not {format.name}: {error.msg}; mend the line"
+                        _leave_out(ConfigError(f"{path}:{error.lineno}: {reason}"), broken)
+                    line = error.lineno
+                    continue
+                if quad is None:
+                    return
+                yield quad
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
 
 
-def _labels(path: Path) -> tuple[dict[str, str], list[Alias]]:
+def _labels(path: Path, broken: list[ConfigError] | None) -> tuple[dict[str, str], list[Alias]]:
     """Names by IRI, each given once, and the aliases."""
     labels: dict[str, list[str]] = {}
     others: dict[str, list[str]] = {}
     has_own: set[str] = set()
-    for quad in _quads(path):
+    for quad in _quads(path, broken):
         if quad.predicate.value not in (_LABEL, _ALT_LABEL) or not isinstance(quad.object, ox.Literal):
             continue
         iri, text = _key(quad.subject), " ".join(quad.object.value.split())

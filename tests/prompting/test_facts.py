@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragjax.core import Graph, Kind, Message, Prompt, Rag, Request, RequestError
+from ragjax.core import Graph, Indexing, Kind, Message, Prompt, Rag, Request, RequestError
 from ragjax.engine import Engine
-from ragjax.engine.knowledge import fill_graph
+from ragjax.engine.knowledge import fill
 from ragjax.prompting.chat import graph_prompt
 from ragjax.prompting.facts import ground
+from ragjax.retrieval.filling import GraphFilling
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.triples import RelationPath, Subgraph, Triple
 from tests.support import tiny
@@ -41,9 +42,18 @@ def test_a_graph_holds_what_its_source_holds_now(tmp_path: Path) -> None:
     for text in ("Ada\tlives in\tParis\nAda\twrote\tNotes\n", "Ada\tlives in\tRome\nAda\twrote\tNotes\n"):
         source.write_text(text)
         with tiny.engine(open_graph=lambda name: KnowledgeGraph.open(folder, HashedEncoder())) as made:
-            fill_graph(made.knowledge.graphs.make("facts"), "facts", source, progress=False)
+            fill(GraphFilling(made.knowledge.graphs.make("facts"), "facts", source), progress=False)
             found.append([fact.steps[2] for fact in made.answer("Ada?", graph=Graph(), max_tokens=1).facts])
     assert found == [["Paris", "Notes"], ["Rome", "Notes"]]
+
+
+def test_an_answer_tells_that_facts_are_still_read(engine: Engine) -> None:
+    graph = engine.knowledge.graphs.get()
+    graph.indexing = Indexing("facts", 0, 1, 0.0, 2.0, 0, 9.0, (), running=True)
+    try:
+        assert "0 of 1 files of facts are indexed" in engine.answer(QUESTION, graph=Graph(), max_tokens=1).notices[0]
+    finally:
+        graph.indexing = None
 
 
 def paths_of(engine: Engine, **options: object) -> list[tuple[str, ...]]:

@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ragjax.core import ConfigError, EngineOptions, Message, Rag, Request, Slice
+from ragjax.core import ConfigError, EngineOptions, Indexing, Message, Rag, Request, Slice
 from ragjax.engine.grounding import Grounding
-from ragjax.engine.knowledge import KnowledgeRegistry, check_documents, fill_graph
+from ragjax.engine.knowledge import KnowledgeRegistry, check_documents
 from ragjax.retrieval import document, filling, formats
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.document import load
-from ragjax.retrieval.filling import Filler, Filling
+from ragjax.retrieval.filling import Filler, Filling, GraphFilling
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.library import Library
+from ragjax.retrieval.triple_files import MOST_BROKEN
 from tests.support.fakes import WordEncoder
 from tests.support.serving import wait_for
 from tests.support.shelf import Shelf, encode_bytes, open_base
@@ -212,13 +213,53 @@ def test_the_own_store_lists_what_was_left_out(tmp_path: Path) -> None:
 def test_facts_that_cannot_be_read_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = write(tmp_path, "a.tsv", b"Tolva\texports\tsalt\nTolva\texports\n\xff\nOske\texports\tcopper\n")
     with KnowledgeGraph.open(None, WordEncoder()) as graph, caplog.at_level(logging.WARNING):
-        fill_graph(graph, "facts", source, progress=False)
-        assert len(graph) == 2
-        assert "left out line 2: 2 column(s); write head" in caplog.text
-        assert "left out line 3: not UTF-8 text (byte 0xff); convert the file" in caplog.text
+        filling = GraphFilling(graph, "facts", source)
+        states = [filling.progress and filling.progress.running for _ in filling.steps()]
+        assert len(graph) == 2 and len(states) > 1 and all(states)
+        told = graph.indexing
+        assert told is not None and (told.files, told.facts, told.running) == (1, 2, False)
+        assert [one.name for one in told.skipped] == ["a.tsv:2", "a.tsv:3"]
+        assert "left out a.tsv:2: 2 column(s); write head" in caplog.text
+        assert "left out a.tsv:3: not UTF-8 text (byte 0xff); convert the file" in caplog.text
+        assert not list(filling.steps()), "a file that has not changed is not read again"
         write(tmp_path, "a.tsv", "nothing of it")
-        with pytest.raises(ConfigError, match=r"a\.tsv:1: 1 column"):
-            fill_graph(graph, "facts", source, progress=False)
+        list(filling.steps())
+        assert not len(graph) and graph.indexing is not None and graph.indexing.skipped[0].name == "a.tsv:1"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "broken"),
+    [
+        ("a.nt", b'<a:a> <a:b> <a:c> .\nnone\n<a:a> <a:b> <a:d> .\n<a:a> "b" .\n', [2, 4]),
+        ("a.ttl", b"@prefix a: <a:> .\na:a a:b a:c .\nno fact .\na:a a:b a:d .\na:a a:b [\n", [3, 6]),
+    ],
+)
+def test_statements_of_rdf_that_cannot_be_read_are_left_out(
+    tmp_path: Path, name: str, data: bytes, broken: list[int]
+) -> None:
+    source = write(tmp_path, name, data)
+    with KnowledgeGraph.open(None, WordEncoder()) as graph:
+        list(GraphFilling(graph, "facts", source).steps())
+        told = graph.indexing
+        assert told is not None and told.facts == len(graph) == 2
+        assert [one.name for one in told.skipped] == [f"{name}:{line}" for line in broken]
+        assert all("mend the line" in one.reason for one in told.skipped)
+
+
+def test_a_server_starts_with_facts_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fillings = list[GraphFilling]()
+    for name in ("broken", "whole"):
+        source = write(tmp_path, f"{name}.nt", "none\n" * 20_000 if name == "broken" else "<a:a> <a:b> <a:c> .\n")
+        fillings.append(GraphFilling(KnowledgeGraph.open(None, WordEncoder()), name, source))
+    filler = Filler(fillings, lambda: False)
+    assert filler.wait(60)
+    filler.close()
+    counts = [one.progress and (one.progress.facts, len(one.progress.skipped)) for one in fillings]
+    assert counts == [(0, MOST_BROKEN + 1), (1, 0)]
+    both = Indexing.together([one.progress for one in fillings if one.progress])
+    assert (both.knowledge, both.files, both.facts, both.running) == ("broken, whole", 2, 1, False)
+    for one in fillings:
+        one.graph.close()
 
 
 def test_strict_documents_name_all_that_cannot_be_read(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_health_and_metrics_say_how_far_documents_are_read() -> None:
         first = [{"name": f"{n}.pdf", "reason": "mend it"} for n in range(10)]
         assert told == {
             "knowledge": "docs", "files": 3, "files_total": 40, "mb": 1.2, "mb_total": 9.0, "chunks": 17,
-            "seconds_left": 89, "running": True, "skipped_total": 12, "skipped": first,
+            "facts": 0, "seconds_left": 89, "running": True, "skipped_total": 12, "skipped": first,
         }  # fmt: skip
         lines = served.get("/metrics").text.splitlines()
         for line in ('files{state="indexed"} 3.0', 'files{state="waiting"} 37.0', "skipped 12.0"):

@@ -1,6 +1,7 @@
 """`ragjax cache`: what lies in the directory of a disk cache, whether it is sound, and making it smaller.
 
-`programs` does so for the compiled programs of ragjax's own folder. Every other command opens the directory as a server
+`programs` and `documents` do so for the compiled programs, and the documents of servers without `--index-dir`, in
+ragjax's own folder. Every other command opens the directory as a server
 does, also while servers use it: files and index are brought into agreement, and what is damaged is set aside. Exit
 codes: 0, or 1 if `verify` found damage, or 2 if a command could not be done as asked.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from ragjax.commands.flags import Parser, exit_code, from_zero, plural, size_tex
 from ragjax.core import ConfigError
 from ragjax.models.executables import MOST_BYTES, shrink
 from ragjax.models.hub import cache_dir
+from ragjax.retrieval.kept import MOST_BYTES as MOST_KEPT
+from ragjax.retrieval.kept import shrink_kept
 from ragjax.store.disk import DiskStore
 from ragjax.store.entry import Damaged
 from ragjax.store.folder import folders
@@ -39,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = Parser("ragjax cache", "Upkeep of a disk cache.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="verify|gc|stats|programs")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="verify|gc|stats|programs|documents")
     verify = commands.add_parser("verify", help="read every entry; exit code 1 if any is damaged", allow_abbrev=False)
     gc = commands.add_parser("gc", help="remove what was accessed longest ago, of all models", allow_abbrev=False)
     stats = commands.add_parser("stats", help="what there is", allow_abbrev=False)
@@ -48,15 +51,21 @@ def _run(argv: Sequence[str] | None) -> int:
     gc.add_argument("--max-gb", type=from_zero, required=True, help="size to shrink to, units of 2^30 B")
     stats.add_argument("--json", action="store_true", help="one JSON document")
     programs = commands.add_parser("programs", help="compiled programs that starts load", allow_abbrev=False)
-    programs.add_argument("--max-gb", type=from_zero, help="size to shrink to, units of 2^30 B; 0 removes all")
+    documents = commands.add_parser("documents", help="folders that were read, without --index-dir", allow_abbrev=False)
+    for command in (programs, documents):
+        command.add_argument("--max-gb", type=from_zero, help="size to shrink to, units of 2^30 B; 0 removes all")
     options = parser.parse_args(argv)
+    limit = None if getattr(options, "max_gb", None) is None else int(options.max_gb * 2**30)
     if options.command == "programs":
-        return _programs(MOST_BYTES if options.max_gb is None else int(options.max_gb * 2**30))
+        return _own("executables", shrink, "program", MOST_BYTES if limit is None else limit)
+    if options.command == "documents":
+        return _own("documents", shrink_kept, "folder", MOST_KEPT if limit is None else limit)
     with _opened(options.dir) as directory:
         if options.command == "verify":
             return _verify(directory)
         if options.command == "gc":
-            return _gc(directory, int(options.max_gb * 2**30))
+            assert limit is not None
+            return _gc(directory, limit)
         return _stats(directory, options.json)
 
 
@@ -101,13 +110,13 @@ def _gc(directory: _Directory, limit: int) -> int:
     return 0
 
 
-def _programs(limit: int) -> int:
-    folder = cache_dir() / "executables"
+def _own(name: str, shrink_to: Callable[[Path, int], list[int]], what: str, limit: int) -> int:
+    folder = cache_dir() / name
     try:
-        left = shrink(folder, limit)
+        left = shrink_to(folder, limit)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be read: {error.strerror}") from error
-    print(f"{folder}: {plural(len(left), 'program', 'programs')}, {size_text(sum(left))}")
+    print(f"{folder}: {plural(len(left), what, f'{what}s')}, {size_text(sum(left))}")
     return 0
 
 

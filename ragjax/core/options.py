@@ -152,7 +152,12 @@ class EngineOptions:
     ] = None
     index: Annotated[Index, Flag(RETRIEVAL, "kind of the vector index")] = "flat"
     index_dir: Annotated[
-        Place | None, Flag(FIRST, "where chunks, index and uploads are kept (default: in memory)", "DIR")
+        Place | None,
+        Flag(
+            FIRST,
+            "where chunks, index and uploads are kept (default: $RAGJAX_CACHE, no uploads)",
+            "DIR",
+        ),
     ] = None
     watch: Annotated[bool, Flag(RETRIEVAL, "read files of --knowledge that come or change while it serves")] = False
     strict_documents: Annotated[

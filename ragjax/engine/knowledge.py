@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -20,7 +18,6 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ragjax.core import ConfigError, Embedded, EngineOptions, Indexing, RequestError
-from ragjax.core.file import atomic_path
 from ragjax.core.registry import meant
 from ragjax.models.encoder import Encoder
 from ragjax.models.hub import cache_dir, resolve
@@ -29,6 +26,7 @@ from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.document import load
 from ragjax.retrieval.filling import Filler, Filling, GraphFilling
 from ragjax.retrieval.graph import KnowledgeGraph
+from ragjax.retrieval.kept import open_kept
 from ragjax.retrieval.knowledge import KnowledgeBase, TextEncoder
 from ragjax.retrieval.library import Library
 from ragjax.retrieval.triple_files import read_triples
@@ -48,9 +46,6 @@ LOOK = 2.0
 SOON = 15.0
 """A server waits `LOOK` seconds for its documents before it is ready; again, up to ten times, while at most `SOON`
 seconds are left until all are read."""
-
-MOST_REMEMBERED = 2**28
-"""Bytes of vectors that are kept for later starts."""
 
 Source = str | Path | Mapping[str, str | Path] | None
 """One source, several by name, or none."""
@@ -189,8 +184,8 @@ class Knowledge:
     def open(cls, options: EngineOptions, tokenizer: Tokenizer) -> Knowledge:
         """The knowledge that an engine with these options has, still empty."""
         encoder = _encoder()
-        named = sources(options.knowledge)
-        open_base = knowledge_opener(tokenizer, options.index, options.index_dir, encoder, remembered=named)
+        read = sources(options.knowledge)
+        open_base = knowledge_opener(tokenizer, options.index, options.index_dir, encoder, read)
         open_graph = graph_opener(options.graph_dir, encoder, options.progress)
         return cls(
             KnowledgeRegistry("knowledge base", "rag.knowledge", open_base),
@@ -313,67 +308,31 @@ def graph_opener(
     return open_graph
 
 
-class RememberedEncoder:
-    """A sentence encoder that keeps vectors of several texts on disk, for bases in memory, which each start fills anew.
-
-    Files are named by a digest of texts and encoder, and begin with one of their content. The oldest make room.
-    """
-
-    def __init__(self, encoder: TextEncoder, folder: Path):
-        self.identity, self.dim = encoder.identity, encoder.dim
-        self._encoder, self._folder = encoder, folder
-
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Normalised embeddings, float32 [len(texts), dim]; of a single text, such as a question, none is kept."""
-        if len(texts) == 1:
-            return self._encoder.encode(texts)
-        file = self._folder / hashlib.sha256(json.dumps([self.identity, *texts]).encode()).hexdigest()
-        with suppress(OSError):
-            digest, data = (kept := file.read_bytes())[:32], kept[32:]
-            if hashlib.sha256(data).digest() == digest:
-                return np.frombuffer(data, np.float32).reshape(len(texts), self.dim)
-        vectors = self._encoder.encode(texts)
-        data = np.ascontiguousarray(vectors).tobytes()
-        with suppress(OSError):  # only a memory: a cache that cannot be written serves as well
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._make_room(len(data))
-            with atomic_path(file) as part:
-                part.write_bytes(hashlib.sha256(data).digest() + data)
-        return vectors
-
-    def _make_room(self, size: int) -> None:
-        files = sorted((one.stat().st_mtime, one.stat().st_size, one) for one in self._folder.iterdir())
-        held = sum(known for _, known, _ in files)
-        for _, known, file in files:
-            if held + size <= MOST_REMEMBERED:
-                return
-            file.unlink()
-            held -= known
-
-
 def knowledge_opener(
     tokenizer: Tokenizer,
     index: str,
     index_dir: str | Path | None,
     encoder: Callable[[], TextEncoder],
-    remembered: Collection[str] = (),
+    read: Mapping[str, str | Path] = MappingProxyType({}),
 ) -> Callable[[str], KnowledgeBase]:
-    """Opens knowledge bases by name. remembered: those whose vectors are kept for later starts if they have no folder.
+    """Opens knowledge bases by name. read: sources of those that are kept for later starts wherever `index_dir` is.
 
     What clients upload is not among them.
     """
 
     def open_base(name: str) -> KnowledgeBase:
-        folder, plain = _folder(index_dir, name, "knowledge base"), encoder()
-        keeps = folder is None and name in remembered
-        return KnowledgeBase.open(
-            folder,
+        folder, loaded = _folder(index_dir, name, "knowledge base"), encoder()
+        open_at = partial(
+            KnowledgeBase.open,
             encode_tokens=partial(tokenizer.encode, special=False, continued=True),
-            encoder=RememberedEncoder(plain, cache_dir() / "embeddings") if keeps else plain,
+            encoder=loaded,
             model_key=tokenizer.digest.hex(),
             index_kind=index,
             name=name,
         )
+        if folder is not None or name not in read:
+            return open_at(folder)
+        return open_kept(cache_dir() / "documents", read[name], (tokenizer.digest.hex(), loaded.identity), open_at)
 
     return open_base
 

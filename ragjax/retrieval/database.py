@@ -19,6 +19,10 @@ from ragjax.core import ConfigError, DamageError
 from ragjax.core.file import durable_path
 
 
+class HeldError(ConfigError):
+    """Another process has the file open."""
+
+
 def exclusive(
     place: Path | None, prepare: Callable[[sqlite3.Connection], None], remedy: str, *, implicit: bool = True
 ) -> sqlite3.Connection:
@@ -28,7 +32,7 @@ def exclusive(
     remedy: what to do about a broken file. implicit: whether sqlite3 begins transactions by itself.
 
     Raises:
-        ConfigError: the file cannot be opened or used, is broken, or another process has it open.
+        ConfigError: the file cannot be opened or used, is broken, or another process has it open (`HeldError`).
     """
     try:
         if place is not None:
@@ -48,8 +52,9 @@ def exclusive(
         prepare(database)
     except sqlite3.OperationalError as error:
         database.close()
-        hint = "; another process has it open" if "locked" in str(error) else ""
-        raise ConfigError(f"{place}: cannot be used: {error}{hint}") from error
+        if "locked" in str(error):
+            raise HeldError(f"{place}: cannot be used: {error}; another process has it open") from error
+        raise ConfigError(f"{place}: cannot be used: {error}") from error
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter from messages that quote the file
         database.close()
         raise ConfigError(f"{place}: broken ({error}); {remedy}") from error

@@ -110,7 +110,7 @@ class Filling:
         self._skipped = {"": [*found.skipped]}
         left = []
         for file in found.files:
-            skipped = _skipped_before(file, noted.get(file.name))
+            skipped = _skipped_before(file, noted.get(file.name), held)
             if skipped is None or not (skipped or file.document_id is None or file.document_id in held):
                 left.append(file)
             else:
@@ -157,9 +157,9 @@ class Filling:
 
     def _note(self, files: Sequence[SourceFile]) -> None:
         """Note that these files were read and their documents stored."""
-        now = time.time_ns()
+        now, held = time.time_ns(), self.base.document_ids
         self.base.note_files({
-            file.name: _note_of(file, self._skipped.get(file.name, []))
+            file.name: _note_of(file, self._skipped.get(file.name, []), held)
             for file in files
             if now - file.modified > _SETTLED_NS and os.access(file.path, os.R_OK)
         })  # fmt: skip
@@ -257,17 +257,23 @@ def _readers() -> str:
     return hashlib.blake2b(code, digest_size=16).hexdigest()
 
 
-def _note_of(file: SourceFile, skipped: Sequence[Skipped]) -> str:
+def _note_of(file: SourceFile, skipped: Sequence[Skipped], held: Set[str]) -> str:
     told = [[one.name, one.reason, one.empty] for one in skipped]
-    return json.dumps([_readers(), file.document_id, file.size, file.modified, told])
+    return json.dumps([*_state(file, held), told])
 
 
-def _skipped_before(file: SourceFile, note: str | None) -> list[Skipped] | None:
+def _state(file: SourceFile, held: Set[str]) -> list[object]:
+    """What is noted of a file; of one with many documents, also all that the base holds: others may have added some."""
+    ids = file.document_id or hashlib.blake2b(json.dumps(sorted(held)).encode(), digest_size=16).hexdigest()
+    return [_readers(), ids, file.size, file.modified]
+
+
+def _skipped_before(file: SourceFile, note: str | None, held: Set[str]) -> list[Skipped] | None:
     """The parts of a file that were left out when it was read; None: it is to be read again."""
     if note is None:
         return None
     *known, told = json.loads(note)
-    if known != [_readers(), file.document_id, file.size, file.modified]:
+    if known != _state(file, held):
         return None
     return [Skipped(name, reason, empty) for name, reason, empty in told]
 

@@ -43,6 +43,20 @@ def test_verify_of_a_sound_directory(filled: Path, capsys: pytest.CaptureFixture
     assert "3 entries intact" in said and "2 entries intact" in said and "0 flaws" in said
 
 
+def test_folders_of_documents_are_counted_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path))
+    folder = tmp_path / "documents"
+    for count, *flags in ((0,), (2,), (1, "--max-gb", "1.5e-6"), (0, "--max-gb", "0")):
+        assert main(["documents", *map(str, flags)]) == 0
+        assert f"{folder}: {count} folder" in capsys.readouterr().out
+        if count == 0 and not flags:
+            for name in "ab":
+                (folder / name).mkdir(parents=True)
+                (folder / name / "index.npz").write_bytes(bytes(1000))
+
+
 def test_compiled_programs_are_counted_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

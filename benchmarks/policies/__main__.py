@@ -6,7 +6,9 @@ top-k of 1 to 5, and 3 kept of 5 (RAGCache, sections 7 and 8), Mooncake's traces
 device alone, and by a device of a fifth with host memory of the other four. `bound` is the highest token hit rate that
 single tokens allow, `min` that of Belady's MIN; `belady` is a policy that knows all that will be asked, in the tree.
 
-`--orders` serves from a queue of 32 waiting requests in every order that the server has, under some of the policies.
+`--through cache` sends RAGCache's requests through what the engine runs, the strategy `prefix` on the real cache, by
+what is kept (`ragjax serve --keep`) and the length of answers. `--orders` serves from a queue of 32 waiting requests in
+every order that the server has, under some of the policies.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import numpy as np
 from benchmarks.common import plot, report
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Samples
-from benchmarks.policies import orders, storage
+from benchmarks.policies import orders, replay, storage
 from benchmarks.policies.cell import NAMES, Bounds, Cell, cells, effort, modelled, serve, workloads
 from benchmarks.policies.simulator import LOOKAHEAD
 from benchmarks.policies.source import PATTERNS
@@ -111,29 +113,34 @@ def options(flags: Parser) -> None:
     what("--trace", type=report.existing_file, metavar="FILE", help="replay a trace that the server recorded")
     what("--storage", action="store_true", help="FusionRAG's storage simulation (section 5.3.3) instead")
     flags.add("--orders", action="store_true", help="every order under some of the policies")
+    through = "the real cache serves requests for documents, or a simulator serves all (%(default)s)"
+    flags.add("--through", choices=("simulator", "cache"), default="simulator", help=through)
     flags.add("--limit", type=integer(1), metavar="N", help="at most N questions a text set, N requests a workload")
     flags.add("--profile", type=Path, metavar="FILE", help="a measured cost profile; modelled without")
     flags.add("--plot", type=report.writable, metavar="FILE.png", help="also draw hit rates by capacity")
 
 
 def columns(chosen: Namespace) -> Sequence[str]:
-    return STORAGE_COLUMNS if chosen.storage else orders.COLUMNS if chosen.orders else COLUMNS
+    if chosen.storage:
+        return STORAGE_COLUMNS
+    return (orders if chosen.orders else replay).COLUMNS if chosen.orders or chosen.through == "cache" else COLUMNS
 
 
 def measured(chosen: Namespace, session: Session) -> Iterable[Mapping[str, Any]]:
     if chosen.storage:
         return storage.rows(storage.Setting())
     profile = modelled() if chosen.profile is None else Profile.load(chosen.profile)
-    much = (orders.effort if chosen.orders else effort)(chosen.quick, chosen.limit)
+    how = orders if chosen.orders else replay if chosen.through == "cache" else None
+    much = (how.effort if how else effort)(chosen.quick, chosen.limit)
     planned = list(cells(workloads(chosen, much)))
     print(f"costs: {profile.measured_on or chosen.profile}; lookahead {LOOKAHEAD}")
     asked = {"data": str(chosen.data or chosen.trace), "limit": chosen.limit, "quick": chosen.quick}
-    asked |= {"orders": chosen.orders, "profile": asdict(profile)}
-    return (orders.measure if chosen.orders else measure)(planned, profile, session.samples(asked))
+    asked |= {"orders": chosen.orders, "through": chosen.through, "profile": asdict(profile)}
+    return (how.measure if how else measure)(planned, profile, session.samples(asked))
 
 
 def show(rows: Sequence[Mapping[str, Any]], chosen: Namespace) -> None:
-    if chosen.storage:
+    if chosen.storage or chosen.through == "cache":
         return
     found = orders.gains(rows) if chosen.orders else means(rows)
     print("\n" + report.table(found, tuple(found[0]) if found else ()))

@@ -10,12 +10,12 @@ that traces of millions of tokens take seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.policies.source import Request, Workload
+from benchmarks.policies.source import Workload
 from ragjax.cache.lookahead import Look
 from ragjax.cache.policy.base import Access, Policy, Victims
 from ragjax.core.tiers import Tier
@@ -69,12 +69,16 @@ class Arrival(Waiting):
 
 
 class Simulator:
-    """Serves requests of a workload one by one from `device` tokens, backed by `host` tokens."""
+    """Serves requests of a workload one by one from `device` tokens, backed by `host` tokens.
 
-    def __init__(self, work: Workload, policy: Policy, device: int, host: int = 0):
+    generated: tokens of an answer; with them, what a request computes takes room while it is served, kept or not.
+    """
+
+    def __init__(self, work: Workload, policy: Policy, device: int, host: int = 0, *, generated: int = 0):
         if device < 1 or host < 0:
             raise ValueError(f"device must hold at least 1 token and host 0, not {device} and {host}")
         self._work = work
+        self._generated = generated
         self._policy: Any = policy  # Any here and below: a block is a node as far as policies and queues look
         self._keys = [key_of(n) for n in range(len(work.sizes))]
         self._blocks: dict[int, Block] = {}
@@ -133,7 +137,11 @@ class Simulator:
         documents = sum(self._work.documents[block.number] for block in found)
         self._touch(found, Access(True, hit, new))
         self._load(found)
-        self._release(found + self._admit(request, Access(False, hit, new)))
+        own = request.other + self._generated if self._generated else 0
+        made = self._admit(request.nodes, Access(False, hit, new), own)
+        if request.answer >= 0:
+            made += self._admit((request.answer,), Access(False, hit, new))
+        self._release(found + made)
         return Served(hit, documents, self._moved - moved, time.perf_counter() - begin)
 
     def _announce(self, until: int) -> range:
@@ -165,12 +173,15 @@ class Simulator:
                 self._put(block, Tier.DEVICE)
                 self._moved += block.size
 
-    def _admit(self, request: Request, access: Access) -> list[Block]:
-        """Keep what was computed; what does not fit beside the rest of the request is dropped."""
+    def _admit(self, nodes: Sequence[int], access: Access, own: int = 0) -> list[Block]:
+        """Keep what was computed; what does not fit beside the rest of the request is dropped.
+
+        own: tokens that need room only now.
+        """
         made: list[Block] = []
-        missing = sum(self._work.sizes[n] for n in request.nodes if n not in self._blocks)
+        missing = own + sum(self._work.sizes[n] for n in nodes if n not in self._blocks)
         self._make_room(Tier.DEVICE, min(missing, self._size[Tier.DEVICE]))  # for all at once, as `reserve` does
-        for n in request.nodes:
+        for n in nodes:
             above = self._work.parents[n]
             parent = self._blocks.get(above)
             size = self._work.sizes[n]
@@ -204,6 +215,7 @@ class Simulator:
             block = self._victims[tier].pop()
             if block is None:
                 return False
+            self._policy.on_evict(block, tier)
             self._leave(block, tier)
         return True
 
@@ -217,7 +229,7 @@ class Simulator:
     def _leave(self, block: Block, tier: Tier) -> None:
         if tier is Tier.DEVICE:
             self._save(block)
-        self._policy.on_evict(block, tier)
+        self._policy.on_leave(block, tier)
         self._victims[tier].discard(block)
         block.there[tier] = False
         self._free[tier] += block.size

@@ -30,6 +30,7 @@ class Request:
     nodes: tuple[int, ...]  # what it uses of the tree, parents first
     other: int = 0  # tokens computed each time and never kept (the question)
     documents: int = 0  # retrieved; more than its document nodes where some are not to be kept
+    answer: int = -1  # node of its answer, below that of its question (-1: neither is kept)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,26 @@ class Workload:
     def totals(self) -> tuple[int, ...]:
         """Tokens of each request, the never kept ones included."""
         return tuple(sum(self.sizes[n] for n in r.nodes) + r.other for r in self.requests)
+
+    def kept_whole(self, answer: int) -> Workload:
+        """The workload whose requests keep their question and an answer of so many tokens too."""
+        parents, sizes, documents = list(self.parents), list(self.sizes), list(self.documents)
+
+        def whole(request: Request) -> Request:
+            question = len(sizes)
+            parents.extend((request.nodes[-1], question))
+            sizes.extend((request.other, answer))
+            documents.extend((False, False))
+            return replace(request, nodes=(*request.nodes, question), other=0, answer=question + 1)
+
+        asked = {request: whole(request) for request in dict.fromkeys(self.requests)}
+        return replace(
+            self,
+            parents=tuple(parents),
+            sizes=tuple(sizes),
+            documents=tuple(documents),
+            requests=tuple(asked[request] for request in self.requests),
+        )
 
     def limited(self, count: int | None) -> Workload:
         """The first `count` requests (None: all), whose distinct tokens are those that they have."""

@@ -26,6 +26,7 @@ from ragjax.cache.pool import AuditError, PagePool
 from ragjax.cache.tree import KnowledgeTree
 from ragjax.cache.variant import Variants
 from ragjax.core import OutOfPages, Run, Tokens
+from ragjax.core.prompt import Keep
 from ragjax.core.tiers import Inquiry, Tier
 
 VARIANTS = 500
@@ -46,8 +47,10 @@ class KnowledgeCache:
         storage: Storage | None = None,
         *,
         variants: int = VARIANTS,
+        keep: Keep = "all",
     ):
         self.pool = pool
+        self.keep = keep  # of a prompt served by `prefix`
         self.tree = KnowledgeTree(identity, pool)
         self._metrics = CacheMetrics()
         self._hierarchy = tiers = Hierarchy(self.tree, pool, policy, self._metrics, storage)

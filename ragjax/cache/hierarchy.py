@@ -125,6 +125,7 @@ class Hierarchy:
         self.host_memory.dispatch()
 
     def _leave_device(self, node: Node) -> None:
+        self.policy.on_evict(node, Tier.DEVICE)
         kept = node.host is not None or self._keep(node)
         self.metrics.evicted_tokens += len(node)
         if not kept:
@@ -160,7 +161,7 @@ class Hierarchy:
     def _demote(self, node: Node) -> None:
         """The node's pages are given back; it is not queued for them any more."""
         self.device.discard(node)
-        self.policy.on_evict(node, Tier.DEVICE)
+        self.policy.on_leave(node, Tier.DEVICE)
         self.tree.lift(node)
 
     def _keep(self, node: Node) -> bool:
@@ -259,12 +260,16 @@ class Hierarchy:
         while quota is not None and self.host_memory.held[node.tenant] + size > quota:
             if (victim := self.host.pop(node.tenant)) is None:
                 return False
-            self._leave_host(victim, noted=True)
+            self._evict_from_host(victim)
         while self.host_memory.used + size > storage.host_bytes:
             if (victim := self.host.pop()) is None:
                 return False
-            self._leave_host(victim, noted=True)
+            self._evict_from_host(victim)
         return True
+
+    def _evict_from_host(self, node: Node) -> None:
+        self.policy.on_evict(node, Tier.HOST)
+        self._leave_host(node, noted=True)
 
     def _leave_host(self, node: Node, noted: bool = False) -> None:
         """The node leaves host memory, to disk if there is one; without a copy on the device it leaves the tree."""
@@ -287,7 +292,7 @@ class Hierarchy:
         if copy is None:
             return
         self.host.discard(node)
-        self.policy.on_evict(node, Tier.HOST)
+        self.policy.on_leave(node, Tier.HOST)
         self.tree.store(node, None)
         self.host_memory.leave(copy)
 

@@ -1,6 +1,7 @@
 """`ragjax cost`: measures what a prefill costs by tokens cached and tokens computed (RAGCache, section 5.1).
 
-It is done once for a model on a device. A server with `--policy pgdsf` finds what was measured.
+It is done once for a model on a device. A server with `--policy pgdsf` finds what was measured; without, it measures a
+few steps at its start.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from annotated_types import Ge
@@ -20,6 +20,9 @@ from ragjax.core.errors import RequestError
 Tokens = NDArray[np.int32]
 """Token ids, int32 [n]."""
 
+
+Keep = Annotated[int, Ge(1)] | Literal["all", "documents"]
+"""The part of a prompt whose exact KV is kept: all, up to the last chunk, or up to the last of the first so many."""
 
 NEVER = np.int32(2**30)
 """An index that no row has: the index of unused slots, and the end of an interval that never closes."""
@@ -238,6 +241,13 @@ class Prompt:
         """Number of leading tokens whose KV may serve every tenant."""
         private = (i for i, segment in enumerate(self.segments) if not segment.public)
         return self.starts[next(private, len(self.segments))]
+
+    def kept(self, keep: Keep) -> int:
+        """Number of leading tokens whose exact KV is kept; all, if there is no chunk."""
+        ends = [self.starts[i + 1] for i, segment in enumerate(self.segments) if segment.kind is Kind.CHUNK]
+        if keep == "all" or not ends:
+            return len(self)
+        return ends[-1] if keep == "documents" else ends[:keep][-1]
 
     @property
     def preprocessed(self) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.lookahead import Causal, Outlook
+from ragjax.cache.match import Totals
 from ragjax.cache.node import raw_of
 from ragjax.core import Measure, Pass, Plan, Prefill, Prompt, Span, Tokens
 from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report
@@ -41,18 +42,25 @@ class Full(Strategy):
 
 
 class Prefix(Strategy):
-    """Reuses the longest cached prefix and keeps what it computes, answer included."""
+    """Reuses the longest cached prefix and keeps what it computes, answers too, as far as `keep` of the cache says."""
 
     name = "prefix"
     exact = True
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the prompt, cut at its segments."""
-        return cache.keys_of(prompt.tokens, prompt.starts, tenant, prompt.public)
+        """The path of what is kept of the prompt, cut at its segments."""
+        kept = prompt.kept(cache.keep)
+        return cache.keys_of(prompt.tokens[:kept], _cuts(prompt, kept), tenant, min(prompt.public, kept))
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """The prompt, segment by segment."""
-        return Outlook((Causal(raw_of(prompt.tokens), prompt.starts, tenant, prompt.public),))
+        """The part of the prompt that is kept, segment by segment."""
+        kept = prompt.kept(cache.keep)
+        public = min(prompt.public, kept)
+        return Outlook((Causal(raw_of(prompt.tokens[:kept]), _cuts(prompt, kept), tenant, public),))
+
+    def work(self, prompt: Prompt, cache: KnowledgeCache, tenant: str, ratio: float | None = None) -> int:
+        """The tokens that are not kept besides."""
+        return super().work(prompt, cache, tenant) + len(prompt) - prompt.kept(cache.keep)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """One pass over the tokens behind the prefix; the last token is always computed, for its logits."""
@@ -63,7 +71,12 @@ class Prefix(Strategy):
         fresh = run.slice(0, n - hit, allocation.page_size)
         spans = (*match_spans(match, 0, runs=runs), Span.consecutive(hit, fresh))
         results = yield Pass(indices(hit, n), indices(hit, n), spans, self.measures, (n - 1,))
-        allocation.cache.admitter.admit_prefix(match, tokens, hit, fresh, prompt.starts, prompt.public)
+        kept = prompt.kept(allocation.cache.keep)
+        if hit < kept:
+            kept_run = fresh.slice(0, kept - hit, allocation.page_size)
+            allocation.cache.admitter.admit_prefix(
+                match, tokens[:kept], hit, kept_run, _cuts(prompt, kept), min(prompt.public, kept), Totals(hit, n - hit)
+            )
         tail = run.slice(n - hit, run.length, allocation.page_size)
         reused = {i: min(max(hit - start, 0), len(prompt.segments[i])) for i, start in enumerate(prompt.starts[:-1])}
         tiers = {i: match.tier(prompt.starts[i], prompt.starts[i] + used) for i, used in reused.items()}
@@ -71,10 +84,22 @@ class Prefix(Strategy):
         return Plan(spans, tail, exact_to, report(prompt, reused, tiers), results[Measure.LOGITS][0])
 
     def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
-        """Keep the finished turn, so that the next one finds it."""
+        """Keep the finished turn, so that the next one finds it.
+
+        Its tokens count as computed at the cost of the prompt's: the price of a step for each of the few tokens that an
+        answer has would make it worth more than any document (RAGCache's formula 3 is about what a prefill computes).
+        """
+        if prompt.kept(allocation.cache.keep) < len(prompt):
+            return
         context = allocation.prefix(prompt.tokens, quiet=True)
         if not context.complete or not len(generated):
             return
         run = plan.tail.slice(0, len(generated), allocation.page_size)
         tokens = np.concatenate([prompt.tokens, generated])
-        allocation.cache.admitter.admit_prefix(context, tokens, len(prompt), run, (), prompt.public)
+        totals = Totals(sum(part.reused for part in plan.reports), sum(part.recomputed for part in plan.reports))
+        allocation.cache.admitter.admit_prefix(context, tokens, len(prompt), run, (), prompt.public, totals)
+
+
+def _cuts(prompt: Prompt, kept: int) -> tuple[int, ...]:
+    """Where segments of what is kept begin or end."""
+    return tuple(start for start in prompt.starts if start <= kept)

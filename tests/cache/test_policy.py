@@ -55,6 +55,7 @@ class Cache:
             while self.used() + length > self.capacity:
                 gone = self.victims.pop()
                 self.policy.on_evict(gone, self.tier)
+                self.policy.on_leave(gone, self.tier)
                 left.append(gone.key)
                 self.policy.on_forget(gone)
                 del self.nodes[gone.key]
@@ -288,6 +289,7 @@ def test_a_score_falls_only_where_the_queue_is_told(name):
             told = {node.key}
         elif action == 1:
             policy.on_evict(node, DEVICE)
+            policy.on_leave(node, DEVICE)
             told = {node.key}
         elif action == 2:
             told = set(policy.on_queue(f"r{at}", [n.key for n in rng.sample(nodes, 5)]))
@@ -303,6 +305,7 @@ def test_a_node_nobody_accessed_has_a_score_and_may_leave_or_be_cut(name):
     policy, node, upper = POLICIES[name].for_device(PROFILE), Node(b"a", 4), Node(b"b", 2)
     assert policy.score(node, HOST) <= policy.score(node, HOST)
     policy.on_evict(node, DEVICE)
+    policy.on_leave(node, DEVICE)
     upper.note = node.note
     policy.on_split(upper, node, b"whole")
     assert policy.score(upper, DEVICE) is not None
@@ -323,6 +326,7 @@ def test_halves_are_worth_what_the_whole_was_and_go_their_own_ways(name):
     policy.on_access(upper, HIT)
     assert policy.score(node, DEVICE) == was
     policy.on_evict(node, DEVICE)
+    policy.on_leave(node, DEVICE)
     assert policy.second_chance(upper, DEVICE) == (name in ("s3fifo", "sieve"))
 
 
@@ -421,6 +425,9 @@ def test_each_tier_has_a_clock_that_never_goes_back():
     policy.on_evict(second, HOST)
     policy.on_access(third, HIT)
     assert policy.score(third, HOST) == pytest.approx(0.01 + 2 * 0.01)
+    policy.on_clear()
+    policy.on_access(second, HIT)
+    assert policy.score(second, DEVICE) == pytest.approx(2 * 0.01), "the clocks are back at zero"
 
 
 def test_a_document_from_disk_costs_what_computing_it_behind_its_context_would():
@@ -489,10 +496,10 @@ def test_marks_and_places_are_each_tiers_own(make):
     for _ in range(2):
         policy.on_access(first, HIT)
     assert tiers[0].pop() is second
-    policy.on_evict(second, DEVICE)
+    policy.on_leave(second, DEVICE)
     tiers[0].discard(first)
     assert tiers[1].pop() is second
-    policy.on_evict(second, HOST)
+    policy.on_leave(second, HOST)
     tiers[1].push(second)  # gone and back: the newest now
     assert tiers[1].pop() is (first if make is SIEVE else second)
 
@@ -506,7 +513,7 @@ def test_who_left_a_tier_and_came_back_is_its_newest_there_only(make):
         device.push(node)
         host.push(node)
     device.discard(first)
-    policy.on_evict(first, DEVICE)
+    policy.on_leave(first, DEVICE)
     device.push(first)
     assert device.pop() is second
     assert host.pop() is first
@@ -519,9 +526,9 @@ def test_the_hand_is_round_when_all_that_stood_before_it_are_gone():
         victims.push(nodes[name])
     policy.on_access(nodes["a"], HIT)
     assert victims.pop() is nodes["b"]  # a was spared
-    policy.on_evict(nodes["b"], DEVICE)
+    policy.on_leave(nodes["b"], DEVICE)
     victims.discard(nodes["c"])  # taken out by another hand
-    policy.on_evict(nodes["c"], DEVICE)
+    policy.on_leave(nodes["c"], DEVICE)
     victims.push(nodes["d"])
     assert victims.pop() is nodes["a"]
 
@@ -536,15 +543,15 @@ def test_a_node_that_took_in_its_parent_has_one_place():
     victims.discard(upper)
     policy.on_merge(upper, lower, b"lower")
     victims.discard(lower)
-    policy.on_evict(lower, DEVICE)
+    policy.on_leave(lower, DEVICE)
     nodes = {name: Node(name.encode()) for name in "abcd"}
     for name in "abc":
         victims.push(nodes[name])
     policy.on_access(nodes["a"], HIT)
     assert victims.pop() is nodes["b"]  # a was spared
-    policy.on_evict(nodes["b"], DEVICE)
+    policy.on_leave(nodes["b"], DEVICE)
     victims.discard(nodes["c"])
-    policy.on_evict(nodes["c"], DEVICE)
+    policy.on_leave(nodes["c"], DEVICE)
     victims.push(nodes["d"])
     assert victims.pop() is nodes["a"], "the hand is round"
 

@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.policies.cell import modelled
 from benchmarks.policies.simulator import Simulator
 from benchmarks.policies.source import Forest, Request
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.policy.base import Access
+from ragjax.cache.policy.gdsf import PGDSF
 from ragjax.cache.policy.lfu import LFU
 from ragjax.cache.pool import PagePool
 from ragjax.core import NEVER, Kind, Prompt, Segment, intervals
+from ragjax.core.prompt import Keep
 from ragjax.reuse import strategies
 from ragjax.reuse.craft import Craft
 from ragjax.reuse.exact import Prefix
@@ -141,3 +144,49 @@ def test_a_warm_request_counts_once_and_finds_the_finished_turn() -> None:
     match = executor.cache.matcher.match_prefix(np.concatenate([asked.tokens, answer]))
     assert match.complete
     match.release()
+
+
+def test_an_answer_costs_a_token_what_its_prompt_did() -> None:
+    """RAGCache, formula 3: not a whole step for each of a few tokens."""
+    executor, _ = listening()
+    executor.cache = KnowledgeCache(b"dear", PagePool(200, executor.page_size), PGDSF(modelled()))
+    asked, answer = prompt((0, 1), 0), np.arange(8, dtype=np.int32)
+    talk = executor.talk(Prefix(), asked)
+    while talk.step():
+        pass
+    assert talk.plan is not None
+    Prefix().finish(asked, talk.plan, answer, talk.allocation)
+    talk.close()
+    rates = {node.end: node.note.rate for node in executor.cache.tree.nodes()}
+    assert max(rates) == len(asked) + 8 and len(set(rates.values())) == 1
+
+
+@pytest.mark.parametrize(("keep", "end"), [("all", -1), ("documents", 4), (1, 2), (2, 3), (9, 4)])
+def test_prefix_keeps_what_it_is_told_to(keep: Keep, end: int) -> None:
+    executor, listener = listening()
+    executor.cache.keep = keep
+    asked, cold = prompt((0, 1, 2), 0), prompt((3,), 1)
+    assert Prefix().work(asked, executor.cache, "") == len(asked)
+    first = executor.run(Prefix(), asked)
+    kept = asked.starts[end] if end > 0 else len(asked)
+    assert asked.kept(keep) == kept == max(node.end for node in executor.cache.tree.nodes())
+    assert listener.heard == [(0, len(asked))], "the request's totals, whatever is kept"
+    again = executor.run(Prefix(), asked)
+    assert sum(part.reused for part in again.plan.reports) == min(kept, len(asked) - 1)
+    assert again.plan.exact_to == "full"
+    np.testing.assert_allclose(again.plan.logits, first.plan.logits, atol=1e-9)
+    assert Prefix().work(asked, executor.cache, "") == len(asked) - kept
+    talk = executor.talk(Prefix(), cold)
+    while talk.step():
+        pass
+    assert talk.plan is not None
+    answer = np.arange(4, dtype=np.int32)
+    Prefix().finish(cold, talk.plan, answer, talk.allocation)
+    talk.close()
+    behind = executor.cache.matcher.match_prefix(np.concatenate([cold.tokens, answer]))
+    assert behind.length == (len(cold) + 4 if keep == "all" else cold.kept(keep)), "an answer is no document"
+    behind.release()
+
+
+def test_a_prompt_without_documents_is_kept_whole() -> None:
+    assert Prompt(prompt((), 0).segments).kept("documents") == SYSTEM + QUESTION

@@ -30,7 +30,7 @@ class FIFO(Policy):
             numbers[tier] = self._last[tier]
         return numbers[tier]
 
-    def on_evict(self, node: Node, tier: Tier) -> None:
+    def on_leave(self, node: Node, tier: Tier) -> None:
         """The node gives its number back."""
         if node.note is not None:
             node.note[tier] = 0

@@ -100,7 +100,7 @@ class S3FIFO(Policy):
         place.number = self._last
         return True
 
-    def on_evict(self, node: Node, tier: Tier) -> None:
+    def on_leave(self, node: Node, tier: Tier) -> None:
         """The node gives its place up; out of the small queue it becomes a ghost."""
         place = node.note and node.note[tier]
         if place is None:

@@ -63,7 +63,7 @@ class SIEVE(Policy):
         self._hand[tier] = 0
         self._ahead[tier] = self._here[tier]
 
-    def on_evict(self, node: Node, tier: Tier) -> None:
+    def on_leave(self, node: Node, tier: Tier) -> None:
         """The node gives its place up."""
         place = node.note and node.note[tier]
         if place is not None:
@@ -84,7 +84,7 @@ class SIEVE(Policy):
     def on_merge(self, upper: Node, lower: Node, key: bytes) -> None:
         """The node stands where its lower half stood; the upper half's place is given up."""
         for tier in (Tier.DEVICE, Tier.HOST):
-            self.on_evict(upper, tier)
+            self.on_leave(upper, tier)
 
     def _place(self, node: Node, tier: Tier) -> Place:
         if node.note is None:

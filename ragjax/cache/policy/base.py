@@ -60,7 +60,10 @@ class Policy:
         return False
 
     def on_evict(self, node: Node, tier: Tier) -> None:
-        """The node leaves `tier`."""
+        """The node was chosen to leave `tier`; `on_leave` follows."""
+
+    def on_leave(self, node: Node, tier: Tier) -> None:
+        """The node leaves `tier`, whatever the reason."""
 
     def on_forget(self, node: Node) -> None:
         """The node has left every tier; nobody asks for its score any more."""

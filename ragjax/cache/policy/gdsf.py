@@ -30,9 +30,9 @@ class Worth:
 class GDSF(Lasting):
     """The lowest Clock + Frequency × Cost / Size leaves first; here Cost / Size is 1.
 
-    Each tier has a clock: the highest priority among the nodes that left it. A node's own is set when it is accessed,
-    so what nobody asks for falls behind. Time is counted in accesses of nodes and cut into windows of `window`;
-    a frequency is that of the window of the node's last access, so that the past wears off.
+    Each tier has a clock: the highest priority among the nodes that were evicted from it. A node's own is set when it
+    is accessed, so what nobody asks for falls behind. Time is counted in accesses of nodes and cut into windows of
+    `window`; a frequency is that of the window of the node's last access, so that the past wears off.
     """
 
     def __init__(self, window: int = WINDOW):
@@ -66,6 +66,10 @@ class GDSF(Lasting):
         device, host = self._clocks
         priority = self.score(node, tier)
         self._clocks = (max(device, priority), host) if tier is Tier.DEVICE else (device, max(host, priority))
+
+    def on_clear(self) -> None:
+        super().on_clear()
+        self._clocks = (0.0, 0.0)
 
     def on_split(self, upper: Node, lower: Node, key: bytes) -> None:
         """Both halves were met as often, and cost as much per token."""

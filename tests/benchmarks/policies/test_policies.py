@@ -93,6 +93,15 @@ def test_a_stopped_run_goes_on_where_it_stopped(
     assert "continuing a stopped run: 25 samples" in capsys.readouterr().err
 
 
+def test_the_real_cache_serves_documents_too(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert policies.main(["--data", str(data), "--through", "cache", "--limit", "15", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {r["policy"] for r in rows} == {*policies.NAMES} - {"belady"}
+    assert {(r["keep"], r["answer_tokens"]) for r in rows} == {("documents", 8), ("all", 8), ("all", 32)}
+    assert all(0 <= r["document_hit_rate"] <= 1 and r["requests"] == 15 for r in rows)
+
+
 def test_a_recorded_trace_is_replayed(data: Path, tmp_path: Path) -> None:
     line = {
         "time": 0.0, "tenant": "ab", "strategy": "prefix", "output": 1,

@@ -2,8 +2,9 @@
 
 Of each set of DIR the corpus is cut and embedded as a knowledge base does it. `last` is the vector of the last question
 alone, `conversation` takes the questions before it with it, `words` is what is served. `recall` at k is the share of a
-question's supporting passages whose documents are among the k chunks found. `found` and `elsewhere` are the cosine of
-the nearest chunk: the 5th percentile in the own corpus, the 95th in those of the other sets.
+question's supporting passages whose documents are among the k chunks found, which have up to `tokens` tokens. `found`
+and `elsewhere` are the cosine of the nearest chunk: the 5th percentile in the own corpus, the 95th in those of the
+other sets.
 
 `--chunks N` measures the time of a search in a knowledge base of so many made-up chunks instead.
 """
@@ -27,7 +28,7 @@ from benchmarks.common.questions import read_lines
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.quality.similarity import Similarity, packaged_encoder
 from ragjax.commands.flags import integer
-from ragjax.core import ConfigError, Document
+from ragjax.core import CHUNK_TOKENS, ConfigError, Document
 from ragjax.models.hub import resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.retrieval.chunking import Chunker
@@ -36,7 +37,7 @@ from ragjax.retrieval.words import POOL, fused_order, weights_of
 
 SETS = ("mtrag_un", "squad_xquad_en", "rgb_en_fact", "nq_open", "hotpotqa", "dragonball_finance_en", "musique")
 DEPTHS = (3, 5, 10)
-COLUMNS = ("set", "n", "chunks", "method", "recall_3", "recall_5", "recall_10", "found", "elsewhere")
+COLUMNS = ("set", "n", "tokens", "chunks", "method", "recall_3", "recall_5", "recall_10", "found", "elsewhere")
 TIMES = ("chunks", "method", "n", "median_ms", "p95_ms")
 
 
@@ -86,8 +87,14 @@ def measure(chosen: Namespace, _: Session) -> Iterator[dict[str, Any]]:
         return
     encoder = packaged_encoder()
     tokenizer = Tokenizer.load(resolve("smollm2-135m-instruct").path)
-    chunker = Chunker(partial(tokenizer.encode, special=False, continued=True))
-    corpora = [corpus_of(chosen.data, name, chosen.limit, chunker, encoder) for name in chosen.sets]
+    for tokens in chosen.tokens:
+        chunker = Chunker(partial(tokenizer.encode, special=False, continued=True), tokens)
+        corpora = [corpus_of(chosen.data, name, chosen.limit, chunker, encoder) for name in chosen.sets]
+        for told in recalls(corpora, encoder):
+            yield {"tokens": tokens, **told}
+
+
+def recalls(corpora: Sequence[Corpus], encoder: Any) -> Iterator[dict[str, Any]]:
     for corpus in corpora:
         vectors = {text: encoder.encode([text])[0] for one in corpus.asked for text in one.questions}
         last_QE = np.stack([vectors[one.questions[0]] for one in corpus.asked])
@@ -98,9 +105,9 @@ def measure(chosen: Namespace, _: Session) -> Iterator[dict[str, Any]]:
         }
         for method, search in METHODS.items():
             ranks = [search(corpus, one, [vectors[text] for text in one.questions]) for one in corpus.asked]
-            recalls = {f"recall_{k}": _recall(corpus, ranks, k) for k in DEPTHS}
+            found = {f"recall_{k}": _recall(corpus, ranks, k) for k in DEPTHS}
             told = {"set": corpus.name, "n": len(ranks), "chunks": len(corpus.texts), "method": method}
-            yield {**told, **recalls, **(scores if method == "last" else {"found": None, "elsewhere": None})}
+            yield {**told, **found, **(scores if method == "last" else {"found": None, "elsewhere": None})}
 
 
 def _recall(corpus: Corpus, ranks: Sequence[Sequence[int]], k: int) -> float:
@@ -175,6 +182,7 @@ def options(flags: Parser) -> None:
     flags.add("--data", type=Path, default=Path("data"), metavar="DIR", help="folder with text/SET")
     flags.add("--sets", nargs="+", default=SETS, quick=SETS[:2], metavar="SET", help="sets")
     flags.add("--limit", type=integer(1), default=120, quick=40, metavar="N", help="questions of each set")
+    flags.add("--tokens", nargs="+", type=integer(1), default=[CHUNK_TOKENS], metavar="N", help="of a chunk, at most")
     flags.add("--chunks", type=integer(0), default=0, metavar="N", help="measure times with so many chunks")
 
 

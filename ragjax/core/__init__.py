@@ -79,6 +79,7 @@ from ragjax.core.request import (
     Graph,
     Grounded,
     Message,
+    Notice,
     Rag,
     Request,
     Sampling,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ragjax.core.filter import Scalar
 from ragjax.core.prompt import Chunk
+from ragjax.core.request import Notice
 
 State = Literal["in_progress", "completed", "failed", "cancelled"]
 """What has become of a file in a store."""
@@ -90,7 +91,8 @@ class Indexing:
     @property
     def notice(self) -> str | None:
         """The notice of an answer about documents that could not be searched; None: all could."""
-        return f"{self.share} are indexed so far: the others were not searched" if self.running else None
+        told = Notice(f"{self.share} are indexed so far: the others were not searched", "indexing")
+        return told if self.running else None
 
     @property
     def share(self) -> str:

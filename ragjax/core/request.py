@@ -229,6 +229,20 @@ class Citation:
     earlier: bool = False
 
 
+class Notice(str):
+    """A notice of an answer with a code, by which programs know it."""
+
+    code: str
+
+    def __new__(cls, text: str, code: str) -> Notice:
+        made = super().__new__(cls, text)
+        made.code = code
+        return made
+
+    def __reduce__(self) -> tuple[type[Notice], tuple[str, str]]:  # other processes ground requests
+        return Notice, (str(self), self.code)
+
+
 @dataclass(frozen=True)
 class Grounded:
     """The prompt of a request whose knowledge was retrieved: what is left to do needs a device."""

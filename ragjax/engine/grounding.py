@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ragjax.core import Chunk, Document, Hit, Rag, Request, RequestError
+from ragjax.core import Chunk, Document, Hit, Notice, Rag, Request, RequestError
 from ragjax.engine.knowledge import KnowledgeRegistry
 from ragjax.prompting.recognition import Cutter, brings_passages
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import BasePart, KnowledgeBase, Query, SearchStage, search_parts
 
-BROUGHT = "the messages bring passages, so none were retrieved (--retrieve auto); rag.top_k asks for some"
+BROUGHT = Notice(
+    "the messages bring passages, so none were retrieved (--retrieve auto); rag.top_k asks for some", "passages_brought"
+)
 
 MOST_EARLIER = 16
 """Earlier questions of a conversation whose passages stay, at most: each is searched for again."""
@@ -80,7 +82,8 @@ class Grounding:
         best = max((hit.score for hit in hits), default=None)
         if best is None or best >= self.fits:
             return ()
-        return (f"no passage fits the question: the nearest has a similarity of {best:.2f}, below {self.fits}",)
+        told = f"no passage fits the question: the nearest has a similarity of {best:.2f}, below {self.fits}"
+        return (Notice(told, "no_passage_fits"),)
 
     def _found(self, request: Request, rag: Rag, query: Query) -> tuple[Hit, ...]:
         names = [source.knowledge for source in rag.searched]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ragjax.core import FactReport, Graph, Prompt
+from ragjax.core import FactReport, Graph, Notice, Prompt
 from ragjax.retrieval.triples import RelationPath, Subgraph, serialize, subgraphs_of
 
 if TYPE_CHECKING:
@@ -48,9 +48,8 @@ def gather(
 def ground(subgraphs: Sequence[Subgraph], build: Callable[[Sequence[Subgraph]], Prompt], room: int) -> GroundedFacts:
     """The prompt with as many paths as fit into `room` tokens, those least similar to the question left out."""
     if not subgraphs:
-        return GroundedFacts(
-            build(()), (), ("no entity of the graph is meant by the question: answered without facts",)
-        )
+        told = Notice("no entity of the graph is meant by the question: answered without facts", "no_entity")
+        return GroundedFacts(build(()), (), (told,))
     prompt = build(subgraphs)
     if len(prompt) <= room:
         return GroundedFacts(prompt, tuple(subgraphs), ())

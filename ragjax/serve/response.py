@@ -261,6 +261,7 @@ def account(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]], not
         "sources": [asdict(source) for source in answer.sources],
         "timings_ms": {name: round(getattr(answer.timings, name), 3) for name in names},
         "notices": [*notices, *answer.notices],
+        "notice_codes": [getattr(notice, "code", None) for notice in (*notices, *answer.notices)],
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import openai
@@ -106,3 +107,8 @@ def test_the_key_decides_the_tenant() -> None:
             assert served.post(json=CHAT, headers={"authorization": f"Bearer {key}"}).status_code == 200
         assert served.post(json=CHAT, headers={"authorization": "Bearer acme"}).status_code == 401
     assert [request.tenant for request in engine.requests] == ["acme", "umbra", ""]
+
+
+def test_a_notice_keeps_its_code_on_its_way_between_processes() -> None:
+    notice = pickle.loads(pickle.dumps(INDEXING.notice))
+    assert isinstance(notice, core.Notice) and notice.code == "indexing" and notice.startswith("3 of 40 files")

@@ -93,7 +93,7 @@ def test_an_answer_that_does_not_come_from_the_documents_says_so(browser: Browse
     doubtful = Doubtful(context_length=4096)
     reading = core.Indexing("own", 312, 1086, 3.0, 9.0, 400, 60.0, (), running=True).notice
     assert reading is not None
-    unfit = "no passage fits the question: the nearest has a similarity of 0.21, below 0.3"
+    unfit = core.Notice("no passage is near the question", "no_passage_fits")  # its code counts, not its words
     with serving(doubtful) as served, visiting(browser, served.url) as page:
         ask(page, knowledge="base:demo")
         doubtful.told = (unfit, "attention not by triton: no such kernel", reading)
@@ -103,6 +103,40 @@ def test_an_answer_that_does_not_come_from_the_documents_says_so(browser: Browse
         said = [turn.locator(".doubt").all_inner_texts() for turn in page.locator(".turn").all()]
     none = "No passage was found: the answer does not come from the documents."
     assert said == [[none], [f"N{unfit[1:]}.", f"{reading}."], []]
+
+
+def test_a_conversation_survives_a_reload(fake: Telling, page: Page) -> None:
+    ask(page, "What colour is it?")
+    shown = ".asked, .answer, .sources, .figures"
+    before = page.locator(shown).all_text_contents()
+    page.reload()
+    page.wait_for_selector("#ask-submit:enabled")
+    assert page.locator(shown).all_text_contents() == before and page.is_hidden("#ask-about")
+    page.locator(".sources button").nth(1).click()
+    page.wait_for_selector("#reader .cited")
+    page.keyboard.press("Escape")
+    ask(page, "And its door?")
+    assert [one.content for one in fake.requests[-1].messages][::2] == ["What colour is it?", "And its door?"]
+    page.evaluate("() => { Storage.prototype.setItem = () => { throw new DOMException('', 'QuotaExceededError') } }")
+    ask(page, "No room?")
+    page.reload()
+    assert page.locator(".turn").count() == 0, "what could not be kept is not shown in part"
+    ask(page, "Anew?")
+    page.click("#ask-new")
+    page.reload()
+    page.wait_for_selector("#ask-submit:enabled")
+    assert page.locator(".turn").count() == 0 and page.is_visible("#ask-about")
+
+
+def test_what_a_tab_keeps_is_bounded(browser: Browser) -> None:
+    long = telling(tokens=("a long answer " * 20_000,))
+    with serving(long) as served, visiting(browser, served.url) as page:
+        for i in range(5):
+            ask(page, f"Question {i}?")
+        assert page.evaluate("sessionStorage.getItem('ragjax-conversation').length") < 2**20 + 100
+        page.reload()
+        kept = page.locator(".asked").all_inner_texts()
+        assert 1 <= len(kept) < 5 and kept == [f"Question {i}?" for i in range(5 - len(kept), 5)]
 
 
 def test_nothing_is_asked_by_an_empty_question(fake: Telling, page: Page) -> None:
@@ -304,6 +338,10 @@ def test_a_wait_says_what_it_is_for(browser: Browser) -> None:
         page.wait_for_selector(".answer:has-text('The')")
         assert page.is_hidden(".waiting")
         page.click("#ask-stop")
+        page.wait_for_selector(".turn:has-text('Stopped after')")
+        said = page.inner_text(".turn .facts")
+        assert re.fullmatch(r"Stopped after \S+ m?s, \d+ words?, the first after \S+ m?s\.", said)
+        page.reload()
         page.wait_for_selector(".turn:has-text('Stopped after')")
 
 

@@ -13,8 +13,11 @@ import { strip } from "./strip.js";
 const DEMO = ["Who is the mayor of Candlehythe?", "How tall is the Saltfinger Lighthouse?", "In what year was the Tolverey Light Railway opened?"];
 const DEMO_FILES = ["candlehythe", "light-railway"];
 
-/** Turns of the conversation, oldest first: `{question, text, failed}`. */
+/** Turns of the conversation, oldest first: `{question, text, failed, rag, result, stopped}`. */
 let turns = [];
+/** Where this tab keeps them, so that they survive a reload, and how many characters; the first turns leave. */
+const KEPT = "ragjax-conversation";
+const MOST = 2 ** 20;
 /** Whether the account of the last answers was opened: it then opens with the next one, too. */
 let opened = false;
 
@@ -37,12 +40,12 @@ function telling(segments) {
   return repaired >= 0 ? repaired : passage >= 0 ? passage : null;
 }
 
-/** Notices that a reader of the answer must see; the others stand under how it was made. */
-const DOUBTS = /^no passage fits|indexed so far/;
+/** Codes of notices that a reader of the answer must see; the others stand under how it was made. */
+const DOUBTS = ["no_passage_fits", "indexing"];
 
 /** Warnings that an answer does not come from the documents, or from a part of them. */
-function doubts({ knowledge, top_k }, { sources, facts, notices: told }) {
-  const found = told.filter((notice) => DOUBTS.test(notice)).map((notice) => `${notice[0].toUpperCase()}${notice.slice(1)}.`);
+function doubts({ knowledge, top_k }, { sources, facts, notices: told, notice_codes: codes }) {
+  const found = told.filter((_, i) => DOUBTS.includes(codes[i])).map((notice) => `${notice[0].toUpperCase()}${notice.slice(1)}.`);
   const searched = knowledge !== undefined && top_k !== 0;
   if (!found.length && searched && !sources.length && !facts.length) found.push("No passage was found: the answer does not come from the documents.");
   return found.map((notice) => h("p", { class: "facts doubt" }, notice));
@@ -83,14 +86,50 @@ function follow(article) {
   };
 }
 
+/** What stands under an answer that is whole, or was stopped. */
+function under({ text, rag, result, stopped }) {
+  if (stopped) return [h("p", { class: "facts" }, stopped)];
+  const copy = h("button", { type: "button", class: "quiet", onclick: () => copied(text, copy) }, "Copy");
+  return [
+    text ? null : h("p", { class: "facts" }, "The model gave no answer."),
+    cut(result, " under Advanced"),
+    ...doubts(rag, result.rag),
+    navigator.clipboard ? h("div", { class: "buttons" }, copy) : null,
+    sourceList(result.rag),
+    paths(result.rag.facts),
+    made(result),
+  ].filter(Boolean);
+}
+
+/** Keep the turns that have come to their end for a reload. */
+function keepTurns() {
+  const kept = turns.filter((turn) => turn.result || turn.stopped).map((turn) => JSON.stringify(turn));
+  while (kept.reduce((sum, turn) => sum + turn.length, 0) > MOST) kept.shift();
+  try {
+    sessionStorage.setItem(KEPT, `[${kept}]`);
+  } catch {
+    sessionStorage.removeItem(KEPT); // there is no room: a reload begins anew
+  }
+}
+
+/** Show the turns from before a reload. */
+function restore() {
+  turns = JSON.parse(sessionStorage.getItem(KEPT)) ?? [];
+  turns.forEach((turn, i) => find("ask-turns").append(articleOf(turn, i, h("div", { class: "answer" }, markdown(turn.text)), h("div", {}, under(turn)))));
+  settle();
+}
+
+const articleOf = ({ question }, i, ...parts) =>
+  h("article", { class: "turn", "aria-label": `Turn ${i + 1}` }, h("h3", { class: "asked" }, question), h("div", { class: "card" }, parts));
+
 /** Ask one question and show its turn. */
 async function converse(question, signal) {
   const asked = body("ask", messages(question));
-  const turn = { question, text: "", failed: false };
+  const turn = { question, text: "", failed: false, rag: asked.rag, result: null, stopped: "" };
   const answer = h("div", { class: "answer", "aria-busy": "true", "aria-live": "polite" });
   const wait = h("p", { class: "facts waiting", "aria-hidden": "true" }, waiting(0));
   const after = h("div");
-  const article = h("article", { class: "turn", "aria-label": `Turn ${turns.length + 1}` }, h("h3", { class: "asked" }, question), h("div", { class: "card" }, wait, answer, after));
+  const article = articleOf(turn, turns.length, wait, answer, after);
   turns.push(turn);
   find("ask-turns").append(article);
   settle();
@@ -110,24 +149,15 @@ async function converse(question, signal) {
   };
   keep();
   try {
-    const result = await ask(asked, said, signal);
-    const copy = h("button", { type: "button", class: "quiet", onclick: () => copied(turn.text, copy) }, "Copy");
-    after.append(
-      ...[
-        turn.text ? null : h("p", { class: "facts" }, "The model gave no answer."),
-        cut(result, " under Advanced"),
-        ...doubts(asked.rag, result.rag),
-        navigator.clipboard ? h("div", { class: "buttons" }, copy) : null,
-        sourceList(result.rag),
-        paths(result.rag.facts),
-        made(result),
-      ].filter(Boolean),
-    );
-    say(find("ask-status"), `Answered in ${milliseconds(result.rag.timings_ms.total)}.`);
+    turn.result = await ask(asked, said, signal);
+    after.append(...under(turn));
+    say(find("ask-status"), `Answered in ${milliseconds(turn.result.rag.timings_ms.total)}.`);
   } catch (error) {
-    const times = first ? `, first words after ${milliseconds(first - begin)}` : "";
-    if (error.name === "AbortError") after.append(h("p", { class: "facts" }, `Stopped after ${milliseconds(performance.now() - begin)}${times}.`));
-    else {
+    if (error.name === "AbortError") {
+      const times = first ? `, ${counted(turn.text.split(/\s+/).filter(Boolean).length, "word")}, the first after ${milliseconds(first - begin)}` : "";
+      turn.stopped = `Stopped after ${milliseconds(performance.now() - begin)}${times}.`;
+      after.append(...under(turn));
+    } else {
       turn.failed = true;
       const retry = () => {
         turns = turns.filter((one) => one !== turn);
@@ -143,6 +173,7 @@ async function converse(question, signal) {
     wait.remove();
     draw();
     answer.removeAttribute("aria-busy");
+    keepTurns();
   }
 }
 
@@ -183,11 +214,13 @@ export function initAsk() {
   find("ask-new").addEventListener("click", () => {
     find("ask-stop").click();
     turns = [];
+    keepTurns();
     find("ask-turns").replaceChildren();
     say(find("ask-status"), "");
     settle();
     field.focus();
   });
+  restore();
 }
 
 /** The name of a document without its folder and ending, if a question can be made of it. */

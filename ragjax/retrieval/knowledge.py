@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,7 @@ _WIDTHS = (1, 4, 16)  # times as many chunks as are wanted are looked at, before
 _CACHED = 20_000  # chunks in memory, a few kilobytes each; those that were read first leave
 _UNSAVED = 0.1  # share of the index that may have changed since it was saved
 _ASKED = 64  # chunks that were found lately and are remembered
-_REMEMBERED = 1024  # vectors of questions, a kilobyte or two each
+_REMEMBERED = 1024  # vectors of questions, a kilobyte or two each, and what was found
 FADING = 0.4  # what a question counts for the next one of a conversation; measured by benchmarks.retrieval
 _BEFORE = 8  # questions before the last one that count
 _QUERIES = 64  # chunks whose neighbours are searched together: a request's own search waits no longer than for these
@@ -99,6 +99,43 @@ class Query:
     before: tuple[str, ...] = ()
     tenant: str = ""
 
+    @property
+    def questions(self) -> tuple[str, ...]:
+        """Those that count, the latest first."""
+        return (self.text, *self.before[: -_BEFORE - 1 : -1])
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class _Recent(Generic[K, V]):
+    """The values that were used last, up to `_REMEMBERED`. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: OrderedDict[K, V] = OrderedDict()
+        self.age = 0  # counts the times that all was forgotten
+
+    def get(self, key: K) -> V | None:
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+            return self._held.get(key)
+
+    def keep(self, key: K, value: V, age: int = 0) -> None:
+        """Keep a value that was made at this age: one from before all was forgotten is left out."""
+        with self._lock:
+            if age == self.age:
+                self._held[key] = value
+                while len(self._held) > _REMEMBERED:
+                    self._held.popitem(last=False)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._held.clear()
+            self.age += 1
+
 
 class KnowledgeBase:
     """Documents that can be searched by meaning. Any thread may read and write.
@@ -132,8 +169,8 @@ class KnowledgeBase:
         self._closed = False
         self._asked: deque[int] = deque(maxlen=_ASKED)  # the latest first
         self.indexing: Indexing | None = None  # how far its source is read; None: it has none
-        self._vectors: OrderedDict[tuple[str, str], Vectors] = OrderedDict()  # of questions, by tenant and text
-        self._remembering = threading.Lock()
+        self._vectors = _Recent[tuple[str, str], Vectors]()  # of questions, by tenant and text
+        self._found = _Recent[bytes, tuple[tuple[int, float], ...]]()  # by searches, as numbers with similarities
         self.changes = 0  # counts the times that chunks came or went
 
     @classmethod
@@ -357,6 +394,7 @@ class KnowledgeBase:
         indexed = [number for number in gone if number not in self._unindexed]
         self._unindexed.difference_update(gone)
         self._index.update(indexed, np.array(numbers, np.int64), new)
+        self._found.clear()
         self._unsaved += len(gone) + len(numbers)
 
     def _save_index(self, share: float = _UNSAVED) -> None:
@@ -388,7 +426,19 @@ class KnowledgeBase:
         if not count:
             return ()
         least = -math.inf if min_score is None else min_score
-        return self._chosen(query, self._nearest(self._vector(query), max(count, POOL), within, least), count)
+        if within is not None:
+            return self._chosen(query, self._nearest(self._vector(query), max(count, POOL), within, least), count)
+        # the earlier questions of a conversation are searched in each turn
+        key = hashlib.blake2b(repr((query.tenant, query.questions, count, least)).encode()).digest()
+        known, age = self._found.get(key), self._found.age
+        if known is not None:
+            self._asked.extendleft(number for number, _ in reversed(known))
+            chunks = self._chunks([number for number, _ in known])
+            return tuple(Hit(chunks[number], score) for number, score in known if number in chunks)
+        nearest = self._nearest(self._vector(query), max(count, POOL), None, least)
+        best = self._best(query, nearest, count)
+        self._found.keep(key, tuple((number, hit.score) for number, hit in best), age)
+        return tuple(hit for _, hit in best)
 
     def _nearest(
         self, vector: Vectors, count: int, within: Container[str] | None, least: float
@@ -409,11 +459,13 @@ class KnowledgeBase:
         return _fitting(self._hits(*self._index.search_among(vector, count, numbers)), least) if len(numbers) else []
 
     def _chosen(self, query: Query, nearest: Sequence[tuple[int, Hit]], count: int) -> tuple[Hit, ...]:
+        return tuple(hit for _, hit in self._best(query, nearest, count))
+
+    def _best(self, query: Query, nearest: Sequence[tuple[int, Hit]], count: int) -> list[tuple[int, Hit]]:
         """Choose those of the nearest chunks that fit the question best, by meaning and words; nearest first."""
-        weights = weights_of((query.text, *query.before[: -_BEFORE - 1 : -1]), FADING)
-        best = sorted(fused_order([hit.chunk.text for _, hit in nearest], weights)[:count])
+        best = sorted(fused_order([hit.chunk.text for _, hit in nearest], weights_of(query.questions, FADING))[:count])
         self._asked.extendleft(nearest[i][0] for i in reversed(best))
-        return tuple(nearest[i][1] for i in best)
+        return [nearest[i] for i in best]
 
     def stages(self, question: str | Query, k: int, n: int) -> Iterator[SearchStage]:
         """The search in at most n stages (`VectorIndex.stages`); the last one finds what `search` does.
@@ -432,7 +484,7 @@ class KnowledgeBase:
 
     def _vector(self, query: Query) -> Vectors:
         """The vector of a query, float32 [E]."""
-        texts = (query.text, *query.before[: -_BEFORE - 1 : -1])
+        texts = query.questions
         vector_NE: Vectors = np.stack([self._vector_of(query.tenant, text) for text in texts])
         if len(texts) == 1:
             own: Vectors = vector_NE[0]
@@ -443,15 +495,11 @@ class KnowledgeBase:
 
     def _vector_of(self, tenant: str, text: str) -> Vectors:
         """The vector of one question; each is embedded by itself, so that it is the same in every turn."""
-        with self._remembering:
-            if (tenant, text) in self._vectors:
-                self._vectors.move_to_end((tenant, text))
-                return self._vectors[tenant, text]
+        known = self._vectors.get((tenant, text))
+        if known is not None:
+            return known
         vector: Vectors = self._encoder.encode([text])[0]
-        with self._remembering:
-            self._vectors[tenant, text] = vector
-            while len(self._vectors) > _REMEMBERED:
-                self._vectors.popitem(last=False)
+        self._vectors.keep((tenant, text), vector)
         return vector
 
     def _searchable(self, query: Query, k: int) -> int:

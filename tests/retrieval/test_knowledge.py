@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from ragjax.retrieval import chunk_store
 from ragjax.retrieval import knowledge as module
 from ragjax.retrieval.document import load
 from ragjax.retrieval.index import TRAIN_AT, Ids, IndexKind, VectorIndex, Vectors
-from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
+from ragjax.retrieval.knowledge import AddReport, KnowledgeBase, Query
 from tests.support.fakes import WordEncoder
 from tests.support.shelf import ISLANDS, encode_bytes, open_base
 
@@ -28,6 +30,46 @@ KINDS = pytest.mark.parametrize("kind", list(IndexKind))
 
 def _found(base: KnowledgeBase, question: str, k: int = 1) -> list[str]:
     return [hit.chunk.document_id for hit in base.search(question, k)]
+
+
+def test_an_earlier_question_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_base() as base:
+        base.add(ISLANDS)
+        searched, search = list[int](), base._index.search
+        monkeypatch.setattr(base._index, "search", lambda *given: searched.append(1) or search(*given))
+        query = Query("Which island exports copper?", ("What is red?",))
+        first = base.search(query, 2)
+        base.take_asked()
+        assert base.search(query, 2) == first and len(searched) == 1
+        assert len(base.take_asked()) == 2, "what is found again counts as asked for"
+        for other in (replace(query, before=()), replace(query, tenant="acme")):
+            base.search(other, 2)
+        base.search(query, 1)
+        base.search(query, 2, min_score=0.99)
+        assert len(searched) == 5
+        numbers = {chunk.id: number for number, chunk in base.chunks(base.numbers).items()}
+        number = numbers[first[0].chunk.id]
+        base.mark_fused(number, [n for n in base.numbers if n != number][:1], b"mark")
+        assert base.search(query, 2)[0].chunk.behind == b"mark", "marks are told"
+        base.add([Document("new", "Which island exports copper? What is red?")])
+        assert base.search(query, 2)[0].chunk.document_id == "new"
+        base.delete(["new"])
+        assert [hit.chunk.document_id for hit in base.search(query, 2)] == [hit.chunk.document_id for hit in first]
+
+
+def test_what_was_found_before_a_change_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_base() as base:
+        base.add(ISLANDS)
+        search = base._index.search
+
+        def changing(*given: Any) -> Any:
+            found = search(*given)
+            monkeypatch.setattr(base._index, "search", search)
+            base.add([Document("new", "honey")])
+            return found
+
+        monkeypatch.setattr(base._index, "search", changing)
+        assert _found(base, "honey") != ["new"] and _found(base, "honey") == ["new"]
 
 
 # ------------------------------------------------------------------------------------ adding and finding

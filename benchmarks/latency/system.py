@@ -199,5 +199,6 @@ def systems(scratch: Path, *, quick: bool) -> list[System]:
 
 def own_cache(scratch: Path) -> str:
     """A cache directory that holds the downloaded models and nothing derived from them."""
+    scratch.mkdir(exist_ok=True)
     (scratch / "models").symlink_to(hub.cache_dir() / "models", target_is_directory=True)
     return str(scratch)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import start
+from benchmarks.latency.system import own_cache
 from tests.support.fakes import FakeEngine
 from tests.support.serving import serving
 
@@ -33,3 +34,12 @@ def test_a_start_has_these_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert (row["system"], row["state"], row["programs"]) == ("ragjax", state, 0)
     assert 0 < row["ready_s"] <= row["first_answer_s"] and 0 < row["rss_mb"] <= row["peak_mb"]
     assert [use["strategy"] for use in start.first_uses(tmp_path)] == ["anchor", "blend"]
+
+
+def test_a_cache_of_its_own_has_the_models_that_were_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path / "usual"))
+    (tmp_path / "usual" / "models" / "one").mkdir(parents=True)
+    own = Path(own_cache(tmp_path / "own"))
+    assert [path.name for path in own.iterdir()] == ["models"] and (own / "models" / "one").is_dir()

@@ -205,6 +205,7 @@ def _choose(
     kept_L: jax.Array,
     recent_L: jax.Array,
     sources_L: jax.Array,
+    edges_L: jax.Array,
     *,
     compression: Compression,
     most: int,
@@ -212,7 +213,7 @@ def _choose(
     def of_layer(arrays: Any) -> jax.Array:
         return choose(*arrays, compression=compression, most=most)
 
-    index_LKB: jax.Array = lax.map(of_layer, (s_LNK, evidence, kept_L, recent_L, sources_L))
+    index_LKB: jax.Array = lax.map(of_layer, (s_LNK, evidence, kept_L, recent_L, sources_L, edges_L))
     return index_LKB
 
 

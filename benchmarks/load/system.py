@@ -16,6 +16,7 @@ from benchmarks.common.samples import STORE
 from benchmarks.load.client import Delivery
 from benchmarks.load.workload import Ask, Workload
 from ragjax.core import Answer, ConfigError, EngineOptions, Graph, Message, Rag, Request, Sampling, StorageOptions
+from ragjax.core.papers import PAPERS
 from ragjax.engine import Engine
 from ragjax.engine.preprocessing import preprocess
 from ragjax.quality.contract import AUTO
@@ -30,6 +31,7 @@ OWN: Mapping[str, Settings] = {
     "naive": {"strategy": "naive", **TIERS}, "fusion": {"strategy": "fusion", **TIERS},
     "anchor": {"strategy": "anchor", **TIERS}, "craft": {"strategy": "craft", **TIERS},
     "dependency": {"strategy": "dependency", **TIERS}, "contract": {"quality_budget": "KL=0.1", **TIERS},
+    **{name: {one.option: one.value for one in options} for name, options in PAPERS.items()},
 }  # fmt: skip
 """Settings by name. `prefix-lru` is what vLLM and SGLang do: a prefix tree on the device, and no tier below."""
 

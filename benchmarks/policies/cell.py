@@ -16,7 +16,7 @@ from benchmarks.policies import bound, source
 from benchmarks.policies.simulator import Simulator, key_of
 from benchmarks.policies.source import PATTERNS, Corpus, Workload
 from ragjax.cache.policy import POLICIES
-from ragjax.cache.policy.base import Policy
+from ragjax.cache.policy.base import Policy, make_policy
 from ragjax.cache.profile import Profile
 from ragjax.core import ConfigError
 
@@ -128,7 +128,7 @@ def workloads(chosen: argparse.Namespace, much: Effort) -> list[tuple[Workload, 
     return found
 
 
-NAMES = (*POLICIES, "belady")
+NAMES = (*POLICIES, "lacr:half_life=inf", "belady")  # DepCache's formula 6 counts all requests alike
 
 KV_BYTES = 2 * 30 * 3 * 64 * 2  # of a token: SmolLM2-135M in bfloat16 (keys and values, 30 layers, 3 KV heads, 64 wide)
 
@@ -153,7 +153,7 @@ def modelled() -> Profile:
 def policy_of(name: str, work: Workload, profile: Profile) -> Policy:
     if name == "belady":
         return Belady([[key_of(node) for node in request.nodes] for request in work.requests])
-    return POLICIES[name].for_device(profile)
+    return make_policy(name, profile)
 
 
 def serve(cell: Cell, name: str, profile: Profile) -> dict[str, Any]:

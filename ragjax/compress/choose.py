@@ -15,11 +15,12 @@ from ragjax.core.compression import Compression
 
 
 class Quota(NamedTuple):
-    """Numbers of each layer, int32 [L]: tokens kept, last tokens among them, and sources of the graph."""
+    """Numbers of each layer, int32 [L]: tokens kept, last tokens among them, sources of the graph, edges of each."""
 
     kept_L: NDArray[np.int32]
     recent_L: NDArray[np.int32]
     sources_L: NDArray[np.int32]
+    edges_L: NDArray[np.int32]
 
     @property
     def most(self) -> int:
@@ -40,7 +41,8 @@ def quota(
     kept_L = scorer.budgets(layers, compression.budget, compression.window, count, preference_L)
     recent_L = [min(int(kept), scorer.recent(int(kept), compression.window)) for kept in kept_L]
     sources_L = [sources(compression.graph, int(kept)) if compression.graph else 0 for kept in kept_L]
-    return Quota(kept_L, np.asarray(recent_L, np.int32), np.asarray(sources_L, np.int32))
+    edges_L = np.full(layers, compression.graph.neighbours if compression.graph else 0, np.int32)
+    return Quota(kept_L, np.asarray(recent_L, np.int32), np.asarray(sources_L, np.int32), edges_L)
 
 
 def choose(
@@ -49,6 +51,7 @@ def choose(
     kept: jax.Array,
     recent: jax.Array,
     number: jax.Array,
+    edges: jax.Array,
     *,
     compression: Compression,
     most: int,
@@ -63,6 +66,7 @@ def choose(
         kept: int32, of the layer's `Quota`.
         recent: int32, likewise.
         number: int32, likewise: sources.
+        edges: int32, likewise: of each source, at most the graph's `neighbours`.
         compression: graph and heads.
         most: room for indexes, at least `kept`. Few different numbers make few programs.
     """
@@ -73,7 +77,7 @@ def choose(
     def of_node(s_N: jax.Array, both: Ends | None) -> jax.Array:
         after_N = s_N
         if graph is not None and both is not None:
-            after_N = propagate(s_N, both, candidate_N, number, graph, sources(graph, most))
+            after_N = propagate(s_N, both, candidate_N, number, edges, graph, sources(graph, most))
         return keep(after_N, s_N, evidence.count, kept, recent, most)
 
     both = None if graph is None else ends(evidence, graph)

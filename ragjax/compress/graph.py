@@ -69,7 +69,13 @@ def _keys(evidence: Evidence, graph: GraphKV) -> jax.Array:
 
 
 def propagate(
-    s_N: jax.Array, ends: Ends, candidate_N: jax.Array, number: jax.Array, graph: GraphKV, most: int
+    s_N: jax.Array,
+    ends: Ends,
+    candidate_N: jax.Array,
+    number: jax.Array,
+    edges: jax.Array,
+    graph: GraphKV,
+    most: int,
 ) -> jax.Array:
     """Scores after the graph's rounds, float32 [N]; -inf for tokens that are evicted.
 
@@ -78,6 +84,7 @@ def propagate(
         ends: vectors of the tokens, as sources and as neighbours.
         candidate_N: bool, tokens that take part; the others keep their scores.
         number: int32, sources of this layer, at most `most`. Among equal scores the lower index is one first.
+        edges: int32, most similar tokens that a source sends to, at most `graph.neighbours`.
         graph: rounds, signal and the rest.
         most: room for sources, a static number.
     """
@@ -93,7 +100,7 @@ def propagate(
     if graph.order == "ordered":
         place_N = jnp.zeros_like(ordered_N).at[ordered_N].set(jnp.arange(len(ordered_N), dtype=jnp.int32))
         edge_IY = jnp.where(place_N[index_IY] > rank_I[:, None], edge_IY, 0.0)
-    edge_IY = jnp.where(index_IY >= 0, edge_IY, 0.0)
+    edge_IY = jnp.where((index_IY >= 0) & (jnp.arange(count) < edges), edge_IY, 0.0)  # the most similar come first
     if graph.signal == "evict":
         evicted_N = jnp.zeros_like(s_N, bool).at[index_IY].max(edge_IY > 0)
         return jnp.where(evicted_N, -jnp.inf, s_N)

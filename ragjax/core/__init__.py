@@ -35,7 +35,7 @@ from ragjax.core.library import (
     State,
     Store,
 )
-from ragjax.core.options import DTYPES, INDEXES, AtRest, EngineOptions, StorageOptions
+from ragjax.core.options import DTYPES, INDEXES, AtRest, EngineOptions, Guesses, StorageOptions
 from ragjax.core.passes import (
     Asked,
     Compaction,

@@ -40,6 +40,9 @@ MOST_WINDOW = 256
 MOST_NEIGHBOURS = 1024
 """Neighbours of a source, at most."""
 
+ADAPTIVE = 32
+"""Neighbours that a program of an adaptive graph has room for, or else `MOST_NEIGHBOURS`."""
+
 MOST_ROUNDS = 3
 """Rounds of propagation, at most: GraphKV's Fig. 6 ends there."""
 
@@ -52,6 +55,7 @@ class GraphKV:
     neighbours: Annotated[int, Ge(1), Le(MOST_NEIGHBOURS)] = (
         32  # most similar tokens that a source sends to (m of eq. 3)
     )
+    adaptive: bool = False  # m is at most the tokens of the prompt's last query segment (section 6.2)
     rounds: Annotated[int, Ge(0), Le(MOST_ROUNDS)] = 1  # T of eq. 5; 0: none
     signal: Signal = "decay"  # score s at similarity e: s (1 - e); "enhance" s (1 + e); "evict": kept only to fill up
     edges: Edges = "kk"  # vectors compared, the source's first; "q" needs all queries, which a full prefill alone has
@@ -73,6 +77,10 @@ class GraphKV:
         return self.keys != "rotated" and "k" in self.edges
 
 
+PAPER = GraphKV(order="mutual", adaptive=True)
+"""GraphKV as published: mutual order, one round, no more neighbours than the question has tokens (section 6.2)."""
+
+
 @dataclass(frozen=True)
 class Compression:
     """Choice of the tokens that decoding sees: the rest of the prompt's KV is dropped after its last pass."""
@@ -92,18 +100,32 @@ class Compression:
 
     @property
     def program(self) -> Compression:
-        return replace(self, budget=max(ROOM, 1 << (self.budget - 1).bit_length()))
+        graph = self.graph
+        if graph is not None and graph.adaptive:
+            graph = replace(graph, neighbours=ADAPTIVE if graph.neighbours <= ADAPTIVE else MOST_NEIGHBOURS)
+        return replace(self, budget=max(ROOM, 1 << (self.budget - 1).bit_length()), graph=graph)
+
+    def asked_by(self, question: int) -> Compression:
+        """For a question of so many tokens: with an adaptive graph, sources have no more neighbours than it has."""
+        graph = self.graph
+        if graph is None or not graph.adaptive:
+            return self
+        return replace(self, graph=replace(graph, neighbours=max(1, min(graph.neighbours, question))))
 
     @staticmethod
     def parse(text: str) -> Compression:
-        """From its short form, "snapkv:512", or "snapkv+graph:512" with GraphKV's defaults."""
-        form = re.fullmatch(r"([a-z0-9]+)(\+graph)?:([0-9]{1,9})", text.strip())
+        """From its short form, "snapkv:512"; "snapkv+graph:512" with `GraphKV`'s defaults, "snapkv+graphkv:512" with
+        the paper's setting (`PAPER`).
+        """
+        form = re.fullmatch(r"([a-z0-9]+)(?:\+(graph|graphkv))?:([0-9]{1,9})", text.strip())
         if form is None:
             raise ConfigError(
                 f'compression: cannot read {text!r}; write "snapkv:512" or "snapkv+graph:512": one of '
                 f"{', '.join(METHODS)}, and the tokens that are kept"
             )
         try:
+            if form[2] == "graphkv":
+                return Compression(form[1], int(form[3]), PAPER, heads="each")  # type: ignore[arg-type] # it is checked
             return Compression(form[1], int(form[3]), GraphKV() if form[2] else None)  # type: ignore[arg-type] # it is checked
         except RequestError as error:
             raise ConfigError(str(error)) from None
@@ -120,7 +142,8 @@ class Compression:
 
     def __str__(self) -> str:
         """The short form; what it cannot say is left out."""
-        return f"{self.method}{'+graph' if self.graph else ''}:{self.budget}"
+        graph = "+graphkv" if self.graph == PAPER else "+graph" if self.graph else ""
+        return f"{self.method}{graph}:{self.budget}"
 
 
 def _invalid(name: str, reason: str) -> RequestError:

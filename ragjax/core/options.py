@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Gt, Le
+from pydantic import AfterValidator
 
 from ragjax.core.check import check_fields, put
 from ragjax.core.compression import Compression
 from ragjax.core.errors import ConfigError
 from ragjax.core.prompt import Keep
-from ragjax.core.registry import strategy_named
+from ragjax.core.registry import name_of, settings_of, strategy_named
 
 AtRest = Literal["raw", "int8", "int4"]
 """How KV is encoded below the device."""
@@ -27,9 +28,11 @@ DTYPES = get_args(Dtype)
 Retrieve = Literal["auto", "always", "asked"]
 """When requests that say nothing of it get passages of the default knowledge base."""
 
-Index = Literal["flat", "ivf", "hnsw"]
-INDEXES = get_args(Index)
+INDEXES = ("flat", "ivf", "hnsw")
 """How vectors are searched."""
+
+MAX_PREFILL = 4
+"""Requests whose prompts are not computed, below which a speculation may start (RAGCache's `max_prefill_bs`)."""
 
 MOST_LOOKUP = 6
 """Tokens that prompt lookup proposes in a step, at most."""
@@ -58,10 +61,48 @@ class Flag:
 
 
 @dataclass(frozen=True)
+class Guesses:
+    """Generations that begin before their search has ended (RAGCache, section 5.3).
+
+    stages: of a search, after which one may begin; 0: none. odds: whether past searches must make it worth its while
+    (`schedule.speculation.Odds`, not in the paper).
+    """
+
+    stages: Count = 0
+    max_prefill: AtLeastOne = MAX_PREFILL
+    odds: bool = True
+
+    @staticmethod
+    def parse(given: int | str) -> Guesses:
+        """From "STAGES:max_prefill=N,odds=off", or the stages alone."""
+        text = str(given)
+        if not name_of(text).isdecimal():
+            raise ConfigError("must be STAGES or STAGES:max_prefill=N,odds=off")
+        settings = settings_of("speculate", text, Guesses)
+        return Guesses(**{"stages": int(name_of(text)), **settings})
+
+
+def _readable_guesses(given: int | str) -> int | str:
+    try:
+        Guesses.parse(given)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return int(given) if str(given).isdecimal() else given
+
+
+def _known_index(text: str) -> str:
+    if name_of(text) not in INDEXES:
+        raise ValueError(f"must be one of {', '.join(INDEXES)}")
+    return text
+
+
+@dataclass(frozen=True)
 class StorageOptions:
     """Where KV is kept below the device, and what leaves first."""
 
-    policy: Annotated[str, Flag(CACHE, "which KV is evicted first (docs/cache.md)")] = "lacr"
+    policy: Annotated[
+        str, Flag(CACHE, "which KV is evicted first, with settings (docs/cache.md)", "NAME[:FIELD=VALUE,...]")
+    ] = "lacr"
     host_gb: Annotated[
         FromZero | None,
         Flag(CACHE, "host memory for KV, units of 2^30 B (default: a quarter of what is free)", name="host-cache-gb"),
@@ -125,11 +166,13 @@ class EngineOptions:
     ] = 0.5
     tensor_parallel: Annotated[AtLeastOne, Flag(LOAD, "devices that share out the model (docs/scale.md)")] = 1
     max_queue: Annotated[Count, Flag(LOAD, "requests that may wait; more get 429 (docs/serving.md)")] = 64
-    max_running: Count = 0  # requests that run at a time; 0: as many as have room
+    max_running: Annotated[Count, Flag(LOAD, "requests that run at a time; 0: as many as have room")] = 0
     request_timeout: Annotated[
         FromZero, Flag(LOAD, "seconds without progress until a request is begun again, then 504; 0: no limit")
     ] = 0.0
-    order: Annotated[str, Flag(LOAD, "which waiting request starts next: fcfs or ratio (docs/serving.md)")] = "fcfs"
+    order: Annotated[
+        str, Flag(LOAD, "which waiting request starts next: fcfs, ratio or ratio:window=N (docs/serving.md)")
+    ] = "fcfs"
     step_tokens: Count = 0  # rows of a step while requests decode, prefill and decoding together; 0: measured at start
     lookup: Annotated[
         int, Ge(0), Le(MOST_LOOKUP), Flag(LOAD, "tokens that prompt lookup proposes a step; 0: none (docs/serving.md)")
@@ -149,12 +192,18 @@ class EngineOptions:
         Flag(REUSE, "leave an idle server idle: prepare no passages (docs/reuse.md)", name="no-preprocess"),
     ] = False
     speculate: Annotated[
-        Count, Flag(RETRIEVAL, "stages of a search after which an answer may begin; 0: none (docs/serving.md)")
+        int | str,
+        AfterValidator(_readable_guesses),
+        Flag(RETRIEVAL, "stages of a search after which an answer may begin; 0: none (docs/serving.md)", "N"),
     ] = 0
     max_context: Annotated[
         AtLeastOne | None, Flag(CACHE, "tokens of prompt and answer together (default: the model's)")
     ] = None
-    index: Annotated[Index, Flag(RETRIEVAL, "kind of the vector index")] = "flat"
+    index: Annotated[
+        str,
+        AfterValidator(_known_index),
+        Flag(RETRIEVAL, f"kind of the vector index: {', '.join(INDEXES)} or ivf:lists=N,probe=SHARE", "KIND"),
+    ] = "flat"
     index_dir: Annotated[
         Place | None,
         Flag(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any, Generic, TypeVar, cast
+from inspect import Parameter, signature
+from typing import Any, Generic, TypeVar, cast, get_type_hints
 
+from pydantic import TypeAdapter, ValidationError
+
+from ragjax.core.check import reason_of
 from ragjax.core.errors import ConfigError
 
 T = TypeVar("T")
@@ -24,6 +28,32 @@ def meant(name: str, known: Iterable[str]) -> str:
     there = list(known)
     near = get_close_matches(name, there, n=1)
     return f"did you mean {near[0]}? There are {', '.join(there)}" if near else f"choose one of {', '.join(there)}"
+
+
+def name_of(text: str) -> str:
+    """The name in "NAME:field=value,field=value"."""
+    return text.partition(":")[0]
+
+
+def settings_of(kind: str, text: str, made: type[Any]) -> dict[str, Any]:
+    """The settings in "NAME:field=value,field=value", of those parameters of a class that have defaults.
+
+    kind: what the class is, for errors.
+    """
+    name, _, rest = text.partition(":")
+    hints = get_type_hints(made.__init__, include_extras=True)
+    known = [one.name for one in signature(made).parameters.values() if one.default is not Parameter.empty]
+    found: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        field, given, value = part.partition("=")
+        if field not in known or not given:
+            takes = f"it takes {', '.join(f'{one}=' for one in known)}" if known else "it takes no settings"
+            raise ConfigError(f"{kind} {name}: cannot read {part!r}; {takes}")
+        try:
+            found[field] = TypeAdapter(hints[field]).validate_python(value)
+        except ValidationError as error:
+            raise ConfigError(f"{kind} {name}: {field} {reason_of(error)}, not {value!r}") from None
+    return found
 
 
 Made = TypeVar("Made", bound=Callable[..., Any])
@@ -60,6 +90,11 @@ class Registry(Mapping[str, T], Generic[T]):
         if name not in self._values:
             raise ConfigError(f"unknown {self._kind} {name!r}; {meant(name, self._values)}")
         return self._values[name]
+
+    def configured(self, text: str) -> tuple[T, dict[str, Any]]:
+        """The class whose name is in "NAME:field=value,field=value", and the settings behind it (`settings_of`)."""
+        value = self.lookup(name_of(text))
+        return value, settings_of(self._kind, text, cast(type[Any], value))
 
     def register(self, name: str) -> Callable[[Made], Made]:
         """Decorator that registers a class or function under this name."""

@@ -34,6 +34,7 @@ from ragjax.core import (
     Event,
     Graph,
     Grounded,
+    Guesses,
     Hit,
     Indexing,
     Inventory,
@@ -71,7 +72,7 @@ from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.fuse import Fuse
 from ragjax.schedule.grammar import Grammars
-from ragjax.schedule.order import ORDERS
+from ragjax.schedule.order import make_order
 from ragjax.schedule.speculation import Odds
 from ragjax.schedule.state import Sink
 
@@ -108,7 +109,7 @@ class Engine:
             max_queue=options.max_queue,
             max_running=options.max_running,
             request_timeout=options.request_timeout,
-            order=ORDERS.lookup(options.order)(),
+            order=make_order(options.order),
             budget=parts.budget,
             load_timeout=options.storage.load_timeout,
             transfer=parts.transfer,
@@ -127,7 +128,9 @@ class Engine:
             parts.transfer.notify = self._loop.wake
         if parts.shared is not None:
             parts.shared.listen(self._loop.wake)
-        self._odds = Odds()
+        self._guesses = Guesses.parse(options.speculate)
+        self._loop.requests.offered.limit = self._guesses.max_prefill
+        self._odds = Odds(self._guesses.odds)
         self._preparing: Preparing | None = None
         self._preparers = ThreadPoolExecutor(thread_name_prefix="ragjax-prepare")  # nothing else takes these threads
         eos_ids = frozenset(parts.runner.config.eos_ids) | frozenset(parts.tokenizer.eos_ids)
@@ -362,7 +365,7 @@ class Engine:
         with ExitStack() as ends:
             ends.callback(self._loop.give_back, place)
             ends.callback(cancellation.cancel)  # of effect only if the thread is still at work
-            if self.options.speculate:
+            if self._guesses.stages:
                 pipeline = self._pipeline(preparation, request, sink, arrival, place)
                 ends.callback(pipeline.close)
                 await in_thread(pipeline.run)
@@ -428,7 +431,7 @@ class Engine:
         future, sink = _future()
         arrival = time.perf_counter()
         with ExitStack() as ends:
-            if self.options.speculate:
+            if self._guesses.stages:
                 pipeline = self._pipeline(self._preparation, request, sink, arrival)
                 ends.callback(pipeline.close)  # of effect only if the caller is interrupted
                 pipeline.run()
@@ -607,7 +610,7 @@ class Engine:
     def _pipeline(
         self, preparation: Preparation, request: Request, sink: Sink, arrival: float, place: object = None
     ) -> Pipeline:
-        return Pipeline(self._loop, preparation, request, sink, arrival, self.options.speculate, self._odds, place)
+        return Pipeline(self._loop, preparation, request, sink, arrival, self._guesses.stages, self._odds, place)
 
 
 def _release(loop: Loop, kv: DepKV) -> None:

@@ -14,13 +14,12 @@ from tqdm import tqdm
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.hierarchy import Storage
-from ragjax.cache.policy import POLICIES
-from ragjax.cache.policy.base import Policy
+from ragjax.cache.policy.base import Policy, make_policy
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
 from ragjax.core import Compression, ConfigError, EngineOptions, Grid, RequestError, StorageOptions
 from ragjax.core.compression import BY_LAYER
-from ragjax.core.registry import meant
+from ragjax.core.registry import meant, name_of
 from ragjax.engine.knowledge import Knowledge
 from ragjax.engine.measurement import alpha_of, cost_path, report_of, report_path
 from ragjax.engine.provision import least, planned
@@ -34,6 +33,7 @@ from ragjax.models.weights import open_checkpoint
 from ragjax.quality.contract import AUTO, Contract
 from ragjax.quality.evidence import CANDIDATES, LiveEvidence
 from ragjax.quality.report import Budget, Report, Setting
+from ragjax.retrieval.index import IndexShape
 from ragjax.reuse import compaction
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
@@ -50,7 +50,7 @@ from ragjax.runner.mesh import copies_of, host_memory, make_mesh
 from ragjax.runner.programs import Name
 from ragjax.runner.runner import Runner
 from ragjax.runner.supply import Supply
-from ragjax.schedule.order import ORDERS
+from ragjax.schedule.order import make_order
 from ragjax.schedule.scheduler import StepBudget
 from ragjax.store.disk import DiskStore
 from ragjax.store.shared import SharedTier, open_shared
@@ -59,6 +59,7 @@ from ragjax.store.transfer import KVTransfer
 _log = logging.getLogger(__name__)
 
 PAGE_SIZE = 64
+FLAT = Profile((0, 1), (1, 2), ((1.0, 2.0), (1.0, 2.0)))  # for policies that do not look at it
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
@@ -110,8 +111,9 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     chosen = dict(strategies_of(local) if strategies is None else strategies)
     _setting(options, chosen)  # a wrong name should not cost loading the weights
     Budget.parse(options.quality_budget)
-    POLICIES.lookup(storage.policy)  # a wrong name should not cost loading the weights
-    ORDERS.lookup(options.order)
+    make_policy(storage.policy, FLAT)  # a wrong name should not cost loading the weights
+    make_order(options.order)
+    IndexShape.parse(options.index)
     recorder = None if options.record_trace is None else Recorder(options.record_trace)
     tokenizer = Tokenizer.load(local.path)
     mesh = make_mesh(options.tensor_parallel, open_checkpoint(local.path).config)
@@ -265,11 +267,11 @@ def _setting(options: EngineOptions, known: Mapping[str, Strategy]) -> Setting:
 
 def _policy(name: str, identity: bytes, runner: Runner) -> Policy:
     """A replacement policy; of all of them only pgdsf asks for prefill times of this device."""
-    profile = Profile((0, 1), (1, 2), ((1.0, 2.0), (1.0, 2.0)))
-    if name == "pgdsf":
+    profile = FLAT
+    if name_of(name) == "pgdsf":
         path = cost_path(identity)
         profile = Profile.load(path) if path.exists() else measured_profile(runner)
-    return POLICIES.lookup(name).for_device(profile)
+    return make_policy(name, profile)
 
 
 def measured_profile(runner: Runner) -> Profile:

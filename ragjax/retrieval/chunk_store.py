@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ragjax.core import Chunk, ConfigError
 from ragjax.retrieval.database import add_column, checksum, compare_schema, exclusive
-from ragjax.retrieval.index import IndexKind, VectorIndex, Vectors
+from ragjax.retrieval.index import IndexShape, VectorIndex, Vectors
 
 FORMAT = "1"
 """Version of the tables."""
@@ -141,7 +141,7 @@ def index_path(directory: Path | None) -> Path | None:
     return None if directory is None else directory / "index.npz"
 
 
-def open_index(database: sqlite3.Connection, directory: Path | None, kind: IndexKind, dim: int) -> VectorIndex:
+def open_index(database: sqlite3.Connection, directory: Path | None, kind: str, dim: int) -> VectorIndex:
     """The saved index and the stored chunks that it lacks; a new one if it holds any that is not stored."""
     numbers = {number for (number,) in database.execute("select number from chunks")}
     path = index_path(directory)
@@ -151,7 +151,7 @@ def open_index(database: sqlite3.Connection, directory: Path | None, kind: Index
             index = VectorIndex.load(path)
         except ConfigError as error:
             _log.warning("%s", error)
-    if index is None or index.kind is not kind or index.dim != dim or not index.ids <= numbers:
+    if index is None or index.shape != IndexShape.parse(kind) or index.dim != dim or not index.ids <= numbers:
         index = VectorIndex(kind, dim)
         if path is not None:
             path.unlink(missing_ok=True)  # it must not fit later: the numbers of a transaction that was lost come again

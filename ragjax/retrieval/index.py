@@ -22,14 +22,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import faiss
 import numpy as np
+from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
 
-from ragjax.core import ConfigError
+from ragjax.core import INDEXES, ConfigError
 from ragjax.core.file import durable_path
+from ragjax.core.registry import meant, name_of, settings_of
 
 Ids = NDArray[np.int64]
 Vectors = NDArray[np.float32]
@@ -44,7 +46,7 @@ TRAIN_AT = 1_000
 
 _HNSW_LINKS = 32
 _HNSW_EF = 64
-_IVF_PROBED = 0.1  # share of the lists a search visits
+PER_LIST = 4  # vectors of a list in the mean, at least
 _SLICE = 256  # vectors added between two chances for a search to get in
 
 
@@ -54,11 +56,39 @@ class IndexKind(StrEnum):
     HNSW = "hnsw"
 
 
+@dataclass(frozen=True)
+class IndexShape:
+    """A kind of index, and settings of inverted lists.
+
+    lists: in all, one for each `PER_LIST` vectors at most (0: the root of the vectors). probe: share of the lists that
+    a search visits; of 8 lists at least unless the number of lists was given.
+    """
+
+    kind: IndexKind
+    lists: Annotated[int, Ge(1)] = 0
+    probe: Annotated[float, Gt(0), Le(1)] = 0.1
+
+    @staticmethod
+    def parse(text: str) -> IndexShape:
+        """From "flat", "hnsw", "ivf" or "ivf:lists=1024,probe=0.125".
+
+        Raises:
+            ConfigError: for another text.
+        """
+        if name_of(text) not in INDEXES:
+            raise ConfigError(f"unknown index {name_of(text)!r}; {meant(name_of(text), INDEXES)}")
+        shape = IndexShape(IndexKind(name_of(text)), **settings_of("index", text, IndexShape))
+        if shape.kind is not IndexKind.IVF and ":" in text:
+            raise ConfigError(f"index {shape.kind}: it takes no settings; ivf does")
+        return shape
+
+
 class VectorIndex:
     """Vectors float32 [dim], each under an id of its own, searched by inner product."""
 
-    def __init__(self, kind: IndexKind | str, dim: int):
-        self.kind = IndexKind(kind)
+    def __init__(self, kind: str, dim: int):
+        self.text, self.shape = str(kind), IndexShape.parse(kind)
+        self.kind = self.shape.kind
         self.dim = dim
         self._lock = threading.Lock()
         self._ids: set[int] = set()
@@ -164,14 +194,14 @@ class VectorIndex:
             dead = np.array(sorted(self._dead), np.int64)
             trained_on = self._trained_on
         with durable_path(path) as part, part.open("wb") as file:
-            np.savez(file, kind=np.array(str(self.kind)), blob=blob, dead=dead, trained_on=np.array(trained_on))
+            np.savez(file, kind=np.array(self.text), blob=blob, dead=dead, trained_on=np.array(trained_on))
 
     @classmethod
     def load(cls, path: str | Path) -> VectorIndex:
         """Read what `save` wrote. Raises ConfigError if the file is missing, broken or of another program."""
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
-                kind, blob, dead = IndexKind(str(stored["kind"])), stored["blob"], stored["dead"]
+                kind, blob, dead = str(stored["kind"]), stored["blob"], stored["dead"]
                 trained_on = int(stored["trained_on"])
             loaded = faiss.deserialize_index(blob)
         except Exception as error:  # zip, numpy and faiss each raise their own
@@ -263,7 +293,7 @@ class VectorIndex:
         """Build afresh from the living vectors; only the writer changes what is read here, so no lock is held."""
         ids_N, vectors_NE = self._living()
         train = self.kind is IndexKind.IVF
-        fresh = _ivf(vectors_NE) if train else _hnsw(self.dim)
+        fresh = _ivf(vectors_NE, self.shape) if train else _hnsw(self.dim)
         fresh.add_with_ids(vectors_NE, ids_N)
         with self._lock:
             self._faiss = fresh
@@ -299,14 +329,14 @@ def _hnsw(dim: int) -> Any:
     return faiss.IndexIDMap2(faiss.IndexHNSWFlat(dim, _HNSW_LINKS, faiss.METRIC_INNER_PRODUCT))
 
 
-def _ivf(vectors_NE: Vectors) -> Any:
-    """Trained lists, empty; as many of them as balance finding lists against scanning them."""
+def _ivf(vectors_NE: Vectors, shape: IndexShape) -> Any:
+    """Trained lists, empty; unless told, as many of them as balance finding lists against scanning them."""
     n, dim = vectors_NE.shape
-    lists = math.isqrt(n)
+    lists = min(shape.lists, n // PER_LIST) or math.isqrt(n)
     index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, lists, faiss.METRIC_INNER_PRODUCT)
     index.cp.min_points_per_centroid = 1
     index.train(vectors_NE)
-    index.nprobe = max(8, round(_IVF_PROBED * lists))
+    index.nprobe = max(1 if shape.lists else 8, round(shape.probe * lists))
     return index
 
 

@@ -36,7 +36,7 @@ from ragjax.retrieval import chunk_store
 from ragjax.retrieval.chunk_store import nearest_chunks
 from ragjax.retrieval.chunking import Chunker, finish
 from ragjax.retrieval.database import FairLock
-from ragjax.retrieval.index import NONE, Ids, IndexKind, VectorIndex, Vectors
+from ragjax.retrieval.index import NONE, Ids, VectorIndex, Vectors
 from ragjax.retrieval.words import POOL, fused_order, weights_of
 
 _BATCH_CHUNKS = 256  # committed together: what a kill can cost; and put into the index between writes of others
@@ -181,7 +181,7 @@ class KnowledgeBase:
         encode_tokens: Callable[[str], Tokens],
         encoder: TextEncoder,
         model_key: str,
-        index_kind: IndexKind | str = IndexKind.FLAT,
+        index_kind: str = "flat",
         max_tokens: int = CHUNK_TOKENS,
         name: str = "default",
     ) -> KnowledgeBase:
@@ -194,7 +194,6 @@ class KnowledgeBase:
             ConfigError: the directory is of another model, encoder or chunk size, broken, or in use by another process.
         """
         chunker = Chunker(encode_tokens, max_tokens)
-        kind = IndexKind(index_kind)
         place = None if directory is None else Path(directory)
         settings = {
             "format": chunk_store.FORMAT,
@@ -204,7 +203,7 @@ class KnowledgeBase:
         }
         database = chunk_store.connect(place, settings)
         try:
-            index = chunk_store.open_index(database, place, kind, encoder.dim)
+            index = chunk_store.open_index(database, place, index_kind, encoder.dim)
         except BaseException:
             database.close()
             raise

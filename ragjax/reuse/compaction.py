@@ -96,7 +96,8 @@ def compressed(prefill: Prefill, prompt: Prompt, allocation: Allocation, compres
         target = room.kept.slice(0, compression.window, allocation.page_size)
         results = yield _window(plan, watch.position_N, target)
         query_LWHD = results[Measure.QUERY]
-    found = yield Compaction(compression, len(prompt), plan.spans, room.kept, query_LWHD, watch.mass_LN)
+    asked = compression.asked_by(len(prompt.segments[-1]))
+    found = yield Compaction(asked, len(prompt), plan.spans, room.kept, query_LWHD, watch.mass_LN)
     span = _keep(allocation, room, found)
     return replace(plan, spans=(span,), tail=room.tail, exact_to=None, kept=size)
 

@@ -76,7 +76,7 @@ def unit_arrays(
 
 
 def _numbers(numbers: Quota) -> Mapping[str, NDArray[np.int32]]:
-    return {"kept_L": numbers.kept_L, "recent_L": numbers.recent_L, "sources_L": numbers.sources_L}
+    return numbers._asdict()
 
 
 def shapes_of(compression: Compression, layers: int, tokens: int, page_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -88,7 +88,7 @@ def shapes_of(compression: Compression, layers: int, tokens: int, page_size: int
         "L": (layers,),
         "LU": (layers, -(-tokens // page_size)),
     }
-    names = ("source_N", "offset_N", target, "kept_L", "recent_L", "sources_L")
+    names = ("source_N", "offset_N", target, "kept_L", "recent_L", "sources_L", "edges_L")
     shapes = {name: jax.ShapeDtypeStruct(sizes[name.rsplit("_", 1)[1]], jnp.int32) for name in names}
     return {**shapes, "count": jax.ShapeDtypeStruct((), jnp.int32)}
 
@@ -128,10 +128,10 @@ def compact(
     most = len(arrays["source_N"]) if by_layer else compression.budget
 
     def layer(pool: Pages, of_layer: Any) -> tuple[Pages, jax.Array]:
-        index, target, (kept, recent, sources), query_WHD, mass_N = of_layer
+        index, target, (kept, *numbers), query_WHD, mass_N = of_layer
         evidence = prompt.evidence(pool, index, query_WHD, mass_N)
         score = SCORERS[compression.method].score(evidence)
-        index_KB = choose(score.s_NK, evidence, kept, recent, sources, compression=compression, most=most)
+        index_KB = choose(score.s_NK, evidence, kept, *numbers, compression=compression, most=most)
         heads = evidence.k_NKD.shape[1]
         at_BK1 = jnp.maximum(jnp.broadcast_to(index_KB, (heads, index_KB.shape[1])).T, 0)[..., None]
         new = [jnp.take_along_axis(x_NKD, at_BK1, axis=0) for x_NKD in (evidence.k_NKD, evidence.v_NKD)]
@@ -139,7 +139,7 @@ def compact(
         return pool, index_KB
 
     places_L = jnp.arange(pool.k_LPKCD.shape[0], dtype=jnp.int32) if layer_L is None else layer_L
-    numbers = (arrays["kept_L"], arrays["recent_L"], arrays["sources_L"])
+    numbers = tuple(arrays[name] for name in ("kept_L", "recent_L", "sources_L", "edges_L"))
     target_LX = arrays["unit_LU"] if by_layer else jnp.broadcast_to(arrays["target_B"], (len(places_L), most))
     pool, index_LKB = lax.scan(layer, pool, (places_L, target_LX, numbers, query_LWHD, mass_LN))
     return pool, index_LKB

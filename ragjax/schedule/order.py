@@ -8,7 +8,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
+
+from annotated_types import Ge
 
 from ragjax.cache.lookahead import Look
 from ragjax.core.registry import Registry
@@ -39,7 +41,12 @@ W = TypeVar("W", bound=Waiting)
 
 
 class Order(ABC):
-    """Chooses who starts next."""
+    """Chooses who starts next. window: later requests that may start before a request."""
+
+    def __init__(self, window: Annotated[int, Ge(0)] = WINDOW):
+        if window < 0:
+            raise ValueError(f"window: {window} requests; it must be 0 at least")
+        self.window = window
 
     @abstractmethod
     def pick(self, queue: Sequence[W], last: Waiting | None) -> W:
@@ -50,6 +57,12 @@ class Order(ABC):
 
 
 ORDERS: Registry[type[Order]] = Registry("order")
+
+
+def make_order(text: str) -> Order:
+    """An order by its name and settings, such as "ratio:window=16"."""
+    kind, settings = ORDERS.configured(text)
+    return kind(**settings)
 
 
 @ORDERS.register("fcfs")
@@ -71,15 +84,13 @@ class Ratio(Order):
 class Queue(Generic[W]):
     """Waiting requests in the order of their arrival, and who of them starts next.
 
-    Nobody is overtaken more than `window` times: then the oldest starts, whatever the order says. Requests that ran
-    before (`put_back`) start before all others. `changes` counts arrivals and departures.
+    Nobody is overtaken more often than the order's window allows: then the oldest starts, whatever the order says.
+    Requests that ran before (`put_back`) start before all others. `changes` counts arrivals and departures.
     """
 
-    def __init__(self, order: Order, window: int = WINDOW):
-        if window < 0:
-            raise ValueError(f"window: {window} requests; it must be 0 at least")
+    def __init__(self, order: Order):
         self._order = order
-        self._window = window
+        self._window = order.window
         self._waiting: list[W] = []
         self._returned: list[W] = []
         self._last: W | None = None

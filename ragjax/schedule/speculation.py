@@ -18,6 +18,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from ragjax.core.options import MAX_PREFILL
+
 LEARNED = 8
 """Searches that are guessed at whatever they are, before what was learned counts."""
 
@@ -41,8 +43,11 @@ class Odds:
     to gain more time than it loses: p min(left, compute) > (1 - p) max(compute - left, 0), where p is the share of past
     searches whose documents after this stage were the final ones, `left` the mean time from this stage to the last one,
     and `compute` the time that the whole prompt takes. Every search counts, guessed or not.
+
+    counted: False to begin with whatever a stage knows.
     """
 
+    counted: bool = True
     _stages: list[_Stage] = field(default_factory=list)
     _seen: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -68,15 +73,12 @@ class Odds:
         compute_s: seconds that the device takes for the prompt, if known.
         """
         with self._lock:
-            if self._seen < LEARNED or compute_s is None or stage >= len(self._stages):
+            if not self.counted or self._seen < LEARNED or compute_s is None or stage >= len(self._stages):
                 return True
             known = self._stages[stage]
             share, left_s = known.right / known.searches, known.left_s / known.searches
         return share * min(left_s, compute_s) > (1 - share) * max(compute_s - left_s, 0.0)
 
-
-MAX_PREFILL = 4
-"""Requests whose prompts are not computed, below which a speculation may start (`max_prefill_bs`)."""
 
 T = TypeVar("T")
 
@@ -137,7 +139,7 @@ class Reserve(Generic[T]):
 
     def __init__(self, limit: int = MAX_PREFILL) -> None:
         self.waiting: list[T] = []
-        self._limit = limit
+        self.limit = limit
 
     def add(self, offered: T) -> None:
         """Let it wait, if only until the next `take`."""
@@ -151,6 +153,6 @@ class Reserve(Generic[T]):
 
     def take(self, pool: int) -> list[T]:
         """Take out those that start now. pool: requests whose prompts are not computed, started or not."""
-        room = max(self._limit - pool, 0)
+        room = max(self.limit - pool, 0)
         started, self.waiting = self.waiting[:room], self.waiting[room:]
         return started

@@ -27,6 +27,7 @@ from ragjax import core
 from ragjax.cluster.router import DEFAULT_ROUTER, ROUTERS
 from ragjax.commands.flags import DEFAULTS, Parser, engine_options, exit_code
 from ragjax.core.options import CACHE, FIRST, LOAD, RETRIEVAL, REUSE, Flag, Positive
+from ragjax.core.papers import PAPERS, PaperName
 from ragjax.core.registry import meant
 from ragjax.serve.app import MAX_BODY_BYTES, MAX_FILE_BYTES, create_app
 from ragjax.serve.middleware import LOOPBACK, is_loopback
@@ -50,12 +51,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.basicConfig(handlers=[handler])
         logging.getLogger("ragjax").setLevel(options.log_level.upper())
+        if options.paper is not None:
+            _log.info("--paper %s: %s", options.paper, told(options))
         _open_many()
         with _listener(options.host, options.port) as listener, closing(_load(options)) as engine:
             _run(engine, listener, options)
         return 0
 
     return exit_code("ragjax serve", run)
+
+
+def told(options: argparse.Namespace) -> str:
+    """The options of a paper as they are used, each with its section of the paper or as a flag has changed it."""
+    found = []
+    for one in PAPERS[options.paper]:
+        value = getattr(options, one.option)
+        source = f"section {one.section}" if value == one.value else f"not the paper's {one.value}"
+        found.append(f"{one.option} {value} ({source})")
+    return ", ".join(found)
 
 
 class OneLineFormatter(logging.Formatter):
@@ -95,6 +108,9 @@ class ServerOptions:
     port: Annotated[int, Ge(0), Le(65535), Flag(FIRST, "port to listen on, 0: a free one")] = 8000
     api_key: Annotated[
         str | None, Flag(FIRST, "key that clients must send (default: $RAGJAX_API_KEY, or no key)", "KEY")
+    ] = None
+    paper: Annotated[
+        PaperName | None, Flag(REUSE, "a paper's settings; other flags override its own (docs/flags.md)")
     ] = None
     replicas: Annotated[
         str | None,
@@ -142,6 +158,9 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = serve_parser()
     options = parser.parse_args(argv)
+    if options.paper is not None:
+        parser.set_defaults(**{one.option: one.value for one in PAPERS[options.paper]})
+        options = parser.parse_args(argv)
     options.api_key = _key(options.api_key, "--api-key", "RAGJAX_API_KEY")
     options.metrics_key = _key(None, "", "RAGJAX_METRICS_KEY")
     options.tenants = {} if options.tenants is None else _tenants(options.tenants)
@@ -168,7 +187,7 @@ def _check_replicas(options: argparse.Namespace) -> None:
         raise core.ConfigError(f"--replicas: unknown router {router!r}; {meant(router, ROUTERS)}")
     options.replicas = int(count)
     options.engine = replace(options.engine, preprocess=False)  # the documents are with the front, the KV is not
-    if options.engine.speculate:
+    if core.Guesses.parse(options.engine.speculate).stages:
         raise core.ConfigError("--speculate: a replica is chosen after the search; leave it out, or --replicas")
     if options.engine.record_trace is not None:
         raise core.ConfigError("--record-trace: replicas cannot share a file; leave it out, or --replicas")

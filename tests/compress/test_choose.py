@@ -19,10 +19,10 @@ KEEP = jax.jit(keep, static_argnames="most")
 
 
 @functools.partial(jax.jit, static_argnames=("compression", "most"))
-def chosen(s, evidence, kept, recent, number, compression, most):  # type: ignore[no-untyped-def]
+def chosen(s, evidence, kept, recent, number, edges, compression, most):  # type: ignore[no-untyped-def]
     """Of stacked layers, as the runner does it."""
     one = functools.partial(choose, compression=compression, most=most)
-    return jax.vmap(one)(s, evidence, kept, recent, number)
+    return jax.vmap(one)(s, evidence, kept, recent, number, edges)
 
 
 @functools.partial(jax.jit, static_argnames="method")
@@ -105,7 +105,7 @@ def test_layers_keep_what_the_papers_keep(method: str, heads: str, graph: GraphK
     assert found.shape == (layers, K if heads == "each" else 1, 40)
     for layer in range(layers):
         s, k, v = (np.asarray(x[layer]) for x in (score.s_NK, evidence.k_NKD, evidence.v_NKD))
-        size, recent, number = (int(x[layer]) for x in numbers)
+        size, recent, number, _ = (int(x[layer]) for x in numbers)
         for node in range(found.shape[1]):
             own = slice(None) if heads == "all" else slice(node, node + 1)
             first = s.mean(1) if heads == "all" else s[:, min(node, s.shape[1] - 1)]

@@ -12,7 +12,7 @@ import pytest
 from ragjax.compress import Evidence
 from ragjax.compress import graph as graph_module
 from ragjax.compress.graph import Ends, ends, propagate, sources
-from ragjax.core.compression import GraphKV
+from ragjax.core.compression import PAPER, Compression, GraphKV
 from ragjax.kernels.reductions.op import key_neighbours
 from tests.support import eviction
 
@@ -20,14 +20,15 @@ N, K, D = 40, 2, 6
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "most"))
-def compiled(s, both, candidate, number, graph, most):  # type: ignore[no-untyped-def]
-    return propagate(s, both, candidate, number, graph, most)
+def compiled(s, both, candidate, number, edges, graph, most):  # type: ignore[no-untyped-def]
+    return propagate(s, both, candidate, number, edges, graph, most)
 
 
-def after(s, k, graph, *, number=8, most=12, candidate=None, sender=None):  # type: ignore[no-untyped-def]
+def after(s, k, graph, *, number=8, edges=None, most=12, candidate=None, sender=None):  # type: ignore[no-untyped-def]
     candidate = np.ones(len(s), bool) if candidate is None else candidate
     both = Ends(jnp.asarray(k, jnp.float32), None if sender is None else jnp.asarray(sender, jnp.float32))
-    found = compiled(jnp.asarray(s, jnp.float32), both, jnp.asarray(candidate), jnp.int32(number), graph, most)
+    edges = jnp.int32(graph.neighbours if edges is None else edges)
+    found = compiled(jnp.asarray(s, jnp.float32), both, jnp.asarray(candidate), jnp.int32(number), edges, graph, most)
     assert found.dtype == np.float32 and not np.isnan(found).any()
     return np.asarray(found)
 
@@ -78,6 +79,18 @@ def test_scores_follow_equation_5(name: str, kind: str) -> None:
         found = after(s, k, graph, number=number, candidate=candidate)
         np.testing.assert_array_equal(np.isneginf(found), np.isneginf(want))
         np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("question", [1, 3, 12])
+def test_an_adaptive_graph_goes_by_the_question_in_one_program(question: int) -> None:
+    """M = min(preset, query length) (section 6.2), without a program for each length."""
+    asked = [Compression("snapkv", 512, PAPER, "each").asked_by(n) for n in (question, 500)]
+    graph = asked[0].graph
+    assert graph is not None and asked[1].graph == PAPER and graph.neighbours == question
+    assert asked[0].program == asked[1].program
+    s, k = case(1, "random")
+    want = eviction.propagated(s, k, k, list(range(N)), 8, neighbours=question, order="mutual")
+    np.testing.assert_allclose(after(s, k, PAPER, edges=graph.neighbours), want, rtol=1e-4, atol=1e-6)
 
 
 def test_neither_rounds_nor_strength_nor_sources_is_the_base() -> None:
@@ -154,9 +167,8 @@ def test_edges_compare_what_their_letters_say(edges: str) -> None:
     s = rng.random(N).astype(np.float32)
     of = {"k": k, "v": v, "q": q.reshape(N, K, 3, D).mean(2)}
     evidence = Evidence(jnp.asarray(k), jnp.asarray(v), jnp.int32(N), q_NHD=jnp.asarray(q))
-    found = compiled(
-        jnp.asarray(s), ends(evidence, GraphKV(edges=edges)), jnp.ones(N, bool), jnp.int32(8), GraphKV(neighbours=5), 8
-    )
+    both = ends(evidence, GraphKV(edges=edges))
+    found = compiled(jnp.asarray(s), both, jnp.ones(N, bool), jnp.int32(8), jnp.int32(5), GraphKV(neighbours=5), 8)
     want = eviction.propagated(s, of[edges[0]], of[edges[1]], list(range(N)), 8, neighbours=5)
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
 
@@ -178,7 +190,7 @@ def test_keys_are_compared_as_they_are_asked_for(keys: str) -> None:
     of = {"rotated": k, "unrotated": plain, "centred": plain - plain[:count].astype(np.float64).mean(0)}[keys]
     evidence = Evidence(jnp.asarray(k), jnp.asarray(v), jnp.int32(count), plain_NKD=jnp.asarray(plain))
     graph, candidates = GraphKV(neighbours=5, keys=keys), jnp.arange(N) < count
-    found = compiled(jnp.asarray(s), ends(evidence, graph), candidates, jnp.int32(8), graph, 8)
+    found = compiled(jnp.asarray(s), ends(evidence, graph), candidates, jnp.int32(8), jnp.int32(32), graph, 8)
     want = eviction.propagated(s, of, of, list(range(count)), 8, neighbours=5)
     np.testing.assert_allclose(found[:count], want[:count], rtol=1e-4, atol=1e-6)
     by_values = ends(evidence, GraphKV(edges="vv", keys=keys))
@@ -190,7 +202,7 @@ def test_bfloat16_bits_are_compared_as_numbers() -> None:
     rounded = jnp.asarray(k, jnp.bfloat16)
     bits = jax.lax.bitcast_convert_type(rounded, jnp.uint16)
     found = [
-        compiled(jnp.asarray(s), Ends(x), jnp.ones(N, bool), jnp.int32(8), GraphKV(), 8)
+        compiled(jnp.asarray(s), Ends(x), jnp.ones(N, bool), jnp.int32(8), jnp.int32(32), GraphKV(), 8)
         for x in (bits, rounded.astype(jnp.float32))
     ]
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
@@ -211,5 +223,13 @@ def test_neighbours_take_no_room_beyond_the_tokens(monkeypatch: pytest.MonkeyPat
         return found
 
     monkeypatch.setattr(graph_module, "key_neighbours", spied)
-    propagate(jnp.asarray(s), Ends(jnp.asarray(k)), jnp.ones(N, bool), jnp.int32(8), GraphKV(neighbours=1024), 12)
+    propagate(
+        jnp.asarray(s),
+        Ends(jnp.asarray(k)),
+        jnp.ones(N, bool),
+        jnp.int32(8),
+        jnp.int32(1024),
+        GraphKV(neighbours=1024),
+        12,
+    )
     assert widths == [N, N]

@@ -17,6 +17,9 @@ def test_the_short_form_says_method_graph_and_budget(method: str) -> None:
     assert Compression.parse(f" {method}+graph:64 ") == Compression(method, 64, GraphKV())
     assert str(Compression.parse(f"{method}+graph:64")) == f"{method}+graph:64"
     assert str(Compression.parse(f"{method}:64")) == f"{method}:64"
+    published = Compression.parse(f"{method}+graphkv:64")
+    assert published == Compression(method, 64, GraphKV(order="mutual", adaptive=True), heads="each")
+    assert str(published) == f"{method}+graphkv:64"
 
 
 @pytest.mark.parametrize("text", ["", "snapkv", "snapkv:", "snapkv:-3", "snapkv+tree:512", "SnapKV:512", "snapkv:5e2"])

@@ -49,7 +49,7 @@ NAN, INF = float("nan"), float("inf")
         ({"shadow_rate": NAN}, "shadow_rate must be .*, not nan"),
         ({"recompute_ratio": "0.5"}, "recompute_ratio must be a valid number, not"),
         ({"recompute_ratio": 1.5}, "recompute_ratio must be less than or equal to 1, not 1.5"),
-        ({"index": "hnws"}, "index must be 'flat', 'ivf' or 'hnsw', not 'hnws'"),
+        ({"index": "hnws"}, "index must be one of flat, ivf, hnsw, not 'hnws'"),
         ({"separators": "---"}, "separators must be a valid tuple, not '---'"),
         ({"separators": [5]}, r"separators\[0\] must be a valid string"),
         ({"strategy": 5}, "strategy must be a valid string"),

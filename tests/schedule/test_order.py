@@ -51,7 +51,7 @@ class Documents:
 
 def serve_all(cache: Documents, order: str, documents: Sequence[str], window: int = WINDOW) -> tuple[list[int], int]:
     """Numbers of the requests, from 1 on, in the order in which they were served, and hits."""
-    queue: Queue[Waiting] = Queue(ORDERS[order](), window)
+    queue: Queue[Waiting] = Queue(ORDERS[order](window))
     number = {}
     for i, document in enumerate(documents, 1):
         waiting = cache.waiting(document)
@@ -130,7 +130,7 @@ def test_a_request_computes_its_last_token_whatever_is_kept():
 )
 def test_nobody_is_overtaken_more_often_than_the_window_allows(order, window, arrivals):
     """Requests arrive and start by turns; some that started come back, and some may not start for a while."""
-    queue: Queue[Waiting] = Queue(ORDERS[order](), window)
+    queue: Queue[Waiting] = Queue(ORDERS[order](window))
     arrived: list[Waiting] = []
     started: list[Waiting] = []
 
@@ -176,4 +176,4 @@ def test_first_come_first_served(requests):
 
 def test_a_negative_window_is_refused():
     with pytest.raises(ValueError, match="window: -1"):
-        Queue(ORDERS["fcfs"](), -1)
+        ORDERS["fcfs"](-1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ragjax.commands.flags import markdown
+from ragjax.commands.flags import flags_of, markdown, spelled
+from ragjax.core import EngineOptions, StorageOptions
+from ragjax.core.papers import PAPERS
 from ragjax.serve.command import serve_parser
 from tests.support.devices import ROOT
 
@@ -15,7 +17,20 @@ HEAD = """# Flags of the server
 
 def page() -> str:
     """The page as it should be."""
-    return HEAD + markdown(serve_parser())
+    return HEAD + markdown(serve_parser()) + papers()
+
+
+def papers() -> str:
+    """The tables of `--paper`."""
+    flags = {name: spelled(name, flag) for kind in (EngineOptions, StorageOptions) for name, _, flag in flags_of(kind)}
+    lines = ["", "## Papers", "", "Options that `--paper` sets; in Python, `ragjax.core.papers.paper_options`.", ""]
+    lines += ["| paper | option | its section | |", "|---|---|---|---|"]
+    for name, options in PAPERS.items():
+        for one in options:
+            value = "" if isinstance(one.value, bool) else f" {one.value}"
+            flag = "preparing in idle time" if one.option == "preprocess" else f"`{flags[one.option]}{value}`"
+            lines.append(f"| `{name}` | {flag} | {one.section} | {one.reason} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

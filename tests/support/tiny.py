@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from benchmarks.baseline.strategy import all_strategies
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.hierarchy import Storage
-from ragjax.cache.policy import POLICIES
+from ragjax.cache.policy.base import make_policy
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
 from ragjax.core import Answer, AtRest, Compression, EngineOptions, Grid, Prompt, RowShape, Segment, StorageOptions
 from ragjax.core import Kind as SegmentKind
+from ragjax.core.prompt import Keep
 from ragjax.engine import Engine
 from ragjax.engine.build import DTYPE_BYTES, Parts
 from ragjax.engine.knowledge import Knowledge, KnowledgeRegistry
@@ -171,6 +172,7 @@ def engine(
     load_timeout: float = 10.0,
     supply: Supply | None = None,
     share_knowledge: bool = False,
+    keep: Keep = "all",
     **options: Any,
 ) -> Engine:
     """An engine around a runner (the shared float32 one by default) of which it uses `pages` pages.
@@ -191,7 +193,7 @@ def engine(
         vocabulary=made.config.vocab_size + made.config.soft_tokens,
         runner=made,
         tokenizer=tokenizer,
-        cache=KnowledgeCache(b"tiny", PagePool(pages, PAGE), POLICIES[policy].for_device(profile), storage),
+        cache=KnowledgeCache(b"tiny", PagePool(pages, PAGE), make_policy(policy, profile), storage, keep=keep),
         contract=contract or Contract(Setting(strategy), made.dtype),
         strategies=all_strategies() | {s.name: s for s in extra},
         knowledge=knowledge(options.get("index", "flat"), open_graph),

@@ -14,6 +14,7 @@ from typing import Any
 
 from ragjax.cache.node import Node
 from ragjax.cache.profile import Profile
+from ragjax.core.errors import ConfigError
 from ragjax.core.registry import Registry
 from ragjax.core.tiers import Tier
 
@@ -40,9 +41,9 @@ class Policy:
     """Number of separate queues."""
 
     @classmethod
-    def for_device(cls, profile: Profile) -> Policy:
-        """A fresh policy for a device with this cost profile, which few look at."""
-        return cls()
+    def for_device(cls, profile: Profile, **settings: Any) -> Policy:
+        """A fresh policy for a device with this cost profile, which few look at. settings: of the class."""
+        return cls(**settings)
 
     def admit(self, node: Node, tier: Tier) -> bool:
         """Decide if a node that leaves the tier above is worth a place in `tier` (the device takes all)."""
@@ -98,6 +99,19 @@ class Policy:
 
 
 POLICIES: Registry[type[Policy]] = Registry("policy")
+
+
+def make_policy(text: str, profile: Profile) -> Policy:
+    """A policy by its name and settings, such as "lacr:alpha=0.2,half_life=inf".
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    kind, settings = POLICIES.configured(text)
+    try:
+        return kind.for_device(profile, **settings)
+    except ValueError as error:
+        raise ConfigError(f"policy {text}: {error}") from error
 
 
 @POLICIES.register("lru")

@@ -5,6 +5,7 @@ arXiv:2404.12457): the cost of a node is proportional to its size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ragjax.cache.node import Node
 from ragjax.cache.policy.base import POLICIES, Access, Lasting
@@ -93,8 +94,8 @@ class PGDSF(GDSF):
         self._latest = (0, 1, profile.cost(0, 1))
 
     @classmethod
-    def for_device(cls, profile: Profile) -> PGDSF:
-        return cls(profile)
+    def for_device(cls, profile: Profile, **settings: Any) -> PGDSF:
+        return cls(profile, **settings)
 
     def on_access(self, node: Node, access: Access) -> None:
         """Count, set the node's clocks, and learn its cost from a miss (formula 3)."""

@@ -214,14 +214,6 @@ class LACR(Policy):
             del self._demands[demand.key]
 
 
-@POLICIES.register("lacr-paper")
-class PaperLACR(LACR):
-    """LACR as the paper has it: all requests so far count alike."""
-
-    def __init__(self) -> None:
-        super().__init__(half_life=inf)
-
-
 def _log_sum(a: float, b: float) -> float:
     """log2(2 ** a + 2 ** b); b is finite."""
     low, high = (a, b) if a < b else (b, a)

@@ -10,7 +10,6 @@ import pytest
 
 from ragjax.core import Answer, Grid, Kind, Prompt, RequestError, Sampling, Segment
 from ragjax.engine import Engine
-from ragjax.models.decoder import Decoder
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.runner.runner import Runner
 from tests.support import tiny
@@ -52,22 +51,22 @@ def test_the_answer_is_the_same(engines: tuple[Engine, Engine], strategy: str, s
         same(*(engine.answer_prompt(prompt, **options) for engine in engines))
 
 
-def forgetful() -> Decoder:
-    """A model without attention: its next token follows from the last one alone, so greedy text ends in a loop."""
+@pytest.fixture(scope="module")
+def forgetful() -> Runner:
+    """Its model has no attention: its next token follows from the last one alone, so greedy text ends in a loop."""
     decoder = tiny.decoder()
     for layer in decoder.layers:
         layer.out.set_value(layer.out[...] * 0)
-    return decoder
+    return Runner(decoder, pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
 
 
 @pytest.mark.slow
-def test_proposals_in_a_pool_that_is_too_small_harm_nobody() -> None:
+def test_proposals_in_a_pool_that_is_too_small_harm_nobody(forgetful: Runner) -> None:
     """A step may give several tokens at once, behind which there must be a slot; proposals never pause anybody."""
-    runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
     prompts = [tiny.prompt(n, 20, (30,), 10 + n) for n in range(5)]
-    with tiny.engine(runner, lookup=6) as engine:
+    with tiny.engine(forgetful, lookup=6) as engine:
         alone = [engine.answer_prompt(prompt, strategy="full", max_tokens=90).tokens for prompt in prompts]
-    with tiny.engine(runner, pages=24, lookup=6) as engine:
+    with tiny.engine(forgetful, pages=24, lookup=6) as engine:
         with Hold(engine):
             futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=90) for prompt in prompts]
         assert [future.result().tokens for future in futures] == alone
@@ -77,11 +76,10 @@ def test_proposals_in_a_pool_that_is_too_small_harm_nobody() -> None:
 
 
 @pytest.mark.slow
-def test_what_repeats_itself_takes_fewer_steps() -> None:
+def test_what_repeats_itself_takes_fewer_steps(forgetful: Runner) -> None:
     took, answers = [], []
     for lookup in (0, 6):
-        runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
-        with tiny.engine(runner, lookup=lookup) as engine:
+        with tiny.engine(forgetful, lookup=lookup) as engine:
             answers.append([engine.answer_prompt(tiny.prompt(n), strategy="full", max_tokens=300) for n in range(3)])
             took.append(engine._loop.requests.counters.steps)
             counted = engine._loop.requests.counters.lookup_tokens
@@ -96,10 +94,9 @@ def test_what_repeats_itself_takes_fewer_steps() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [2, 12, 40])
-def test_tokens_per_step_counts_every_decode_step(tokens: int) -> None:
+def test_tokens_per_step_counts_every_decode_step(tokens: int, forgetful: Runner) -> None:
     """The last step counts too; the first token is the prompt's and belongs to no decode step."""
-    runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
-    with tiny.engine(runner, lookup=6) as engine:
+    with tiny.engine(forgetful, lookup=6) as engine:
         counters, took, said = engine._loop.requests.counters, list[int](), list[Answer]()
         for most in (1, tokens):
             before = counters.steps
@@ -139,7 +136,7 @@ def test_kept_answers_are_those_of_accepted_tokens(engines: tuple[Engine, Engine
 
 @pytest.mark.slow
 def test_many_at_once(engines: tuple[Engine, Engine]) -> None:
-    prompts = [tiny.prompt(seed) for seed in range(12)]
+    prompts = [tiny.prompt(seed) for seed in range(6)]
     alone = [engines[0].answer_prompt(prompt, strategy="full", max_tokens=TOKENS) for prompt in prompts]
     with Hold(engines[1]):
         futures = [engines[1].begin_prompt(prompt, strategy="full", max_tokens=TOKENS) for prompt in prompts]
@@ -149,7 +146,7 @@ def test_many_at_once(engines: tuple[Engine, Engine]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_penalties_count_accepted_tokens(temperature: float) -> None:
+def test_penalties_count_accepted_tokens(temperature: float, forgetful: Runner) -> None:
     """Few tokens are left to choose from, and penalties have them take turns, so that proposals are right."""
     asked: dict[str, object] = {
         "presence_penalty": 0.3,
@@ -160,8 +157,7 @@ def test_penalties_count_accepted_tokens(temperature: float) -> None:
     asked["logit_bias"] = dict.fromkeys(range(65, 68), 100.0)
     answers = []
     for lookup in (0, 6):
-        runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
-        with tiny.engine(runner, lookup=lookup) as engine:
+        with tiny.engine(forgetful, lookup=lookup) as engine:
             options = {"strategy": "full", "max_tokens": 120, "seed": 4, **asked}
             answers.append([engine.answer_prompt(tiny.prompt(n), **options) for n in range(3)])
             accepted = engine._loop.requests.counters.lookup_tokens["accepted"] if lookup else 0

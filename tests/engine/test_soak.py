@@ -86,7 +86,7 @@ class Unreliable:
         draw = self._random.random()
         if self.working and draw < 0.1:
             time.sleep(0.02)
-        if self.working and draw < 0.25:
+        if self.working and draw < 0.5:
             self.failed += 1
             raise OSError(f"{INJECTED}: the disk is on fire")
         yield from self._store.read_shares(key, count, expected)
@@ -289,7 +289,9 @@ def burst(engine: Engine, random: np.random.Generator, books: Books) -> list[Ask
             options |= {"temperature": 1.0, "seed": int(random.integers(2))}
         if random.random() < 0.2:
             method = ("snapkv", "knorm", "streaming")[random.integers(3)]
-            options["compression"] = Compression(method, int(random.integers(10, 80)), window=8)
+            options["compression"] = Compression(
+                method, int(random.choice((12, 40, 72))), window=8
+            )  # each is a program
         if random.random() < 0.05:
             options["background"] = True
         try:

@@ -37,7 +37,7 @@ LINEAR, TREE = prompts()[0][2], prompts()[3][2]
 SYSTEM, *CHUNKS, QUESTION = LINEAR.segments
 OTHER = Segment("other", Kind.JOIN, np.arange(30, 41, dtype=np.int32))
 AGAIN = Prompt((SYSTEM, *reversed(CHUNKS), OTHER))
-COMPRESSIONS = ("snapkv+graph:40", "pyramidkv:40")
+COMPRESSIONS = ("snapkv+graph:40",) if STRATEGIES else ("snapkv+graph:40", "pyramidkv:40")
 scratch = Path(tempfile.mkdtemp())
 # two KV heads on two devices each; neither the MLP nor the vocabulary is divided by four
 ODD = replace(tiny.CONFIG, intermediate_size=62, vocab_size=261)
@@ -103,7 +103,7 @@ for name in one:
     for pair in zip(one[name], two[name], strict=True):
         assert_equal(name, *pair)
 found_some = sum(answer[1].cached_tokens > 0 for name, answer in one.items() if name not in COMPRESSIONS)
-assert found_some > (3 if STRATEGIES else 15)
+assert found_some > (2 if STRATEGIES else 15)
 
 # a layer adds up what its heads made, and what its MLP made; neither weights nor pages travel
 assert alone == {"begin": [], "stage": [], "end": [], "extract": [], "insert": []}, alone
@@ -170,8 +170,8 @@ print("agree on", jax.device_count(), "devices")
 """
 
 
-SOME = ("full", "prefix", "naive", "anchor", "craft", "dependency")
-"""Of each kind of pass one."""
+SOME = ("prefix", "naive", "craft", "dependency")
+"""Of each kind of pass one; the batch of several adds the others."""
 
 
 @pytest.mark.parametrize("strategies", [SOME, pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])

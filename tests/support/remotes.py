@@ -93,10 +93,14 @@ class FakeRemote(RedisServer):
 
 
 class Unreliable(FakeRemote):
-    """One that drops, delays, damages and dies at random."""
+    """One that drops, delays, damages and dies at random.
+
+    harmed: how many entries it took away or damaged.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
+        self.harmed = 0
         self.random = random.Random(seed)
 
     def _call(self, name: str) -> None:
@@ -111,13 +115,14 @@ class Unreliable(FakeRemote):
             raise RefusedError("not now")
         with self._lock:
             keys = list(self.parcels)
-        if keys and 0.6 < draw < 0.8:
+        if keys and 0.6 < draw < 0.7:
             self._harm(self.random.choice(keys))
         super()._call(name)
 
     def _harm(self, key: bytes) -> None:
         """Take an entry away, or change a bit of it."""
         with self._lock:
+            self.harmed += 1
             parcel = self.parcels.pop(key, None)
             if parcel is None or self.random.random() < 0.3:
                 return

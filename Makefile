@@ -4,8 +4,8 @@
 #   make check                       most of the suite in four minutes, for the inner loop: what is not marked slow;
 #                                    it ends with the tests that should be, if any
 #   make test                        the suite of every change, in two processes: 15 minutes on two cores;
-#                                    LANES="kernels train benchmarks" adds the slow tests of these rooms, as .ci/run
-#                                    does for those that a change touches
+#                                    LANES="kernels models retrieval runner train benchmarks" adds the slow tests of
+#                                    these rooms, as .ci/run does for those that a change touches
 #   make test-long                   all lanes; randomised runs, kills and kernel matrices
 #   make test-gpu-compile            the GPU kernels compiled to sm_90 and simulated; needs Python 3.12, skips without;
 #                                    MARK="compile and long" for the long runs of it
@@ -57,7 +57,8 @@ serve: setup
 # Files go to the processes in the order of tests/conftest.py: slow ones first.
 SUITE := pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-OTHER_LANES = $(patsubst %,or %_lane,$(filter-out $(LANES),kernels train benchmarks))
+ALL_LANES := kernels models retrieval runner train benchmarks
+OTHER_LANES = $(patsubst %,or %_lane,$(filter-out $(LANES),$(ALL_LANES)))
 
 check: setup
 	$(RUN) $(SUITE) -q -m "not (slow or long or gpu or compile)" --durations 10 --durations-min 3
@@ -66,7 +67,7 @@ test: setup
 	$(RUN) $(SUITE) -m "not (long or gpu or compile $(OTHER_LANES))"
 
 test-long: setup
-	$(RUN) pytest -m "(long or kernels_lane or train_lane or benchmarks_lane) and not gpu and not compile" \
+	$(RUN) pytest -m "(long$(foreach l,$(ALL_LANES), or $(l)_lane)) and not gpu and not compile" \
 		--timeout 3600 --durations 10
 
 ifdef PYTHON312

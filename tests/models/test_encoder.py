@@ -82,6 +82,7 @@ def _shapes(config: dict) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_embeddings_equal_the_reference(encoder: Encoder) -> None:
     with np.load(GOLDENS) as goldens:
         texts, wanted = goldens["texts"].tolist(), goldens["embeddings"]

@@ -51,6 +51,7 @@ def test_finds_the_nearest(kind: IndexKind) -> None:
 
 @pytest.mark.slow
 @KINDS
+@pytest.mark.smoke
 def test_random_adds_and_removes(kind: IndexKind) -> None:
     rng = np.random.default_rng(3)
     index, mirror, fresh = VectorIndex(kind, DIM), {}, 0

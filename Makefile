@@ -4,8 +4,8 @@
 #   make check                       most of the suite in four minutes, for the inner loop: what is not marked slow;
 #                                    it ends with the tests that should be, if any
 #   make test                        the suite of every change, in two processes: 15 minutes on two cores;
-#                                    LANES="kernels models retrieval runner train benchmarks" adds the slow tests of
-#                                    these rooms, as .ci/run does for those that a change touches
+#                                    LANES="kernels train" adds the slow tests of these rooms, as .ci/run does for
+#                                    those that a change touches (ALL_LANES below)
 #   make test-long                   all lanes; randomised runs, kills and kernel matrices
 #   make test-gpu-compile            the GPU kernels compiled to sm_90 and simulated; needs Python 3.12, skips without;
 #                                    MARK="compile and long" for the long runs of it
@@ -57,7 +57,7 @@ serve: setup
 # Files go to the processes in the order of tests/conftest.py: slow ones first.
 SUITE := pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-ALL_LANES := kernels models retrieval runner train benchmarks
+ALL_LANES := kernels models quality retrieval reuse runner train benchmarks
 OTHER_LANES = $(patsubst %,or %_lane,$(filter-out $(LANES),$(ALL_LANES)))
 
 check: setup

@@ -51,7 +51,7 @@ settings.register_profile(
 )
 settings.load_profile("ragjax")
 
-LANES = ("kernels", "models", "retrieval", "runner", "train", "benchmarks")
+LANES = ("kernels", "models", "quality", "retrieval", "reuse", "runner", "train", "benchmarks")
 """Rooms whose slow tests run where a change touches what they test (`.ci/run`), but for those marked `smoke`."""
 
 

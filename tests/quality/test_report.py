@@ -556,6 +556,7 @@ def seen(engine: Engine) -> tuple[list[Divergence], list[float], list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [PREFIX, NAIVE], ids=str)
+@pytest.mark.smoke
 def test_the_gate_finds_a_stale_page(engine: Engine, setting: Setting) -> None:
     measure(engine, setting)
     part = 0 if setting == PREFIX else 1
@@ -613,6 +614,7 @@ PROMPTS = tuple(marked(tiny.prompt(seed, chunks=(40, 33, 57))) for seed in range
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_replays_of_sound_requests_change_nothing() -> None:
     with tiny.engine(contract=shadowed(), extra=[Selective()]) as engine:
         found: list[tuple[str, Divergence]] = []

@@ -537,6 +537,7 @@ def _kept(executor: Executor, prompt: Prompt, made: Model) -> tuple[Array, Array
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_the_engine_says_what_the_executor_says() -> None:
     """New, mended, new beside known, in one pass and by stages; then all at once over the same chunks."""
     name, craft = "craft-focus", Craft("craft-focus", focus=True)

@@ -23,7 +23,7 @@ NEW_TOKENS = 5
 CHARACTERS = 300
 """Of a document that are asked about."""
 
-pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.optimised]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.smoke, pytest.mark.optimised]
 
 
 def load(model: Path, dtype: str, disk: Path) -> Engine:

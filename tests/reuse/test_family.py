@@ -100,6 +100,7 @@ def attention(config: ModelConfig, q_THD, k_TKD, v_TKD, seen_TT):  # type: ignor
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_full_and_prefix_are_the_dense_computation(engine: Engine, decoder: Decoder) -> None:
     prompt = tiny.prompt(1)
     wanted = np.asarray(decoder.logits(jnp.asarray(prompt.tokens)))[-1]

@@ -288,6 +288,7 @@ def test_concurrent_requests_that_share_chunks_are_served_as_alone(engine: Engin
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_bfloat16_exactness_within_tolerance() -> None:
     prompt = tiny.prompt(12)
     with tiny.engine(tiny.runner("bfloat16")) as engine:

@@ -146,7 +146,7 @@ def program(*flags: str, patch: str = "") -> subprocess.Popen[str]:
         env=environment,
         cwd=Path(__file__).parents[2],
     )
-    timer = threading.Timer(60, process.kill)  # one that does not end fails its test
+    timer = threading.Timer(120, process.kill)  # one that does not end fails its test
     timer.daemon = True
     timer.start()
     return process

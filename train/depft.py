@@ -17,7 +17,7 @@ from typing import get_args
 from ragjax.commands.flags import Parser, error_line, from_zero, integer, positive, share
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.core.depprompt import Positions
-from ragjax.models.trained import INPUTS
+from ragjax.models.decoder import INPUTS
 from train.example import Attention
 from train.lora import Lora
 from train.recipe import PRESETS, Recipe, Target

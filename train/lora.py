@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from ragjax.core import ConfigError
 from ragjax.core.file import atomic_path
-from ragjax.models.trained import INPUTS, LORA_FORMAT, Pair, pair_shapes
+from ragjax.models.decoder import INPUTS
+from ragjax.models.trained import LORA_FORMAT, Pair, pair_shapes
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from ragjax.core import ConfigError
 from ragjax.models.config import ModelConfig
-from ragjax.models.trained import INPUTS
+from ragjax.models.decoder import INPUTS
 from train.batch import Microbatch
 from train.model import shapes_of
 

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from ragjax.kernels.rope import Rotation
 from ragjax.models.config import ModelConfig
-from ragjax.models.decoder import Decoder, Layer
-from ragjax.models.trained import INPUTS, Pair
+from ragjax.models.decoder import INPUTS, Decoder, Layer, rms_norm
+from ragjax.models.trained import Pair
 from train.attention.mask import Mask, Tokens
 from train.attention.op import train_attention
 from train.batch import Batch
@@ -187,8 +187,9 @@ class Adapted(Layer):
         take_over(self, layer)
         self._lora, self._pairs = lora, nnx.data(dict(pairs))
 
-    def multiply(self, name: str, x_TI: jax.Array) -> jax.Array:
+    def multiply(self, name: str, x_TI: jax.Array, norm_I: jax.Array | None = None) -> jax.Array:
         """Add the adapter's part to the layer's product."""
+        x_TI = x_TI if norm_I is None else rms_norm(x_TI, norm_I, self.eps)
         product = super().multiply(name, x_TI)
         return product + self._lora.change(x_TI, self._pairs[name]) if name in self._pairs else product
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragjax.models.decoder import Decoder, Layer
+from ragjax.models.decoder import Decoder, Layer, rms_norm
 
 AXIS = "model"
 """Of the mesh."""
@@ -65,8 +65,9 @@ class PartLayer(Layer):
             if norm is not None:
                 setattr(self, name, norm.replace(enter(norm[...])))
 
-    def multiply(self, name: str, x_TI: jax.Array) -> jax.Array:
+    def multiply(self, name: str, x_TI: jax.Array, norm_I: jax.Array | None = None) -> jax.Array:
         """The layer's product; outputs of parts are summed."""
+        x_TI = x_TI if norm_I is None else rms_norm(x_TI, norm_I, self.eps)
         product = self._layer.multiply(name, enter(x_TI) if name in _INTO else x_TI)
         return leave(product) if name in _OUT_OF else product
 
@@ -83,8 +84,11 @@ class PartDecoder(Decoder):
         row_TE = super()._row(jnp.clip(place_T, 0, own - 1))
         return leave(jnp.where(((place_T >= 0) & (place_T < own))[:, None], row_TE, 0.0))
 
-    def _scores(self, h_NE: jax.Array) -> jax.Array:
-        return collect(super()._scores(enter(h_NE)))
+    def _normed(self, x_NE: jax.Array) -> jax.Array:
+        return enter(super()._normed(x_NE))
+
+    def _scores(self, x_NE: jax.Array) -> jax.Array:
+        return collect(super()._scores(x_NE))
 
 
 def take_over(part: Layer | Decoder, whole: Layer | Decoder) -> None:

@@ -11,7 +11,7 @@ import optax
 
 from ragjax.core import ConfigError
 from ragjax.core.depprompt import Positions
-from ragjax.models.trained import INPUTS
+from ragjax.models.decoder import INPUTS
 from train.example import Attention
 
 Target = Literal["answer", "teacher"]

@@ -24,6 +24,7 @@ from ragjax.engine.knowledge import Knowledge
 from ragjax.engine.measurement import alpha_of, cost_path, report_of, report_path
 from ragjax.engine.provision import least, planned
 from ragjax.engine.trace import Recorder
+from ragjax.kernels.cpu.op import missing
 from ragjax.models.config import ModelConfig
 from ragjax.models.executables import Executables
 from ragjax.models.hub import LocalModel, cache_dir, resolve
@@ -118,20 +119,21 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     tokenizer = Tokenizer.load(local.path)
     mesh = make_mesh(options.tensor_parallel, open_checkpoint(local.path).config)
     with _room_for_weights(), host_memory() if options.tensor_parallel > 1 else nullcontext():
-        decoder = load_model(local, dtype, cache_dir())
+        decoder = load_model(local, dtype, cache_dir(), packed=_packed(mesh.size, dtype))
     config = decoder.config
     tokenizer.check(config)
     context = _context(config, options.max_context)
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
+    kept_as = identity if decoder.kernels is None else hashlib.sha256(identity + decoder.kernels.encode()).digest()
     if strategies is None:
         chosen = strategies_of(local, alpha_of(identity))
     contract = contract_of(options, chosen, local.name, identity, dtype)
     compression = compression_of(options, [chosen[name] for name in contract.strategies])
-    disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
+    disk = _disk(storage, kept_as, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
     knowledge = Knowledge.open(options, tokenizer)
     if early and options.knowledge is not None:  # beside what follows
         knowledge.warm()
-    shared = None if storage.remote is None else open_shared(storage.remote, identity, storage.at_rest, disk)
+    shared = None if storage.remote is None else open_shared(storage.remote, kept_as, storage.at_rest, disk)
     copies = copies_of(mesh.size, config)
     page = page_bytes(config, DTYPE_BYTES[dtype], copies)
     pages = pool_pages(page, options.device_cache_gb, context)
@@ -177,7 +179,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         runner=runner,
         tokenizer=tokenizer,
         cache=KnowledgeCache(
-            identity, PagePool(pages, PAGE_SIZE), policy, tiers, variants=storage.variants, keep=storage.keep
+            kept_as, PagePool(pages, PAGE_SIZE), policy, tiers, variants=storage.variants, keep=storage.keep
         ),
         contract=contract,
         strategies=chosen,
@@ -389,6 +391,16 @@ def measured_budget(runner: Runner, keys: int) -> Iterator[StepBudget | None]:
     budget = StepBudget.fitted(plain_s, mixed_s, key_s, keys)
     _log.info("steps have up to %d tokens for each prompt that is computed while requests decode", budget.tokens)
     yield budget
+
+
+def _packed(devices: int, dtype: str) -> bool:
+    """True if weights of few bits stay so: on one CPU that has ragjax's kernels."""
+    if platform() != "cpu" or devices > 1 or dtype != "bfloat16":
+        return False
+    reason = missing()
+    if reason is not None:
+        _log.warning("weights are widened to bfloat16, and XLA multiplies them: %s", reason)
+    return reason is None
 
 
 def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: str) -> bytes:

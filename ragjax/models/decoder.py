@@ -9,8 +9,10 @@ accumulate in float32, which on CPU is both the fastest and the more exact way t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,8 @@ from flax import nnx
 from jax import lax
 from numpy.typing import NDArray
 
+from ragjax.kernels.cpu.op import PackedMatrix, packed_product, packed_rows
+from ragjax.kernels.cpu.packing import Packing
 from ragjax.kernels.rope import Rotation, rotate
 from ragjax.models.config import ModelConfig
 
@@ -116,8 +120,7 @@ class Layer(nnx.Module):
     def project(self, x_TE: jax.Array, cos_TR: jax.Array, sin_TR: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [T, H, D] and keys [T, K, D] rotated at their positions, and values [T, K, D], float32."""
         k, n, d, _ = self.qkv.shape
-        h_TE = rms_norm(x_TE, self.attention_norm[...], self.eps)
-        qkv_TKND = self.multiply("qkv", h_TE).reshape(-1, k, n, d)
+        qkv_TKND = self.multiply("qkv", x_TE, self.attention_norm[...]).reshape(-1, k, n, d)
         if self.qkv_bias is not None:
             qkv_TKND = qkv_TKND + self.qkv_bias[...]
         q_TKGD, k_TKD, v_TKD = qkv_TKND[:, :, :-2], qkv_TKND[:, :, -2], qkv_TKND[:, :, -1]
@@ -130,9 +133,15 @@ class Layer(nnx.Module):
         q_THD = rotate(q_TKGD.reshape(-1, k * (n - 2), d), cos_TR[:, None], sin_TR[:, None])
         return q_THD, rotate(k_TKD, cos_TR[:, None], sin_TR[:, None]), v_TKD
 
-    def multiply(self, name: str, x_TI: jax.Array) -> jax.Array:
-        """Product with one of the fused matrices over all its inputs, float32 [T, O]: its outputs flat."""
-        weight: jax.Array = getattr(self, name)[...]
+    def multiply(self, name: str, x_TI: jax.Array, norm_I: jax.Array | None = None) -> jax.Array:
+        """Product with one of the fused matrices over all its inputs, float32 [T, O]: its outputs flat.
+
+        norm_I: scale of the norm of the rows before it.
+        """
+        weight: jax.Array | PackedMatrix = getattr(self, name)[...]
+        if isinstance(weight, PackedMatrix):
+            return packed_product(x_TI, weight, x_TI.shape[1], None if norm_I is None else (norm_I, self.eps))
+        x_TI = x_TI if norm_I is None else rms_norm(x_TI, norm_I, self.eps)
         weight_OI = weight.reshape(-1, x_TI.shape[1])
         if self.widen and x_TI.shape[0] >= MANY:
             weight_OI = weight_OI.astype(jnp.float32)
@@ -145,8 +154,9 @@ class Layer(nnx.Module):
         if self.attention_post_norm is not None:
             attended_TE = rms_norm(attended_TE, self.attention_post_norm[...], self.eps)
         x_TE = x_TE + attended_TE
-        h_TE = rms_norm(x_TE, self.mlp_norm[...], self.eps)
-        gate_up_TN2F = self.multiply("gate_up", h_TE).reshape(len(x_TE), -1, 2, self.gate_up.shape[-2])
+        gate_up_TN2F = self.multiply("gate_up", x_TE, self.mlp_norm[...]).reshape(
+            len(x_TE), -1, 2, self.gate_up.shape[-2]
+        )
         gate_TF, up_TF = (gate_up_TN2F[:, :, part].reshape(len(x_TE), -1) for part in (0, 1))
         gate_TF = jax.nn.gelu(gate_TF, approximate=True) if self.gelu else jax.nn.silu(gate_TF)
         made_TE = self.multiply("down", gate_TF * up_TF)
@@ -197,13 +207,24 @@ class Decoder(nnx.Module):
 
     @staticmethod
     def from_arrays(
-        config: ModelConfig, arrays: Iterable[tuple[str, NDArray[np.generic]]], dtype: jnp.dtype = jnp.bfloat16
+        config: ModelConfig,
+        arrays: Iterable[tuple[str, NDArray[np.generic]]],
+        dtype: jnp.dtype = jnp.bfloat16,
+        packings: Mapping[str, Packing] = MappingProxyType({}),
     ) -> Decoder:
-        """Build from arrays in this layout, by name. Those that fit as they are stay where they are on a CPU."""
+        """Build from arrays in this layout, by name. Those that fit as they are stay where they are on a CPU.
+
+        packings: of the matrices that are packed, by name.
+        """
         decoder = Decoder.abstract(config, dtype)
         weights = decoder.weights()
         for name, value in arrays:
             weight = weights[name]
+            packing = packings.get(name)
+            if packing is not None:
+                data = jax.device_put(value, may_alias=True)
+                weight.set_value(PackedMatrix(data, tuple(weight.shape), packing))  # type: ignore[arg-type]
+                continue
             fitting = value.reshape(weight.shape).astype(weight.dtype, copy=False)
             weight.set_value(jax.device_put(fitting, may_alias=True))
         return decoder
@@ -218,6 +239,13 @@ class Decoder(nnx.Module):
         }
         ends = {"embedding": self.embedding, **layers, "norm": self.norm, "head": self.head}
         return {name: weight for name, weight in ends.items() if weight is not None}
+
+    @property
+    def kernels(self) -> str | None:
+        """How a CPU's own kernels multiply, if matrices are packed for them: other numbers than XLA's, in few bits."""
+        values: Iterable[Any] = (weight.get_value() for weight in self.weights().values())
+        packings = [value.packing for value in values if isinstance(value, PackedMatrix)]
+        return None if not packings else "tiles" if packings[0].tiled else "whole numbers"
 
     def embed(self, tokens_T: jax.Array) -> jax.Array:
         """Token embeddings, float32 [T, E]."""
@@ -234,7 +262,9 @@ class Decoder(nnx.Module):
         return text_TE if scale == 1.0 else text_TE * scale
 
     def _row(self, tokens_T: jax.Array) -> jax.Array:
-        table_VE = self.embedding[...]
+        table_VE: jax.Array | PackedMatrix = self.embedding[...]
+        if isinstance(table_VE, PackedMatrix):
+            return packed_rows(tokens_T, table_VE)
         if table_VE.dtype != jnp.bfloat16:
             return jnp.take(table_VE, tokens_T, axis=0).astype(jnp.float32)
         # gathered as bits: XLA on CPU would widen the whole table to float32 first
@@ -243,13 +273,18 @@ class Decoder(nnx.Module):
 
     def unembed(self, x_NE: jax.Array) -> jax.Array:
         """Next-token logits of residual rows, float32 [N, V]."""
-        h_NE = rms_norm(x_NE, self.norm[...], self.config.norm_eps)
-        logits_NV = self._scores(h_NE)[:, : self.config.vocab_size]  # a split table may have rows for no token
+        logits_NV = self._scores(x_NE)[:, : self.config.vocab_size]  # a split table may have rows for no token
         cap = self.config.logit_cap
         return logits_NV if cap is None else cap * jnp.tanh(logits_NV / cap)
 
-    def _scores(self, h_NE: jax.Array) -> jax.Array:
-        return dense(h_NE, (self.embedding if self.head is None else self.head)[...])
+    def _scores(self, x_NE: jax.Array) -> jax.Array:
+        table_VE: jax.Array | PackedMatrix = (self.embedding if self.head is None else self.head)[...]
+        if isinstance(table_VE, PackedMatrix):
+            return packed_product(x_NE, table_VE, x_NE.shape[1], (self.norm[...], self.config.norm_eps))
+        return dense(self._normed(x_NE), table_VE)
+
+    def _normed(self, x_NE: jax.Array) -> jax.Array:
+        return rms_norm(x_NE, self.norm[...], self.config.norm_eps)
 
     def logits(self, tokens_T: jax.Array) -> jax.Array:
         """Dense causal forward of one prompt, float32 [T, V]: the plain reading of the model, for tests."""
@@ -272,6 +307,16 @@ def _attend(q_THD: jax.Array, k_SKD: jax.Array, v_SKD: jax.Array, seen_TS: jax.A
         logits_KGTS = config.attention_cap * jnp.tanh(logits_KGTS / config.attention_cap)
     prob_KGTS = jax.nn.softmax(jnp.where(seen_TS, logits_KGTS, -jnp.inf), axis=-1)
     return jnp.einsum("kgts,skd->tkgd", prob_KGTS, v_SKD, precision="highest").reshape(t, h, d)
+
+
+INPUTS: Mapping[str, int] = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
+"""The matrices of a layer, and how many of each one's last axes are inputs."""
+
+
+def matrix_shape(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Outputs and inputs of a matrix by its name among `Decoder.weights`."""
+    axes = INPUTS.get(name.split(".")[-1], 1)
+    return int(np.prod(shape[:-axes])), int(np.prod(shape[-axes:]))
 
 
 def turning_order(head_dim: int, rotary_dim: int) -> NDArray[np.intp]:
@@ -297,6 +342,14 @@ def own_arrays(
         yield "head", tensors["lm_head.weight"]
 
 
+def per_kv_head(config: ModelConfig, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Rows of query, key and value projections [H D, ...], [K D, ...], [K D, ...] as `Layer.qkv` has them."""
+    k, g, d = config.num_kv_heads, config.num_groups, config.head_dim
+    order_D = turning_order(d, config.rotary_dim or d)
+    q, key, value = (p.reshape(k, n, d, *p.shape[1:]) for p, n in zip(parts, (g, 1, 1), strict=True))
+    return np.concatenate([q[:, :, order_D], key[:, :, order_D], value], axis=1)
+
+
 def _fused(
     config: ModelConfig, tensors: Mapping[str, NDArray[np.generic]], prefix: str
 ) -> dict[str, NDArray[np.generic]]:
@@ -305,15 +358,13 @@ def _fused(
     k, g = config.num_kv_heads, config.num_groups
     order_D = turning_order(d, config.rotary_dim or d)
 
-    def per_kv_head(kind: str) -> NDArray[np.generic]:
-        parts = [tensors[f"{prefix}self_attn.{p}_proj.{kind}"] for p in "qkv"]
-        q, key, value = (p.reshape(k, n, d, *p.shape[1:]) for p, n in zip(parts, (g, 1, 1), strict=True))
-        return np.concatenate([q[:, :, order_D], key[:, :, order_D], value], axis=1)
+    def fused_heads(kind: str) -> NDArray[np.generic]:
+        return per_kv_head(config, [tensors[f"{prefix}self_attn.{p}_proj.{kind}"] for p in "qkv"])
 
     before = "pre_feedforward" if config.post_norms else "post_attention"
     fused = {
         "attention_norm": tensors[prefix + "input_layernorm.weight"],
-        "qkv": per_kv_head("weight"),
+        "qkv": fused_heads("weight"),
         "out": tensors[prefix + "self_attn.o_proj.weight"].reshape(e, k, g, d),
         "mlp_norm": tensors[f"{prefix}{before}_layernorm.weight"],
         "gate_up": np.stack([tensors[f"{prefix}mlp.{n}_proj.weight"] for n in ("gate", "up")]),
@@ -323,7 +374,7 @@ def _fused(
         fused["attention_post_norm"] = tensors[prefix + "post_attention_layernorm.weight"]
         fused["mlp_post_norm"] = tensors[prefix + "post_feedforward_layernorm.weight"]
     if config.qkv_bias:
-        fused["qkv_bias"] = per_kv_head("bias")
+        fused["qkv_bias"] = fused_heads("bias")
     if config.qk_norm:
         fused["q_norm"] = tensors[prefix + "self_attn.q_norm.weight"][order_D]
         fused["k_norm"] = tensors[prefix + "self_attn.k_norm.weight"][order_D]

@@ -11,8 +11,6 @@ import logging
 import os
 import pickle
 import platform
-import stat
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -23,6 +21,8 @@ from typing import Any
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
+from ragjax.core.file import PrivateFolder
+
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 4 * 2**30
@@ -31,11 +31,9 @@ MOST_BYTES = 4 * 2**30
 TRACED = ("compress", "core", "kernels", "models", "runner", "store")
 """Rooms with code that is traced, or that chooses what is."""
 
-PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton")
+PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton", "llvmlite")
 
 ENABLED = "jax_enable_compilation_cache"
-
-_MAGIC = b"ragjax executable 1\n"
 
 
 class Executables:
@@ -50,13 +48,10 @@ class Executables:
 
     def __init__(self, folder: Path):
         self._folder = folder
+        self._kept = PrivateFolder(folder)
         self._told = set[str]()
         self.refused = 0
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fault = _fault(folder.stat())
-        except OSError as error:
-            fault = str(error)
+        fault = self._kept.fault
         if fault is None and jax.config.values["jax_compilation_cache_dir"] and jax.config.values[ENABLED]:
             fault = "JAX_COMPILATION_CACHE_DIR is set, where JAX keeps them in its own way"
         self._usable = fault is None
@@ -72,7 +67,7 @@ class Executables:
             return None
         path = self._folder / key
         try:
-            payload = self._read(path)
+            payload = self._kept.read(key)
             if payload is None:
                 return None
             executable, takes, gives, beside = pickle.loads(payload)
@@ -95,37 +90,10 @@ class Executables:
             return
         try:
             executable, *trees = serialize(program)
-            self._write(self._folder / key, pickle.dumps((executable, *trees, beside)))
+            self._kept.write(key, pickle.dumps((executable, *trees, beside)))
+            shrink(self._folder)
         except Exception as error:  # a full disk, or a kernel that XLA cannot serialise
             self._tell("kept", f"a compiled program cannot be kept: {error}")
-
-    def _read(self, path: Path) -> bytes | None:
-        try:
-            fd = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-        except FileNotFoundError:
-            return None
-        with open(fd, "rb") as file:
-            fault = _fault(os.fstat(fd))
-            if fault is not None:
-                raise ValueError(fault)
-            magic, digest, payload = file.read(len(_MAGIC)), file.read(32), file.read()
-        if magic != _MAGIC or hashlib.sha256(payload).digest() != digest:
-            raise ValueError("it is damaged")
-        with suppress(OSError):
-            os.utime(path)
-        return payload
-
-    def _write(self, path: Path, payload: bytes) -> None:
-        fd, name = tempfile.mkstemp(dir=self._folder)  # for its owner alone
-        try:
-            with open(fd, "wb") as file:
-                file.write(_MAGIC + hashlib.sha256(payload).digest() + payload)
-            os.replace(name, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
-        shrink(self._folder)
 
     def _tell(self, about: str, message: str) -> None:
         """Log a fault of each kind once."""
@@ -190,14 +158,3 @@ def _code() -> str:
         with suppress(PackageNotFoundError):
             whole.update(f"{package} {version(package)}\n".encode())
     return whole.hexdigest()
-
-
-def _fault(status: os.stat_result) -> str | None:
-    """Why a file or folder may hold what another user wrote."""
-    if not hasattr(os, "geteuid"):
-        return None
-    if status.st_uid != os.geteuid():
-        return "it belongs to another user"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "others may write it (chmod go-w)"
-    return None

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError
+from ragjax.kernels.cpu.packing import Codes
 from ragjax.models.config import (
     GEMMA_ATTENTION_CAP,
     GEMMA_LOGIT_CAP,
@@ -29,6 +30,7 @@ from ragjax.models.config import (
     rope_divisors,
     token_ids,
 )
+from ragjax.models.gguf_codes import PACKINGS, read_codes
 from ragjax.models.tensors import Array, Checkpoint, Shape, Stored, Tensors, check_tensors, split_fused
 
 # GGUF keys below the architecture's prefix that are read, that say nothing, or that must have one value.
@@ -251,7 +253,10 @@ def open_gguf(path: Path) -> Checkpoint:
         load: Callable[[], Array] = partial(_read_tensor, path, tensor, name)
         if (count := heads.get(target.split(".")[-2])) is not None:
             load = partial(_read_rows, path, tensor, name, count)
-        found[target] = Stored(load, tensor.shape, GGMLQuantizationType(tensor.kind).name)
+        kind = GGMLQuantizationType(tensor.kind).name
+        packable = kind in PACKINGS and len(tensor.shape) == 2
+        codes = partial(_read_codes, path, tensor, kind, count) if packable else None
+        found[target] = Stored(load, tensor.shape, kind, codes)
     tensors = Tensors(found)
     if config.family == "phi3":
         tensors = split_fused(tensors, config, path)
@@ -273,12 +278,20 @@ def _read_tensor(path: Path, tensor: TensorEntry, name: str) -> NDArray[np.float
     from gguf.quants import dequantize
 
     kind = GGMLQuantizationType(tensor.kind)
-    raw = np.memmap(path, np.uint8, "r", tensor.offset, (tensor.size,))
-    rows = np.asarray(raw).reshape(*tensor.shape[:-1], -1)
     try:
-        return dequantize(rows, kind).reshape(tensor.shape).astype(np.float32, copy=False)
+        return dequantize(_raw(path, tensor), kind).reshape(tensor.shape).astype(np.float32, copy=False)
     except NotImplementedError as error:
         raise ConfigError(f"{path}: tensor {name} has type {kind.name}, which cannot be dequantised") from error
+
+
+def _raw(path: Path, tensor: TensorEntry) -> NDArray[np.uint8]:
+    """Its bytes, a row of the matrix each."""
+    return np.asarray(np.memmap(path, np.uint8, "r", tensor.offset, (tensor.size,))).reshape(*tensor.shape[:-1], -1)
+
+
+def _read_codes(path: Path, tensor: TensorEntry, kind: str, heads: int | None) -> Codes:
+    codes = read_codes(_raw(path, tensor), kind)
+    return codes if heads is None else codes.rows(unpermute_rope_rows(np.arange(tensor.shape[0]), heads))
 
 
 def _read_rows(path: Path, tensor: TensorEntry, name: str, heads: int) -> Array:

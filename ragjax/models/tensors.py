@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError
+from ragjax.kernels.cpu.packing import Codes
 from ragjax.models.config import ModelConfig
 
 Array = NDArray[Any]
@@ -24,11 +25,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a file. load: reads it; shape: what it will be; dtype: how it is stored, in the format's words."""
+    """A tensor of a file.
+
+    load: reads it. shape: what it will be. dtype: how it is stored, in the format's words. codes: reads a matrix as
+    whole numbers and scales (`models.gguf_codes`), where its format has them.
+    """
 
     load: Callable[[], Array]
     shape: Shape
     dtype: str
+    codes: Callable[[], Codes] | None = None
 
 
 class Tensors(Mapping[str, Array]):
@@ -85,7 +91,9 @@ def split_fused(tensors: Tensors, config: ModelConfig, where: Path) -> Tensors:
         for part, count in parts.items():
             begin, end = end, end + count
             rows = partial(_rows, whole, begin, end)
-            split[name.replace(name.split(".")[-2], part)] = Stored(rows, (count, *whole.shape[1:]), whole.dtype)
+            codes = whole.codes and partial(_code_rows, whole.codes, begin, end)
+            shape = (count, *whole.shape[1:])
+            split[name.replace(name.split(".")[-2], part)] = Stored(rows, shape, whole.dtype, codes)
     return Tensors(split)
 
 
@@ -103,6 +111,10 @@ def raised(tensors: Tensors, amount: float, ending: str) -> Tensors:
 
 def _rows(stored: Stored, begin: int, end: int) -> Array:
     return stored.load()[begin:end]
+
+
+def _code_rows(codes: Callable[[], Codes], begin: int, end: int) -> Codes:
+    return codes().rows(np.arange(begin, end))
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:

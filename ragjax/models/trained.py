@@ -16,20 +16,23 @@ from flax import nnx
 from numpy.typing import DTypeLike, NDArray
 
 from ragjax.core import ConfigError, Wrapper
-from ragjax.models.decoder import Decoder
+from ragjax.models.decoder import INPUTS, Decoder
 from ragjax.models.hub import LocalModel
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 
 
-def load_model(model: LocalModel, dtype: DTypeLike, cache_dir: str | Path) -> Decoder:
+def load_model(model: LocalModel, dtype: DTypeLike, cache_dir: str | Path, *, packed: bool = False) -> Decoder:
     """The decoder of a model, with its adapter if it has one.
+
+    packed: as `weights.load_decoder`; an adapter that changes matrices asks for them as they are.
 
     Raises:
         ConfigError: as `weights.open_checkpoint`; if the adapter is not for these weights.
     """
-    decoder = load_decoder(model.path, dtype, cache_dir)
-    if model.adapter is not None:
-        trained = load_trained(model.adapter)
+    trained = None if model.adapter is None else load_trained(model.adapter)
+    packed = packed and not isinstance(trained, Adapter)
+    decoder = load_decoder(model.path, dtype, cache_dir, packed=packed)
+    if trained is not None:
         check_weights(trained.about, weights_digest(model.path, cache_dir), str(model.path))
         trained.apply(decoder)
     return decoder
@@ -79,9 +82,6 @@ def model_digest(model: LocalModel, cache_dir: str | Path) -> bytes:
         return weights
     return hashlib.sha256(weights + weights_digest(model.adapter, cache_dir)).digest()
 
-
-INPUTS: Mapping[str, int] = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
-"""The matrices of a layer, and how many of each one's last axes are inputs."""
 
 LORA_FORMAT = "ragjax-lora-1"
 

@@ -29,10 +29,12 @@ from ragjax.models.tensors import Array, Checkpoint
 
 if TYPE_CHECKING:
     from ragjax.models.decoder import Decoder
+    from ragjax.models.packed import Sources
 
 _log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes: XLA on a CPU uses a mapped file as it is, if arrays begin so
+_KINDS = {**SAFETENSORS_DTYPES, "U8": np.uint8}
 _CACHE_FORMAT = 2  # raise it when the content of the dequantised cache changes meaning
 
 
@@ -88,19 +90,26 @@ def _file_digest(file: Path, memory: Path) -> bytes:
     return computed
 
 
-def load_decoder(path: str | Path, dtype: DTypeLike, cache_dir: str | Path) -> Decoder:
+def load_decoder(path: str | Path, dtype: DTypeLike, cache_dir: str | Path, *, packed: bool = False) -> Decoder:
     """Build the decoder of a checkpoint, with weights of `dtype`.
 
     Dequantised weights are kept in cache_dir, under the SHA-256 of the weights, how they are read and the dtype, as the
     decoder has them: the next start maps the file. A damaged cache is rebuilt. Raises ConfigError as `open_checkpoint`.
+
+    packed: matrices that the checkpoint has in 4 to 8 bits stay so, for a CPU (`kernels.cpu`).
     """
+    from ragjax.kernels.cpu.op import register
     from ragjax.models.decoder import Decoder
+    from ragjax.models.packed import Sources
 
     checkpoint = open_checkpoint(path)
     if not checkpoint.quantized:
         return Decoder.from_tensors(checkpoint.config, checkpoint.tensors, np.dtype(dtype))
-    file = _dequantized(checkpoint, Path(path), np.dtype(dtype), Path(cache_dir))
-    return Decoder.from_arrays(checkpoint.config, _mapped(file), np.dtype(dtype))
+    sources = Sources(checkpoint.config, checkpoint.tensors) if packed else None
+    packings = {} if sources is None else sources.packings
+    register(sorted(set(packings.values()), key=repr), Path(cache_dir) / "kernels")
+    file = _own_file(checkpoint, sources, Path(path), np.dtype(dtype), Path(cache_dir))
+    return Decoder.from_arrays(checkpoint.config, _mapped(file), np.dtype(dtype), packings)
 
 
 def _mapped(file: Path) -> Iterator[tuple[str, Array]]:
@@ -109,30 +118,33 @@ def _mapped(file: Path) -> Iterator[tuple[str, Array]]:
     begin = 8 + int(data[:8].view("<u8")[0])
     for name, about in json.loads(data[8:begin].tobytes()).items():
         low, high = about["data_offsets"]
-        array = data[begin + low : begin + high].view(SAFETENSORS_DTYPES[about["dtype"]])
+        array = data[begin + low : begin + high].view(_KINDS[about["dtype"]])
         yield name, array.reshape(about["shape"])
 
 
-def _dequantized(checkpoint: Checkpoint, path: Path, dtype: np.dtype[Any], cache_dir: Path) -> Path:
+def _own_file(
+    checkpoint: Checkpoint, sources: Sources | None, path: Path, dtype: np.dtype[Any], cache_dir: Path
+) -> Path:
     """The cache's file, which is written first where it has to be: both starts see the same numbers."""
     # besides the files' bytes these alone determine tensors: an end token or the context's length changes none
     config, shapes = checkpoint.config, sorted(checkpoint.tensors.shapes.items())
     reading = json.dumps([config.family, config.num_heads, config.num_kv_heads, config.rotary_dim, shapes]).encode()
-    parts = [str(_CACHE_FORMAT).encode(), weights_digest(path, cache_dir), reading, dtype.name.encode()]
+    form = dtype.name if sources is None else f"{dtype.name} {sorted(sources.packings.items())}"
+    parts = [str(_CACHE_FORMAT).encode(), weights_digest(path, cache_dir), reading, form.encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
-    directory = cache_dir / "dequantized"
+    directory = cache_dir / ("dequantized" if sources is None else "packed")
     with cache_writes(cache_dir):
         whole = [file for file in _cached(directory, key) if _is_whole(file, key)]
         if whole:
             return whole[0]  # without the lock, which a read-only cache cannot have
         directory.mkdir(parents=True, exist_ok=True)
-        with locked(directory / f"{key}.lock", f"dequantising {path}"):
+        with locked(directory / f"{key}.lock", f"reading {path}"):
             for file in _cached(directory, key):
                 if _is_whole(file, key):
                     return file
-                _log.warning("%s is damaged; dequantising the weights again", file)
+                _log.warning("%s is damaged; the weights are read again", file)
                 file.unlink(missing_ok=True)
-            return _write_cache(checkpoint, dtype, directory, key)
+            return _write_cache(checkpoint, sources, dtype, directory, key)
 
 
 def _cached(directory: Path, key: str) -> list[Path]:
@@ -147,19 +159,26 @@ def _is_whole(file: Path, key: str) -> bool:
     return file.stem == f"{key}-{digest}"
 
 
-def _write_cache(checkpoint: Checkpoint, dtype: np.dtype[Any], directory: Path, key: str) -> Path:
-    """Dequantise layer by layer into a safetensors file, so that memory holds one layer at a time."""
+def _write_cache(
+    checkpoint: Checkpoint, sources: Sources | None, dtype: np.dtype[Any], directory: Path, key: str
+) -> Path:
+    """Write a safetensors file layer by layer, so that memory holds one layer at a time."""
     from tqdm import tqdm
 
-    from ragjax.models.decoder import Decoder, own_arrays
+    from ragjax.models.decoder import Decoder, matrix_shape, own_arrays
 
-    kinds = {np.dtype(kind): name for name, kind in SAFETENSORS_DTYPES.items()}
+    kinds = {np.dtype(kind): name for name, kind in _KINDS.items()}
     weights = Decoder.abstract(checkpoint.config, dtype).weights()
     header: dict[str, Any] = {}
     offset = 0
+    stored: dict[str, np.dtype[Any]] = {}
     for name, weight in weights.items():
-        end = offset + int(np.prod(weight.shape)) * weight.dtype.itemsize
-        header[name] = {"dtype": kinds[weight.dtype], "shape": list(weight.shape), "data_offsets": [offset, end]}
+        shape, stored[name] = tuple(weight.shape), weight.dtype
+        packing = None if sources is None else sources.packings.get(name)
+        if packing is not None:
+            shape, stored[name] = packing.shape(*matrix_shape(name, shape)), np.dtype(np.uint8)
+        end = offset + int(np.prod(shape)) * stored[name].itemsize
+        header[name] = {"dtype": kinds[stored[name]], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     head = json.dumps(header).encode()
     head += b" " * (-(8 + len(head)) % _ALIGNMENT)
@@ -169,9 +188,10 @@ def _write_cache(checkpoint: Checkpoint, dtype: np.dtype[Any], directory: Path, 
         for block in (struct.pack("<Q", len(head)), head):
             digest.update(block)
             stream.write(block)
-        arrays = own_arrays(checkpoint.config, checkpoint.tensors)
-        for name, array in tqdm(arrays, desc="dequantising", unit="tensor", total=len(header), disable=None):
-            data = np.ascontiguousarray(array.astype(weights[name].dtype, copy=False)).tobytes()
+        plain = own_arrays(checkpoint.config, checkpoint.tensors)
+        arrays = plain if sources is None else sources.arrays()
+        for name, array in tqdm(arrays, desc="reading weights", unit="tensor", total=len(header), disable=None):
+            data = np.ascontiguousarray(array.astype(stored[name], copy=False)).tobytes()
             digest.update(data)
             stream.write(data)
         stream.flush()

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ragjax.core.passes import SECTION_LAYERS, sections
+from ragjax.kernels.cpu.op import PackedMatrix
 from ragjax.models.decoder import Decoder, Layer, Weight
 from ragjax.runner.mesh import spec_of
 
@@ -117,6 +119,8 @@ def _padded(weight: jax.Array, axis: int, devices: int) -> jax.Array:
 
 def _place(tree: Any, mesh: Mesh) -> Any:
     def put(weight: Any) -> Any:
-        return weight.replace(jax.device_put(weight.get_value(), NamedSharding(mesh, spec_of(weight.axes))))
+        value = weight.get_value()
+        spec = P() if isinstance(value, PackedMatrix) else spec_of(weight.axes)  # packed ones are for one device
+        return weight.replace(jax.device_put(value, NamedSharding(mesh, spec)))
 
     return jax.tree.map(put, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -1,0 +1,263 @@
+"""Products with packed matrices against float64, in every form that a CPU may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ragjax.kernels.cpu import op, product, tiles
+from ragjax.kernels.cpu.foreign import Kernel, Library, Machine
+from ragjax.kernels.cpu.op import PackedMatrix, packed_product, packed_rows
+from ragjax.kernels.cpu.packing import Codes, Packing, join, pack, quantize
+from ragjax.models.gguf_codes import PACKINGS, read_codes
+
+HERE = Machine.here()
+AVX2 = frozenset({"avx2", "fma", "f16c"})
+MACHINES = {
+    "here": HERE,
+    "haswell": Machine("haswell", AVX2),
+    "plain": Machine("x86-64", frozenset()),
+    "vnni": Machine("icelake-server", AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512vnni"}),
+}
+"""Machines whose code is tried; each needs what this one may lack."""
+
+EPS = 1e-5
+
+FOLDER = Path(__file__).parents[2] / "build" / "tests" / "kernels"
+"""Where compiled kernels are kept from one run to the next."""
+
+
+def forms() -> list[str]:
+    """Machines whose code runs here."""
+    return [name for name, machine in MACHINES.items() if machine.features <= HERE.features]
+
+
+@cache
+def library(form: str, packing: Packing) -> Library:
+    """Kernels of a form under names of their own."""
+    machine = MACHINES[form]
+
+    def kernels() -> list[Kernel]:
+        made = [product.product(packing, machine, normed=normed) for normed in (False, True)]
+        return [replace(kernel, name=f"{kernel.name}_{form}") for kernel in made]
+
+    return Library(f"test_{form}_{packing.name()}", kernels, machine, FOLDER)
+
+
+def random_codes(packing: Packing, outputs: int, inputs: int, seed: int) -> Codes:
+    random = np.random.default_rng(seed)
+    low, high = (-127, 128) if packing.bits == 8 else (0, 16) if packing.lows else (-8, 8)
+    shape = outputs, inputs // packing.block
+    scale_OG = random.uniform(0.01, 0.1, shape).astype(np.float16).astype(np.float32)
+    low_OG = random.normal(size=shape).astype(np.float16).astype(np.float32) if packing.lows else None
+    return Codes(packing, random.integers(low, high, (outputs, inputs)).astype(np.int16), scale_OG, low_OG)
+
+
+def weight_of(codes: Codes) -> PackedMatrix:
+    op.register([codes.packing], FOLDER)
+    return PackedMatrix(jnp.asarray(pack(codes)), codes.value_OI.shape, codes.packing)
+
+
+def by_form(form: str, codes: Codes, x_TI: NDArray[np.float32], norm: NDArray[np.float32] | None) -> jax.Array:
+    """The product as a machine without AMX makes it."""
+    packing = replace(codes.packing, tiled=False)
+    library(form, packing)
+    digits = product.digits_for(packing, MACHINES[form])
+    out = jax.ShapeDtypeStruct((len(x_TI), len(codes.value_OI)), jnp.float32)
+    scratch = jax.ShapeDtypeStruct((digits.bytes(*x_TI.shape),), jnp.uint8)
+    name = f"{product.kernel_name(packing, norm is not None)}_{form}"
+    scale = np.zeros(1, np.float32) if norm is None else np.append(norm, np.float32(EPS))
+    weight = jnp.asarray(pack(replace(codes, packing=packing)))
+    made: jax.Array = jax.jit(jax.ffi.ffi_call(name, (out, scratch)))(x_TI, scale, weight)[0]
+    return made
+
+
+def exact(codes: Codes, x_TI: NDArray[np.float32], norm: NDArray[np.float32] | None) -> NDArray[np.float64]:
+    """The product in float64, from the codes' definition."""
+    groups = np.repeat(np.arange(codes.scale_OG.shape[1]), codes.packing.block)
+    weight_OI = codes.value_OI.astype(np.float64) * codes.scale_OG[:, groups]
+    if codes.low_OG is not None:
+        weight_OI += codes.low_OG[:, groups]
+    rows_TI = x_TI.astype(np.float64)
+    if norm is not None:
+        rows_TI = rows_TI / np.sqrt((rows_TI**2).mean(1, keepdims=True) + EPS) * norm
+    return rows_TI @ weight_OI.T
+
+
+PAIR = [Packing(4, 32, wide=False, lows=True), Packing(8, 16, wide=True, lows=False)]
+"""Between them every branch of the code."""
+
+EVERY = sorted({*PACKINGS.values(), Packing(8, 16, wide=True, lows=True)} - set(PAIR), key=repr)
+
+
+def of_packings(test: Callable[..., None]) -> Callable[..., None]:
+    """Run with the two that have every branch, and in `make test-long` with all."""
+    others = [pytest.param(packing, marks=pytest.mark.long, id=packing.name()) for packing in EVERY]
+    return pytest.mark.parametrize("packing", [*(pytest.param(x, id=x.name()) for x in PAIR), *others])(test)
+
+
+@of_packings
+@settings(max_examples=25, deadline=None)
+@given(
+    outputs=st.integers(1, 70),
+    units=st.integers(1, 4),
+    rows=st.sampled_from([1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 49]),
+    normed=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@pytest.mark.parametrize("form", forms())
+def test_product(form: str, packing: Packing, outputs: int, units: int, rows: int, normed: bool, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    codes = random_codes(packing, outputs, 32 * units, seed)
+    x_TI = random.normal(size=(rows, 32 * units)).astype(np.float32) * random.choice([1e-3, 1, 1e3], (rows, 1))
+    x_TI = x_TI.astype(np.float32)
+    norm = random.uniform(0.5, 1.5, 32 * units).astype(np.float32) if normed else None
+    made_TO = np.asarray(by_form(form, codes, x_TI, norm))
+    wanted_TO = exact(codes, x_TI, norm)
+    # digits round to half of 1/2032 or 1/16256 of a block's greatest input
+    step = np.abs(x_TI if norm is None else exact_rows(x_TI, norm)).max(1, keepdims=True) / (127 * 16) / 2
+    reach = np.abs(codes.widen()).sum(1) * step + 1e-5 * np.abs(wanted_TO).max(1, keepdims=True)
+    assert (np.abs(made_TO - wanted_TO) <= reach + 1e-6).all()
+
+
+def exact_rows(x_TI: NDArray[np.float32], norm: NDArray[np.float32]) -> NDArray[np.float64]:
+    rows_TI = x_TI.astype(np.float64)
+    return rows_TI / np.sqrt((rows_TI**2).mean(1, keepdims=True) + EPS) * norm
+
+
+@pytest.mark.parametrize("packing", PAIR)
+def test_forms_agree_to_the_bit(packing: Packing) -> None:
+    codes = random_codes(packing, 40, 96, 1)
+    x_TI = np.random.default_rng(2).normal(size=(19, 96)).astype(np.float32)
+    made = [np.asarray(by_form(form, codes, x_TI, None)) for form in forms()]
+    assert all((one == made[0]).all() for one in made)
+
+
+needs_amx = pytest.mark.skipif(not op.tiled(), reason="needs AMX")
+
+
+@needs_amx
+@of_packings
+@settings(max_examples=25, deadline=None)
+@given(
+    outputs=st.integers(1, 70),
+    units=st.sampled_from([1, 2, 65, 130]),
+    rows=st.sampled_from([8, 15, 16, 17, 31, 33, 49]),
+    normed=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_tiles(packing: Packing, outputs: int, units: int, rows: int, normed: bool, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    codes = random_codes(replace(packing, tiled=True), outputs, 32 * units, seed)
+    x_TI = random.normal(size=(rows, 32 * units)).astype(np.float32)
+    norm = random.uniform(0.5, 1.5, 32 * units).astype(np.float32) if normed else None
+    weight = weight_of(codes)
+    made_TO = np.asarray(packed_product(x_TI, weight, 32 * units, None if norm is None else (norm, EPS)))
+    rows_TI = x_TI if norm is None else exact_rows(x_TI, norm)
+    as_read = lambda x: np.asarray(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16), np.float64)  # noqa: E731
+    wanted_TO = as_read(rows_TI) @ as_read(codes.widen()).T
+    # a code's bfloat16 may be rounded the other way: one part in 256 of some weights
+    reach = (np.abs(rows_TI) @ np.abs(codes.widen()).T) / 256 / np.sqrt(32 * units) * 4 + 1e-4
+    assert (np.abs(made_TO - wanted_TO) <= reach).all()
+
+
+def _alone(codes: Codes, x_TI: NDArray[np.float32], form: str | None) -> Callable[[int, int], NDArray[np.float32]]:
+    weight = None if form is not None else weight_of(codes)
+
+    def product_of(begin: int, end: int) -> NDArray[np.float32]:
+        rows_TI = x_TI[begin:end]
+        if weight is None:
+            return np.asarray(by_form(str(form), codes, rows_TI, None))
+        return np.asarray(packed_product(rows_TI, weight, rows_TI.shape[1], None))
+
+    return product_of
+
+
+@pytest.mark.parametrize("form", [*forms(), pytest.param(None, marks=needs_amx, id="tiles")])
+@pytest.mark.parametrize("packing", PAIR)
+def test_a_row_has_the_same_bits_beside_any_rows(form: str | None, packing: Packing) -> None:
+    codes = random_codes(replace(packing, tiled=form is None), 560, 64 if form else 64 * 40, 3)
+    x_TI = np.random.default_rng(4).normal(size=(49, codes.value_OI.shape[1])).astype(np.float32)
+    made = _alone(codes, x_TI, form)
+    whole_TO = made(0, 49)
+    for begin, end in (
+        (0, 8),
+        (41, 49),
+        (3, 14),
+        (16, 33),
+        (1, 49),
+        *(() if form is None else ((0, 1), (48, 49), (3, 5))),
+    ):
+        assert (made(begin, end) == whole_TO[begin:end]).all()
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
+@pytest.mark.parametrize("tiled", [False, True])
+def test_types_of_gguf(kind: str, tiled: bool) -> None:
+    random = np.random.default_rng(5)
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    raw = random.integers(0, 256, (40, 512 // block, size)).astype(np.uint8)
+    for at in {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}.get(kind, (0, 2)):
+        raw[..., at : at + 2] = random.normal(size=(*raw.shape[:2], 1)).astype(np.float16).view(np.uint8)
+    raw_OB = raw.reshape(40, -1)
+    codes = read_codes(raw_OB, kind)
+    wanted_OI = dequantize(raw_OB, GGMLQuantizationType[kind])
+    assert np.array_equal(codes.widen(), wanted_OI)
+    weight = weight_of(replace(codes, packing=replace(codes.packing, tiled=tiled)))
+    index_T = jnp.asarray([39, 0, 17, 5], jnp.int32)
+    # a scale times a code, and then its low: the kernel rounds as the reader does
+    np.testing.assert_allclose(packed_rows(index_T, weight), wanted_OI[np.asarray(index_T)], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wanted"),
+    [
+        (("Q4_0", "Q4_1"), Packing(4, 32, wide=False, lows=True)),
+        (("Q5_0", "Q4_K"), Packing(8, 32, wide=True, lows=True)),
+        (("Q6_K", "Q8_0", "Q4_1"), Packing(8, 16, wide=True, lows=True)),
+    ],
+)
+def test_fused_matrices_of_several_types(kinds: tuple[str, ...], wanted: Packing) -> None:
+    parts = [random_codes(PACKINGS[kind], 24, 64, i) for i, kind in enumerate(kinds)]
+    whole = join(parts)
+    assert whole.packing == wanted
+    np.testing.assert_allclose(whole.widen(), np.concatenate([part.widen() for part in parts]), rtol=1e-6, atol=1e-6)
+    weight = weight_of(whole)
+    made = packed_rows(jnp.arange(24 * len(kinds), dtype=jnp.int32), weight)
+    np.testing.assert_allclose(made, whole.widen(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_a_float_matrix(bits: int) -> None:
+    weight_OI = np.random.default_rng(6).normal(size=(20, 96)).astype(np.float32)
+    weight_OI[3, 32:64] = 0
+    error = np.abs(quantize(weight_OI, bits).widen() - weight_OI).reshape(20, 3, 32).max(-1)
+    greatest = np.abs(weight_OI).reshape(20, 3, 32).max(-1)
+    assert (error <= greatest * (1 / 8 if bits == 4 else 1 / 250) + 1e-7).all()
+
+
+def test_a_nan_stays_in_its_row() -> None:
+    codes = random_codes(Packing(4, 32, wide=False, lows=True, tiled=op.tiled()), 40, 64, 7)
+    x_TI = np.random.default_rng(8).normal(size=(20, 64)).astype(np.float32)
+    clean_TO = np.asarray(packed_product(x_TI, weight_of(codes), 64, None))
+    x_TI[5, 40] = np.nan
+    made_TO = np.asarray(packed_product(x_TI, weight_of(codes), 64, None))
+    others = np.arange(20) != 5
+    assert (made_TO[others] == clean_TO[others]).all()
+    assert np.isnan(made_TO[5]).all()
+
+
+def test_bytes_of_tiles_hold_all_rows() -> None:
+    assert tiles.cast_bytes(17, 64) == 2 * 2 * 1024

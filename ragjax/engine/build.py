@@ -24,7 +24,6 @@ from ragjax.engine.knowledge import Knowledge
 from ragjax.engine.measurement import alpha_of, cost_path, report_of, report_path
 from ragjax.engine.provision import least, planned
 from ragjax.engine.trace import Recorder
-from ragjax.kernels.cpu.op import missing
 from ragjax.models.config import ModelConfig
 from ragjax.models.executables import Executables
 from ragjax.models.hub import LocalModel, cache_dir, resolve
@@ -42,6 +41,7 @@ from ragjax.reuse.naive import PACKET
 from ragjax.runner.device import (
     cpu_features,
     is_wide,
+    packs,
     platform,
     precision,
     room_for,
@@ -119,7 +119,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     tokenizer = Tokenizer.load(local.path)
     mesh = make_mesh(options.tensor_parallel, open_checkpoint(local.path).config)
     with _room_for_weights(), host_memory() if options.tensor_parallel > 1 else nullcontext():
-        decoder = load_model(local, dtype, cache_dir(), packed=_packed(mesh.size, dtype))
+        decoder = load_model(local, dtype, cache_dir(), packed=packs(mesh.size, dtype))
     config = decoder.config
     tokenizer.check(config)
     context = _context(config, options.max_context)
@@ -391,16 +391,6 @@ def measured_budget(runner: Runner, keys: int) -> Iterator[StepBudget | None]:
     budget = StepBudget.fitted(plain_s, mixed_s, key_s, keys)
     _log.info("steps have up to %d tokens for each prompt that is computed while requests decode", budget.tokens)
     yield budget
-
-
-def _packed(devices: int, dtype: str) -> bool:
-    """True if weights of few bits stay so: on one CPU that has ragjax's kernels."""
-    if platform() != "cpu" or devices > 1 or dtype != "bfloat16":
-        return False
-    reason = missing()
-    if reason is not None:
-        _log.warning("weights are widened to bfloat16, and XLA multiplies them: %s", reason)
-    return reason is None
 
 
 def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: str) -> bytes:

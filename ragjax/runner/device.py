@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import sys
@@ -17,6 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from ragjax.core import DTYPES, ConfigError
+from ragjax.kernels.cpu.op import missing
+
+_log = logging.getLogger(__name__)
 
 BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """CPU features, as Linux names them, that multiply bfloat16: AVX-512 and AMX on x86, the last on Arm."""
@@ -105,6 +109,16 @@ def precision(dtype: str, platform: str, features: Set[str], widening_pays: Call
     if dtype != "auto":
         return Precision(dtype)
     return Precision("bfloat16", widen=platform == "cpu" and not features & BFLOAT16_FEATURES and widening_pays())
+
+
+def packs(devices: int, dtype: str) -> bool:
+    """True if weights of few bits stay packed: on one CPU that has ragjax's kernels, in bfloat16."""
+    if platform() != "cpu" or devices > 1 or dtype != "bfloat16":
+        return False
+    reason = missing()
+    if reason is not None:
+        _log.warning("weights are widened to bfloat16, and XLA multiplies them: %s", reason)
+    return reason is None
 
 
 def widening_pays(rows: int = 512, inputs: int = 576, outputs: int = 3072, runs: int = 5) -> bool:

@@ -54,7 +54,7 @@ REHEARSAL = Model(
 
 SPOT_ROWS = 4
 SPOT_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-KERNELS = ("triton", "mosaic", "jax_triton")
+KERNELS = ("cpu", "triton", "mosaic", "jax_triton")
 """Timed where they serve. XLA, which would take minutes on a GPU, is timed on CPUs alone."""
 
 
@@ -137,9 +137,9 @@ class Bench:
         return BACKENDS[backend].refusal(q, abstract_view(self.model, mask, page_size, block_rows), self.device)
 
     def backends(self, mask: Mask, page_size: int) -> list[str]:
-        """The kernels that serve the mask; XLA where there is no GPU."""
+        """The kernels that serve the mask, and XLA where there is no GPU."""
         served = [b for b in KERNELS if self.block_rows(b, mask, page_size) is not None]
-        return served or ([] if self.device.platform == "gpu" else ["xla"])
+        return served if self.device.platform == "gpu" else [*served, "xla"]
 
     def measure(self, backend: str, mask: Mask, page_size: int) -> dict[str, Any]:
         block = self.block_rows(backend, mask, page_size)

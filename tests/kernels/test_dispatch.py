@@ -33,6 +33,8 @@ AMPERE, TURING, CPU = Device("gpu", (8, 0)), Device("gpu", (7, 5)), Device("cpu"
         (replace(MANY, dtype="float32"), HOPPER, None, "triton", {}),
         (replace(MANY, kv_heads=2), HOPPER, None, "triton", {}),
         (FITS, CPU, None, "xla", {}),
+        (FITS, CPU, "cpu", "cpu", {}),
+        (replace(FITS, dtype="float16"), CPU, "cpu", "xla", {"cpu": "float16"}),
         (FITS, Device("tpu"), None, "xla", {}),
         (FITS, HOPPER, "xla", "xla", {}),
         (FITS, HOPPER, "mosaic", "triton", {"mosaic": "page size 16"}),
@@ -55,6 +57,7 @@ AMPERE, TURING, CPU = Device("gpu", (8, 0)), Device("gpu", (7, 5)), Device("cpu"
         ),
         (FITS, TURING, None, "xla", {"triton": "capability 8.0"}),
         (FITS, CPU, "triton", "xla", {"triton": "not on cpu"}),
+        (FITS, HOPPER, "cpu", "triton", {"cpu": "not on gpu"}),
     ],
 )
 def test_choice(shape: Shape, device: Device, wanted: str | None, backend: str, refused: Mapping[str, str]) -> None:
@@ -70,7 +73,7 @@ def test_choice(shape: Shape, device: Device, wanted: str | None, backend: str, 
 def test_every_backend_says_why_it_refuses_a_cpu() -> None:
     case = rich_case(FITS)
     view = case.view()
-    for name in BACKENDS.keys() - {"xla", "reference"}:
+    for name in BACKENDS.keys() - {"xla", "reference", "cpu"}:
         with pytest.raises(ValueError, match=f"{name}.*cannot serve this call.*not on cpu"):
             paged_interval_attention(case.q, view, backend=name)
 

@@ -3,7 +3,8 @@
 Query rows (any subset of the tokens of many requests) attend to keys that lie in a paged pool, under the rule of
 `visibility`. A cached key is stored rotated at the position it was computed at; an entry's RoPE offset moves it to
 where it takes part, without copying or rewriting the page. `reference.py` is the definition, `xla.py` the
-blockwise form for CPU and the fallback, `triton.py` the Pallas kernels for GPUs, `mosaic.py` the one for Hopper.
+blockwise form and the fallback, `cpu.py` the kernel for CPUs, `triton.py` the Pallas kernels for GPUs, `mosaic.py` the
+one for Hopper.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
 
@@ -33,9 +35,24 @@ def _mosaic() -> ModuleType:
     return import_module("ragjax.kernels.attention.mosaic")
 
 
+def _cpu() -> ModuleType:
+    """Imported where it serves: it needs llvmlite."""
+    return import_module("ragjax.kernels.attention.cpu")
+
+
+def _cpu_refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
+    if device.platform != "cpu":
+        return f"it runs on CPUs, not on {device.platform}"
+    if find_spec("llvmlite") is None:
+        return "llvmlite is not installed"
+    reason: str | None = _cpu().refusal(q_THD, view)
+    return reason
+
+
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.attend, lambda *_: None),
     "xla": Backend(xla.attend, lambda *_: None),
+    "cpu": Backend(lambda q_THD, view: _cpu().attend(q_THD, view), _cpu_refusal),
     "triton": Backend(triton.attend, triton.refusal),
     "mosaic": Backend(
         lambda q_THD, view: _mosaic().attend(q_THD, view),

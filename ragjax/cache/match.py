@@ -28,7 +28,9 @@ class Candidate(NamedTuple):
 
     provenance: Provenance
     method: str
-    behind: bytes = b""  # digest of the neighbours that it was computed behind, besides the context (b"": none)
+    # digest of the neighbours that it was computed behind, besides the context (b"": none); of causal KV that is to be
+    # moved, of all tokens before it (b"": whatever stands between it and the context)
+    behind: bytes = b""
     variant: bool = False  # one of a limited number (`Variants`)
     cfo: float | Callable[[bytes], float] = 1.0  # cache fixing overhead, or a function of the meta kept with it
 

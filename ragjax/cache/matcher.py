@@ -135,14 +135,39 @@ class Matcher:
 
     def _match(self, context: Match, tokens: Tokens, candidate: Candidate, cold: bool) -> Match | None:
         """Pin one candidate, if it is kept; a miss is not counted."""
-        self.require(context, candidate.provenance)
-        node = self._find(context, raw_of(tokens), candidate, cold) if _usable(context) else None
+        causal = candidate.provenance is Provenance.CAUSAL
+        self.require(context, None if causal else candidate.provenance)
+        find = self._find_causal if causal else self._find
+        node = find(context, raw_of(tokens), candidate, cold) if _usable(context) else None
         if node is None:
             return None
         cfo = candidate.cfo(node.meta) if callable(candidate.cfo) else candidate.cfo
         if candidate.variant and not self.quiet:
             self.variants.use(node, cfo)
-        return self._pinned([(node, len(node))], tokens, len(tokens), context.tenant, context.label, cfo)
+        steps = [(node, len(node))]
+        return self._pinned(steps, tokens, len(tokens), context.tenant, context.label, cfo, exact=not causal)
+
+    def _find_causal(self, context: Match, raw: bytes, candidate: Candidate, cold: bool) -> Node | None:
+        """A node of exactly these tokens below the context: behind the tokens of a digest, or else behind any."""
+        for tenant in dict.fromkeys((context.tenant, PUBLIC)):
+            named = self._tree.find(self._tree.key(tenant, Provenance.CAUSAL, "", candidate.behind, raw))
+            places = self._tree.places(tenant, raw) if not candidate.behind else (named,) if named is not None else ()
+            for node in places:
+                below = node.provenance is Provenance.CAUSAL and _last(context) in node.path()
+                if below and (there := self._brought(node, tenant, cold)) is not None:
+                    return there
+        return None
+
+    def _brought(self, node: Node, tenant: str, cold: bool) -> Node | None:
+        """The node if it is on the device, or is loaded from host memory now."""
+        if node.run is not None:
+            return node if cold or not node.loading else None
+        if not cold or self._storage is None:
+            return None
+        # with its whole path, which need not be the context's own
+        steps = [(step, len(step)) for step in node.path() if step.parent is not None][::-1]
+        loaded = self._loader.load(self._tree.root, steps, b"", tenant)
+        return node if loaded and loaded[-1][0] is node else None
 
     def _find(self, context: Match, raw: bytes, candidate: Candidate, cold: bool) -> Node | None:
         """The keyed node, on the device or on its way there: the tenant's own, or a public one."""
@@ -152,13 +177,10 @@ class Matcher:
         for tenant in dict.fromkeys((context.tenant, PUBLIC)):
             key = self._tree.key(tenant, provenance, method, context.context, raw, behind)
             node = self._tree.find(key)
-            if node is not None and node.run is not None and (cold or not node.loading):
-                return node
-            if node is not None and storage is not None:
-                # in host memory: loaded with its whole path, which need not be the context's own
-                steps = [(step, len(step)) for step in node.path() if step.parent is not None][::-1]
-                loaded = self._loader.load(self._tree.root, steps, b"", tenant)
-                return node if loaded and loaded[-1][0] is node else None
+            if node is not None and (node.run is not None or storage is not None):
+                there = self._brought(node, tenant, cold)
+                if there is not None or storage is not None:
+                    return there
             record = (
                 storage.disk_index.find(key) if node is None and storage is not None and storage.disk_index else None
             )

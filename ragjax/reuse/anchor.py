@@ -32,6 +32,8 @@ from ragjax.reuse.stitch import Stitched
 class Anchored(Fused):
     """Preprocessed chunks; the one right behind the system prompt is isolated if the cache has it so."""
 
+    leads = False  # an answer is the same whatever ran before
+
     def candidates(self, prompt: Prompt, i: int) -> Iterator[Candidate]:
         """Isolated first for the anchor, then as `Fused`."""
         if prompt.starts[i] == system_length(prompt):

@@ -3,7 +3,9 @@
 Offline, every chunk's KV is computed behind its most similar chunks (section 3.1) and kept as approximate under the
 method "fusion". A chunk that was not preprocessed takes the alternative path: it is looked for behind the chunks before
 it in the prompt (the last `NEIGHBOURS` of them), then without the first of these, and so on, down to the system prompt
-alone.
+alone. Causal KV that `prefix` left counts too: leading chunks that are kept as the prompt has them are exact, and are
+not mended (`stitch.led`); another one is moved from behind the system prompt and later earlier chunks, or from wherever
+it was computed behind the system prompt.
 
 Selection: the question is computed over the reused KV; its attention at the last layer, summed over the question's
 rows, heads averaged, scores the chunks' tokens, and the highest of all chunks together are recomputed. The softmax
@@ -19,6 +21,7 @@ import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.match import Candidate
+from ragjax.cache.node import context_digest, raw_of
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import Kind, Measure, Prompt, Results, Segment
 from ragjax.reuse.base import owner_of, segments_of
@@ -60,6 +63,7 @@ class Fused:
 
     method = Isolated().method
     preprocessed = True
+    leads = True
     measures: frozenset[Measure] = frozenset()
 
     def candidates(self, prompt: Prompt, i: int) -> Iterator[Candidate]:
@@ -71,6 +75,12 @@ class Fused:
             earlier = [prompt.segments[j].tokens for j in segments_of(prompt, Kind.CHUNK) if j < i][-NEIGHBOURS:]
             for begin in range(len(earlier)):
                 yield Candidate(Provenance.APPROXIMATE, METHOD, neighbours_digest(earlier[begin:]))
+            head = prompt.tokens[: system_length(prompt)]
+            for begin in range(len(earlier) + 1) if self.leads else ():
+                before = np.concatenate([head, *earlier[begin:]])
+                yield Candidate(Provenance.CAUSAL, "", context_digest(raw_of(before)))
+            if self.leads:
+                yield Candidate(Provenance.CAUSAL, "")
         yield Candidate(Provenance.ISOLATED, self.method)
 
     def meta(self, results: Results, begin: int, end: int) -> bytes:

@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import ConfigError, Kind, Measure, Move, Pass, Prefill, Prompt, Results, Tokens
 from ragjax.reuse.base import LOGITS, Allocation, segments_of
-from ragjax.reuse.stitch import ChunkSource, SourceStrategy, Stitched, prepare
+from ragjax.reuse.exact import Prefix
+from ragjax.reuse.head import is_plain
+from ragjax.reuse.stitch import ChunkSource, SourceStrategy, Stitched, led, prepare
 
 RATIO = 0.15
 """Share of the chunks' tokens that the papers recompute (FusionRAG, section 5)."""
@@ -67,6 +69,8 @@ class Selective(SourceStrategy):
         self.measures = LOGITS | source.measures | selector.measures
         self.early_end = selector.early_end
         self.preprocessed = source.preprocessed
+        self._leads = source.leads
+        self.steady = not source.leads
         self._source = source
         self._selector = selector
 
@@ -77,6 +81,10 @@ class Selective(SourceStrategy):
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """Passes over missing KV, those of the selector, and one over the chosen tokens and the query segments."""
+        if self._leads:
+            prompt = led(prompt, allocation.cache, allocation.tenant)
+            if is_plain(prompt):  # all chunks are kept as the prompt has them
+                return (yield from Prefix().prefill(prompt, allocation))
         total = chunk_tokens(prompt)
         count = share(self.ratio if ratio is None else ratio, total)
         choosing = 0 < count < total

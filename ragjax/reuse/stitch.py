@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.lookahead import Keyed, LookaheadPart, Outlook
+from ragjax.cache.lookahead import Causal, Keyed, LookaheadPart, Outlook
 from ragjax.cache.match import Candidate, Match, Totals
+from ragjax.cache.node import raw_of
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
     NEVER,
@@ -57,11 +58,13 @@ class ChunkSource(Protocol):
 
     method: the name under which chunks computed behind the system prompt alone are kept.
     preprocessed: whether it takes preprocessed chunks where there are some.
+    leads: whether leading chunks whose causal KV is kept are taken as they are, exact.
     measures: what is measured while they are computed.
     """
 
     method: str
     preprocessed: bool
+    leads: bool
     measures: frozenset[Measure]
 
     def candidates(self, prompt: Prompt, i: int) -> Iterable[Candidate]:
@@ -77,6 +80,7 @@ class Isolated:
     """Chunks computed behind the system prompt alone, kept under `method` (all of FusionRAG's eq. 5)."""
 
     preprocessed = False
+    leads = False
     measures: frozenset[Measure] = frozenset()
 
     def __init__(self, method: str = "naive"):
@@ -296,6 +300,21 @@ def lay_out(
         repaired=reserve(allocation, repaired),
         scratch=reserve(allocation, scratch),
     )
+
+
+def led(prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Prompt:
+    """The prompt, whose leading chunks count as its head if their causal KV is kept (FusionRAG, section 4.1)."""
+    chunks = segments_of(prompt, Kind.CHUNK)
+    first = prompt.starts.index(head_length(prompt))
+    leading = [i for at, i in enumerate(chunks, first) if at == i]  # chunks that follow the head and each other
+    end = prompt.starts[leading[-1] + 1] if leading else 0
+    cuts = tuple(start for start in prompt.starts if start <= end)
+    found = cache.peek(Outlook((Causal(raw_of(prompt.tokens[:end]), cuts, tenant, min(prompt.public, end)),))).found
+    exact = {i for i in leading if prompt.starts[i + 1] <= found}
+    if not exact:
+        return prompt
+    segments = (replace(s, kind=Kind.QUERY) if i in exact else s for i, s in enumerate(prompt.segments))
+    return Prompt(tuple(segments))
 
 
 def check(prompt: Prompt) -> None:

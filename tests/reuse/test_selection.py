@@ -358,7 +358,8 @@ def test_alternative_path_drops_earlier_chunks_one_by_one():
 def test_alternative_path_looks_behind_so_many_chunks_alone():
     prompt = tiny.prompt(27, chunks=(4,) * 30)
     found = [len(tuple(Fused().candidates(prompt, i))) for i in range(1, 31)]
-    assert found == [min(i, NEIGHBOURS) + 1 for i in range(30)], "and as an isolated one"
+    bound = [min(i, NEIGHBOURS) for i in range(30)]
+    assert found == [2 * n + 3 for n in bound], "preprocessed and causal behind them, causal anywhere, and isolated"
 
 
 @pytest.mark.parametrize("seed", range(2))

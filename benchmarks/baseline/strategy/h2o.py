@@ -25,6 +25,7 @@ class Recorded:
 
     method = "h2o"
     preprocessed = False
+    leads = False
     measures = frozenset({Measure.KEY_SCORE})
 
     def candidates(self, prompt: Prompt, i: int) -> tuple[Candidate, ...]:

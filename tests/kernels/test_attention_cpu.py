@@ -187,7 +187,8 @@ def test_power(machine: Machine) -> None:
         frame.data(1, F32)[tile * lanes] = cpu.power(code, x)
 
     name = f"power_{machine.name.replace('-', '_')}"
-    KEPT.append(Library([Kernel(name, 1, (Phase(lambda _, frame: frame.size(0, 0) / lanes, body),))], machine))
+    kernel = Kernel(name, 1, (Phase(lambda _, frame: frame.size(0, 0) / lanes, body),))
+    KEPT.append(Library(name, lambda: [kernel], machine, None))
     x = np.concatenate([[0.0, -0.0, cpu.HIDDEN, -1e20, -1000.0, -1e-9], -np.geomspace(1e-6, 125, 1018)])
     x = x.astype(np.float32)
     found = np.asarray(jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, jnp.float32))(x))

@@ -510,6 +510,22 @@ def test_second_start_dequantises_nothing_and_gives_the_same(
         )
 
 
+@pytest.mark.parametrize("family", IN_GGUF)
+def test_packed_weights_give_the_logits_of_widened_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Family
+) -> None:
+    config = tiny(family, tie=family == "qwen3")
+    file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Quant.Q4_0)
+    wide = logits(load_decoder(file, "float32", tmp_path / "cache"))
+    read = counting(monkeypatch)
+    for start in range(2):
+        packed = load_decoder(file, "bfloat16", tmp_path / "cache", packed=True)
+        assert packed.kernels is not None
+        np.testing.assert_allclose(logits(packed), wide, atol=0.05 * np.ptp(wide))
+        matrices = [name for name in read if not name.endswith(("norm.weight", ".bias"))]
+        assert not matrices, f"start {start} widens {matrices}"
+
+
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux alone tells what is mapped")
 def test_dequantised_weights_are_the_mapped_file(tmp_path: Path) -> None:
     config = tiny("llama")

@@ -344,7 +344,6 @@ def test_arguments_that_do_not_fit_are_refused():
         (lambda: cache.admitter.admit_prefix(match, ids, 3, run, ()), "holds 2 tokens, not the 1"),
         (lambda: cache.admitter.admit_prefix(match, ids, 2, run, (5,)), "a cut lies outside"),
         (lambda: cache.admitter.admit_segment(match, tokens(7, 7), run, 0, isolated, "naive"), "3 of 4 tokens"),
-        (lambda: match_segment(cache, match, tokens(7, 7), Provenance.CAUSAL, ""), "as a prefix"),
         (lambda: match_segment(cache, match, tokens(7, 7), Provenance.DEPENDENCY, "x"), "or a path"),
         (lambda: cache.admitter.admit_segment(match, tokens(7, 7), run, 0, Provenance.DEPENDENCY, "x"), "or a path"),
     ]

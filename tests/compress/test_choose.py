@@ -129,7 +129,8 @@ def test_the_graph_keeps_keys_that_are_less_alike() -> None:
     evidence = Evidence(jnp.asarray(k)[None], jnp.asarray(k)[None], jnp.full(1, N, jnp.int32))
 
     def redundancy(graph: GraphKV | None) -> float:
-        numbers = (jnp.full(1, x, jnp.int32) for x in (16, 2, 5))
+        edges = graph.neighbours if graph else 0
+        numbers = (jnp.full(1, x, jnp.int32) for x in (16, 2, 5, edges))
         compression = Compression("snapkv", 16, graph, window=2)
         index_B = np.asarray(chosen(jnp.asarray(s)[None, :, None], evidence, *numbers, compression, 16)[0, 0])
         kept = k[index_B[:-2]].reshape(14, -1)

@@ -242,7 +242,7 @@ class Decoder(nnx.Module):
 
     @property
     def kernels(self) -> str | None:
-        """How a CPU's own kernels multiply, if matrices are packed for them: other numbers than XLA's, in few bits."""
+        """The arithmetic of the CPU kernels that multiply packed matrices, as a name; None if no matrix is packed."""
         values: Iterable[Any] = (weight.get_value() for weight in self.weights().values())
         packings = [value.packing for value in values if isinstance(value, PackedMatrix)]
         return None if not packings else "tiles" if packings[0].tiled else "whole numbers"

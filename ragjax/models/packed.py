@@ -42,7 +42,7 @@ class Sources:
         return replace(first, tiled=self._tiled)
 
     def arrays(self) -> Iterator[tuple[str, NDArray[np.generic]]]:
-        """As `own_arrays`; packed matrices are uint8 (`kernels.cpu.packing.pack`)."""
+        """The arrays of `own_arrays`; packed matrices are uint8 (`kernels.cpu.packing.pack`)."""
         for name, value in own_arrays(self._config, _Empty(self._tensors, self._parts)):
             parts = self._parts.get(name)
             yield name, value if parts is None else pack(self._codes(name, parts))

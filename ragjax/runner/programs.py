@@ -234,6 +234,7 @@ class Programs:
             *(self._config.to_json(), str(spec.mesh), self._attention, self._weights.depth),
             *(spec.scanned, spec.scale, spec.widen, spec.cap),
             *((x.shape, str(x.dtype), str(x.sharding)) for x in arrays),
+            *(str(spec.stage), str(jax.tree.structure(self._weights.ends))),  # how matrices are packed
         )
 
     def _compile(self, kind: str, *sizes: Any) -> Any:

@@ -16,7 +16,7 @@ from hypothesis import given
 from ragjax.kernels.attention import cpu
 from ragjax.kernels.blocks import visible_blocks
 from ragjax.kernels.cpu.code import F32, Code, Value, vector
-from ragjax.kernels.cpu.foreign import Frame, Kernel, Library, Machine, Phase
+from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelLibrary, KernelPhase, Machine
 from ragjax.kernels.pages import Pages, to_storage
 from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.view import View
@@ -182,13 +182,13 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: str, machine: Machine) ->
 def test_power(machine: Machine) -> None:
     lanes = 16 if machine.has("avx512f") else 8
 
-    def body(code: Code, frame: Frame, tile: Value) -> None:
+    def body(code: Code, frame: CallFrame, tile: Value) -> None:
         x = frame.data(0, F32).load(tile * lanes, vector(F32, lanes))
         frame.data(1, F32)[tile * lanes] = cpu.power(code, x)
 
     name = f"power_{machine.name.replace('-', '_')}"
-    kernel = Kernel(name, 1, (Phase(lambda _, frame: frame.size(0, 0) / lanes, body),))
-    KEPT.append(Library(name, lambda: [kernel], machine, None))
+    kernel = Kernel(name, 1, (KernelPhase(lambda _, frame: frame.size(0, 0) / lanes, body),))
+    KEPT.append(KernelLibrary(name, lambda: [kernel], machine, None))
     x = np.concatenate([[0.0, -0.0, cpu.HIDDEN, -1e20, -1000.0, -1e-9], -np.geomspace(1e-6, 125, 1018)])
     x = x.astype(np.float32)
     found = np.asarray(jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, jnp.float32))(x))
@@ -196,7 +196,7 @@ def test_power(machine: Machine) -> None:
     np.testing.assert_allclose(found[6:], np.exp2(x[6:].astype(np.float64)), rtol=5e-7)
 
 
-KEPT: list[Library] = []
+KEPT: list[KernelLibrary] = []
 """Code that JAX may call as long as the process lives."""
 
 

@@ -26,12 +26,13 @@ from safetensors.numpy import save_file
 
 from ragjax.core import ConfigError
 from ragjax.models import gguf as source
-from ragjax.models import weights
+from ragjax.models import packed, weights
 from ragjax.models.config import Family, LongRope, ModelConfig, RopeScaling
 from ragjax.models.decoder import Decoder
 from ragjax.models.gguf import read_gguf, unpermute_rope_rows
 from ragjax.models.tensors import Checkpoint, Stored, Tensors, expected_shapes
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
+from ragjax.runner.runner import Runner
 
 Array = NDArray[Any]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -519,11 +520,22 @@ def test_packed_weights_give_the_logits_of_widened_ones(
     wide = logits(load_decoder(file, "float32", tmp_path / "cache"))
     read = counting(monkeypatch)
     for start in range(2):
-        packed = load_decoder(file, "bfloat16", tmp_path / "cache", packed=True)
-        assert packed.kernels is not None
-        np.testing.assert_allclose(logits(packed), wide, atol=0.05 * np.ptp(wide))
+        decoder = load_decoder(file, "bfloat16", tmp_path / "cache", packed=True)
+        assert decoder.kernels is not None
+        np.testing.assert_allclose(logits(decoder), wide, atol=0.05 * np.ptp(wide))
         matrices = [name for name in read if not name.endswith(("norm.weight", ".bias"))]
         assert not matrices, f"start {start} widens {matrices}"
+
+
+def test_programs_of_other_packings_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(tmp_path / "m.gguf", tiny("llama"), random_tensors(tiny("llama")), Quant.Q4_0)
+
+    def facts(*, tiled: bool) -> dict[str, object]:
+        monkeypatch.setattr(packed, "tiled", lambda: tiled)
+        decoder = load_decoder(file, "bfloat16", tmp_path / "cache", packed=True)
+        return Runner(decoder, pages=3, page_size=16)._programs._facts(("sample", 1, 0))
+
+    assert facts(tiled=False) == facts(tiled=False) != facts(tiled=True)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux alone tells what is mapped")

@@ -20,7 +20,7 @@ from llvmlite import ir
 
 from ragjax.core import NEVER
 from ragjax.kernels.cpu.code import BF16, F32, I8, I16, I32, I64, Code, Pointer, Value, vector
-from ragjax.kernels.cpu.foreign import Frame, Kernel, Library, Machine, Phase
+from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelLibrary, KernelPhase, Machine
 from ragjax.kernels.view import View
 
 KEYS = 32
@@ -49,7 +49,7 @@ LEAST = -126.0  # of the exponents of `power`; below it is 0
 
 
 @dataclass(frozen=True)
-class Form:
+class AttentionForm:
     """A kernel's compiled shape.
 
     bits: the pool holds bfloat16, else float32. tiled: products by AMX. lanes: rows of a vector. fused: the machine
@@ -64,12 +64,12 @@ class Form:
     fused: bool
 
     @staticmethod
-    def of(view: View, machine: Machine) -> Form:
+    def of(view: View, machine: Machine) -> AttentionForm:
         pool = view.pages.k_LPKCD
         bits, wide = pool.dtype != jnp.float32, machine.has("avx512f")
         tiled = bits and machine.has("amx-bf16", "avx512bf16", "avx512f")
         fused = machine.has("fma") or machine.has("neon")
-        return Form(pool.shape[-1], bits, view.cap is not None, tiled, 16 if wide else 8, fused)
+        return AttentionForm(pool.shape[-1], bits, view.cap is not None, tiled, 16 if wide else 8, fused)
 
     def name(self, machine: Machine) -> str:
         flags = "".join("ny"[flag] for flag in (self.bits, self.capped, self.tiled, self.fused))
@@ -88,17 +88,19 @@ def refusal(q_THD: jax.Array, view: View) -> str | None:
         return f"head dimension {dim} is not a multiple of 32 up to 256"
     if dtype == jnp.float16:
         return f"the pool is {dtype}"
-    _compiled(Form.of(view, Machine.here()), Machine.here())
+    _compiled(AttentionForm.of(view, Machine.here()), Machine.here())
     return None
 
 
 def attend(q_THD: jax.Array, view: View, machine: Machine | None = None) -> tuple[jax.Array, jax.Array]:
     """See `op.paged_interval_attention`. machine: one whose code this one can run, for tests."""
     t, heads, dim = q_THD.shape
-    name = _compiled(Form.of(view, machine or Machine.here()), machine or Machine.here())
+    machine = machine or Machine.here()
+    form = AttentionForm.of(view, machine)
+    _compiled(form, machine)
     entries = view.entries
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((t, heads, dim), (t, heads))]
-    out_THD, lse_TH = jax.ffi.ffi_call(name, shapes)(
+    out_THD, lse_TH = jax.ffi.ffi_call(form.name(machine), shapes)(
         q_THD.astype(jnp.float32),
         view.pages.k_LPKCD,
         view.pages.v_LPKCD,
@@ -119,18 +121,14 @@ def attend(q_THD: jax.Array, view: View, machine: Machine | None = None) -> tupl
 
 
 @cache
-def _compiled(form: Form, machine: Machine) -> str:
-    """The kernel's name, once it is registered."""
+def _compiled(form: AttentionForm, machine: Machine) -> KernelLibrary:
+    """The kernel, which is registered; it lives as long as the process."""
     name = form.name(machine)
-    kernel = Kernel(name, _OUT, (Phase(_tiles, lambda *x: _Writer(form, *x).write()),))
-    _LIBRARIES.append(Library(name, lambda: [kernel], machine, None))
-    return name
+    kernel = Kernel(name, _OUT, (KernelPhase(_tiles, lambda *x: _Writer(form, *x).write()),))
+    return KernelLibrary(name, lambda: [kernel], machine, None)
 
 
-_LIBRARIES: list[Library] = []
-
-
-def _tiles(code: Code, frame: Frame) -> Value:
+def _tiles(code: Code, frame: CallFrame) -> Value:
     return frame.size(_COUNT, 0) * frame.size(_K, 2)
 
 
@@ -191,7 +189,7 @@ class _Writer:
     logit, sum of weights, token index, and the greatest token index.
     """
 
-    def __init__(self, form: Form, code: Code, frame: Frame, tile: Value):
+    def __init__(self, form: AttentionForm, code: Code, frame: CallFrame, tile: Value):
         self.form, self.code, self.frame = form, code, frame
         self.wide, self.whole = vector(F32, form.lanes), vector(I32, form.lanes)
         size = frame.size

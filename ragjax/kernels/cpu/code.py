@@ -155,7 +155,7 @@ class Value:
 
 
 class Pointer:
-    """Where numbers of one type lie."""
+    """An address of numbers of one type."""
 
     def __init__(self, code: Code, raw: ir.Value, element: ir.Type):
         self.code, self.raw, self.element = code, raw, element

@@ -26,9 +26,9 @@ from llvmlite import binding, ir
 from ragjax.core.file import PrivateFolder
 from ragjax.kernels.cpu.code import I32, I64, POINTER, Code, Pointer, Value
 
-# places of fields in XLA_FFI_CallFrame, XLA_FFI_Metadata and XLA_FFI_Api, in units of their size
 log = logging.getLogger(__name__)
 
+# places of fields in XLA_FFI_CallFrame, XLA_FFI_Metadata and XLA_FFI_Api, in units of their size
 _EXTENSION, _API, _CONTEXT, _STAGE, _ARGUMENTS, _RESULTS = 1, 2, 3, 4, 9, 14
 _METADATA, _MAJOR, _MINOR, _TRAITS = 3, 6, 7, 8
 _SCHEDULE, _NUM_THREADS = 17, 18
@@ -38,7 +38,7 @@ _EXECUTE, _VERSION = 3, (0, 3)
 _REFERENCES, _NEXT, _DONE, _TILES, _PHASE, _FRAME = range(6)  # of a job, in words
 
 
-class Frame:
+class CallFrame:
     """The buffers of a call, as code reads them: arguments first, then results."""
 
     def __init__(self, code: Code, frame: Value, arguments: int):
@@ -59,14 +59,14 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Phase:
+class KernelPhase:
     """Tiles that may run at once.
 
     tiles: writes the code that says how many there are. body: writes the code of one, given its number.
     """
 
-    tiles: Callable[[Code, Frame], Value]
-    body: Callable[[Code, Frame, Value], None]
+    tiles: Callable[[Code, CallFrame], Value]
+    body: Callable[[Code, CallFrame, Value], None]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Kernel:
 
     name: str
     arguments: int
-    phases: tuple[Phase, ...]
+    phases: tuple[KernelPhase, ...]
 
 
 def write_module(kernels: Sequence[Kernel], *, halves: bool = True) -> ir.Module:
@@ -89,7 +89,7 @@ def write_module(kernels: Sequence[Kernel], *, halves: bool = True) -> ir.Module
             code = Code(module, f"{kernel.name}_{number}", ir.VoidType(), (POINTER, I64), halves=halves)
             code.function.linkage = "internal"
             frame, tile = code.arguments
-            phase.body(code, Frame(code, frame, kernel.arguments), tile)
+            phase.body(code, CallFrame(code, frame, kernel.arguments), tile)
             bodies.append(code.close())
         code = Code(module, kernel.name, POINTER, (POINTER,))
         (frame,) = code.arguments
@@ -103,7 +103,7 @@ def write_module(kernels: Sequence[Kernel], *, halves: bool = True) -> ir.Module
             code.builder.ret(nothing.raw)
         with code.when(words.of(I32)[2 * _STAGE].compare("==", _EXECUTE)):
             for phase, body in zip(kernel.phases, bodies, strict=True):
-                tiles = phase.tiles(code, Frame(code, frame, kernel.arguments))
+                tiles = phase.tiles(code, CallFrame(code, frame, kernel.arguments))
                 code.call(share, frame, Value(code, body), tiles)
         code.close(nothing)
     return module
@@ -255,7 +255,7 @@ def _allow_tiles() -> bool:
     return bool(ctypes.CDLL(None, use_errno=True).syscall(call, permit, tile_data) == 0)
 
 
-class Library:
+class KernelLibrary:
     """Compiled kernels, registered with JAX under their names; lives as long as the process.
 
     Args:
@@ -312,7 +312,7 @@ def _compile(kernels: Sequence[Kernel], machine: Machine) -> bytes:
 
 @cache
 def _digest(machine: Machine) -> str:
-    """Of what compiled kernels depend on: the machine, llvmlite, and the code of this room."""
+    """Digest of what compiled kernels depend on: the machine, llvmlite, and the code of this room."""
     whole = hashlib.sha256(repr((machine.name, sorted(machine.features), version("llvmlite"))).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         whole.update(path.read_bytes())

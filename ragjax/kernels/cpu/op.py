@@ -44,7 +44,7 @@ class PackedMatrix:
 
 
 def missing() -> str | None:
-    """Why this machine cannot have the kernels, or None."""
+    """The reason for which this machine cannot have the kernels, or None."""
     return None if find_spec("llvmlite") else "llvmlite is not installed (pip install llvmlite)"
 
 
@@ -76,7 +76,7 @@ class _Wanted:
 @cache
 def _registered(wanted: _Wanted) -> Any:
     from ragjax.kernels.cpu import product, tiles
-    from ragjax.kernels.cpu.foreign import Library, Machine
+    from ragjax.kernels.cpu.foreign import KernelLibrary, Machine
 
     packing, machine = wanted.packing, Machine.here()
 
@@ -86,7 +86,7 @@ def _registered(wanted: _Wanted) -> Any:
         products = [product.product(packing, machine, normed=normed) for normed in (False, True)]
         return [*products, product.rows(packing)]
 
-    return Library(_name(packing, normed=False), kernels, machine, wanted.folder)
+    return KernelLibrary(_name(packing, normed=False), kernels, machine, wanted.folder)
 
 
 def _name(packing: Packing, normed: bool) -> str:

@@ -19,7 +19,7 @@ PANEL = 16
 
 @dataclass(frozen=True)
 class Packing:
-    """How a matrix is stored.
+    """Storage of a matrix.
 
     bits: 4 or 8, of a code. block: inputs that share a scale, 16 or 32. wide: scales are float32, not float16.
     lows: there are lows. tiled: many rows are multiplied by AMX (`tiles`), as bfloat16; it changes no byte.
@@ -58,7 +58,7 @@ class Packing:
         return f"{self.bits}b{self.block}{'w' if self.wide else ''}{'l' if self.lows else ''}"
 
     def common(self, other: Packing) -> Packing:
-        """What holds matrices of both."""
+        """The packing that holds matrices of both."""
         bits, lows = max(self.bits, other.bits), self.lows or other.lows
         # a matrix of 4 bits without lows has its zero at 8: beside one with lows it takes 8 bits, or lows of -8 scales
         return Packing(bits, min(self.block, other.block), self.wide or other.wide, lows, self.tiled)
@@ -126,20 +126,3 @@ def pack(codes: Codes) -> NDArray[np.uint8]:
             stored = np.ascontiguousarray(by_panel, np.float32 if packing.wide else np.float16)
             blocks.append(stored.view(np.uint8))
     return np.concatenate(blocks, axis=2).reshape(panels, -1)
-
-
-def quantize(weight_OI: NDArray[np.float32], bits: int) -> Codes:
-    """Round a matrix to 4 or 8 bits, with a scale for 32 inputs as llama.cpp's Q4_0 and Q8_0 choose it."""
-    outputs, inputs = weight_OI.shape
-    by_group = weight_OI.reshape(outputs, inputs // 32, 32)
-    if bits == 8:
-        scale_OG = np.abs(by_group).max(-1) / 127
-    else:  # the weight furthest from 0 becomes -8
-        furthest = np.take_along_axis(by_group, np.abs(by_group).argmax(-1)[..., None], -1)[..., 0]
-        scale_OG = furthest / -8
-    scale_OG = scale_OG.astype(np.float16).astype(np.float32)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        value = np.nan_to_num(np.round(by_group / scale_OG[..., None]), posinf=0, neginf=0)
-    low, high = (-8, 7) if bits == 4 else (-127, 127)
-    value_OI = np.clip(value, low, high).astype(np.int16).reshape(outputs, inputs)
-    return Codes(Packing(bits, 32, wide=False, lows=False), value_OI, scale_OG, None)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragjax.kernels.cpu.code import F16, F32, I8, I16, I32, I64, Code, Pointer, Value, vector
-from ragjax.kernels.cpu.foreign import Frame, Kernel, Machine, Phase
+from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelPhase, Machine
 from ragjax.kernels.cpu.packing import PANEL, Packing
 
 TOGETHER = 16
@@ -24,7 +24,7 @@ _X, _SCALE, _WEIGHT, _OUT, _DIGITS = range(5)  # of the buffers
 
 @dataclass(frozen=True)
 class Digits:
-    """How the whole numbers of 16 rows' block lie: of each row, high bytes, then low bytes.
+    """Layout of the whole numbers of 16 rows' block: of each row, high bytes, then low bytes.
 
     Behind them stand, for each row, the scale (float32), the sum times `zero` (int32), and the sum times the scale.
     paired: 16-bit numbers in place of bytes, of each four inputs the first and third, then the second and fourth.
@@ -41,7 +41,7 @@ class Digits:
 
     @property
     def about(self) -> int:
-        """Where the scales begin."""
+        """Bytes before the scales."""
         return TOGETHER * self.row_bytes
 
     @property
@@ -61,29 +61,24 @@ class Digits:
         return -(-rows // TOGETHER) * (inputs // self.block) * self.block_bytes
 
 
-def quantize_rows(digits: Digits, *, normed: bool) -> Phase:
+def quantize_rows(digits: Digits, *, normed: bool) -> KernelPhase:
     """Rows [T, K] as whole numbers; `normed`: after the root-mean-square norm with a scale [K + 1], eps last."""
     lanes = min(digits.block, 16)
 
-    def tiles(code: Code, frame: Frame) -> Value:
+    def tiles(code: Code, frame: CallFrame) -> Value:
         return (frame.size(_X, 0) + TOGETHER - 1) / TOGETHER
 
-    def body(code: Code, frame: Frame, tile: Value) -> None:
+    def body(code: Code, frame: CallFrame, tile: Value) -> None:
         for row in code.range(tile * TOGETHER, code.least((tile + 1) * TOGETHER, frame.size(_X, 0))):
             of_row(code, frame, row)
 
-    def of_row(code: Code, frame: Frame, row: Value) -> None:
+    def of_row(code: Code, frame: CallFrame, row: Value) -> None:
         wide = vector(F32, lanes)
         inputs = frame.size(_X, 1)
         x = frame.data(_X, F32).at(row * inputs)
         scale = frame.data(_SCALE, F32)
         if normed:
-            sums = code.variable(code.constant(wide, 0))
-            for i in code.range(0, inputs, lanes):
-                part = x.load(i, wide)
-                sums.value = code.fma(part, part, sums.value)
-            mean = code.total(sums.value) / inputs.cast(F32)
-            factor = code.constant(F32, 1) / code.root(mean + scale[inputs])
+            factor = root_mean_square(code, x, inputs, scale[inputs])
         target = frame.data(_DIGITS, I8).at(row / TOGETHER * (inputs / digits.block) * digits.block_bytes)
         within = row % TOGETHER
         for b in code.range(0, inputs / digits.block):
@@ -116,7 +111,17 @@ def quantize_rows(digits: Digits, *, normed: bool) -> Phase:
             rest.of(I32)[within + TOGETHER] = total.value * digits.zero
             rest.of(F32)[within + 2 * TOGETHER] = total.value.cast(F32) * scale_back
 
-    return Phase(tiles, body)
+    return KernelPhase(tiles, body)
+
+
+def root_mean_square(code: Code, x: Pointer, inputs: Value, eps: Value) -> Value:
+    """The factor of a row's root-mean-square norm (arXiv 1910.07467), float32; x: the row, whose length 16 divides."""
+    wide = vector(F32, 16)
+    sums = code.variable(code.constant(wide, 0))
+    for i in code.range(0, inputs, 16):
+        part = x.load(i, wide)
+        sums.value = code.fma(part, part, sums.value)
+    return code.constant(F32, 1) / code.root(code.total(sums.value) / inputs.cast(F32) + eps)
 
 
 def _fold(code: Code, parts: Sequence[Value]) -> Value:
@@ -219,19 +224,21 @@ def product(packing: Packing, machine: Machine, *, normed: bool) -> Kernel:
     form = form_for(machine)
     digits = digits_for(packing, machine)
 
-    def tiles(code: Code, frame: Frame) -> Value:
+    def tiles(code: Code, frame: CallFrame) -> Value:
         panels = frame.size(_WEIGHT, 0)
-        return (panels + _panels(panels) - 1) / _panels(panels)
+        return (panels + panels_of_part(panels) - 1) / panels_of_part(panels)
 
-    def body(code: Code, frame: Frame, tile: Value) -> None:
-        width = _panels(frame.size(_WEIGHT, 0))
+    def body(code: Code, frame: CallFrame, tile: Value) -> None:
+        width = panels_of_part(frame.size(_WEIGHT, 0))
         end = code.least(tile * width + width, frame.size(_WEIGHT, 0))
         _by_rows(code, frame, packing, digits, form, tile * width, end)
 
-    return Kernel(kernel_name(packing, normed), 3, (quantize_rows(digits, normed=normed), Phase(tiles, body)))
+    return Kernel(kernel_name(packing, normed), 3, (quantize_rows(digits, normed=normed), KernelPhase(tiles, body)))
 
 
-def _by_rows(code: Code, frame: Frame, packing: Packing, digits: Digits, form: Form, begin: Value, end: Value) -> None:
+def _by_rows(
+    code: Code, frame: CallFrame, packing: Packing, digits: Digits, form: Form, begin: Value, end: Value
+) -> None:
     """Panels, as many rows at a time as the registers hold."""
     rows, blocks = frame.size(_X, 0), frame.size(_X, 1) / packing.block
     kind = vector(F32, form.lanes)
@@ -251,11 +258,11 @@ def _by_rows(code: Code, frame: Frame, packing: Packing, digits: Digits, form: F
                     of_row = place.at(within * digits.row_bytes)
                     found = form.sums(code, packing, block, digits, of_row, together)
                     for part in parts:
-                        factors = _factors(code, packing, block, part * form.lanes, form.lanes)
+                        scales = factors(packing, block, part * form.lanes, form.lanes)
                         for r in range(together):
                             about = place.at(digits.about + (within + r) * 4)
                             sums[r][part].value = _scaled(
-                                code, packing, factors, found[r][part], about, sums[r][part].value
+                                code, packing, scales, found[r][part], about, sums[r][part].value
                             )
                 for r in range(together):
                     for part in parts:
@@ -270,7 +277,7 @@ def kernel_name(packing: Packing, normed: bool) -> str:
 def rows(packing: Packing) -> Kernel:
     """Rows [T, K] of a packed matrix by their numbers, int32 [T], as float32."""
 
-    def body(code: Code, frame: Frame, tile: Value) -> None:
+    def body(code: Code, frame: CallFrame, tile: Value) -> None:
         index = frame.data(0, I32)[tile].cast(I64)
         inputs = frame.size(2, 1)
         out = frame.data(2, F32).at(tile * inputs)
@@ -284,7 +291,7 @@ def rows(packing: Packing) -> Kernel:
                 made = number.cast(F32) * scale
                 out[b * packing.block + k] = made if low is None else made + low
 
-    return Kernel(rows_name(packing), 2, (Phase(lambda code, frame: frame.size(0, 0), body),))
+    return Kernel(rows_name(packing), 2, (KernelPhase(lambda code, frame: frame.size(0, 0), body),))
 
 
 def _code_at(packing: Packing, block: Pointer, k: int, output: Value) -> Value:
@@ -314,24 +321,24 @@ def digits_for(packing: Packing, machine: Machine) -> Digits:
     return Digits(packing.block, packing.zero, 16 if packing.bits == 4 else 128, form_for(machine).paired)
 
 
-def _panels(panels: Value) -> Value:
+def panels_of_part(panels: Value) -> Value:
     """Panels of a tile: about sixteen tiles a call."""
     return (panels + 15) / 16
 
 
-def _factors(code: Code, packing: Packing, block: Pointer, at: int, lanes: int) -> tuple[Value, Value | None]:
+def factors(packing: Packing, block: Pointer, at: int, lanes: int) -> tuple[Value, Value | None]:
     """Scales and lows of some outputs of a block, float32."""
     stored = F32 if packing.wide else F16
-    factors = block.at(packing.code_bytes).of(stored)
-    scale = _widened(factors.load(at, vector(stored, lanes)))
-    return scale, _widened(factors.load(PANEL + at, vector(stored, lanes))) if packing.lows else None
+    places = block.at(packing.code_bytes).of(stored)
+    scale = _widened(places.load(at, vector(stored, lanes)))
+    return scale, _widened(places.load(PANEL + at, vector(stored, lanes))) if packing.lows else None
 
 
 def _scaled(
-    code: Code, packing: Packing, factors: tuple[Value, Value | None], found: Value, about: Pointer, before: Value
+    code: Code, packing: Packing, scales: tuple[Value, Value | None], found: Value, about: Pointer, before: Value
 ) -> Value:
     """The sum of the blocks before this one and of this; `about` are what stands behind a row's digits."""
-    factor, low = factors
+    factor, low = scales
     lanes = found.type.count
     if packing.zero:
         found = found - code.spread(about.of(I32)[TOGETHER], lanes)
@@ -346,7 +353,7 @@ def _widened(value: Value) -> Value:
     return value if value.type.element == F32 else value.cast(vector(F32, value.type.count))
 
 
-def _store(code: Code, frame: Frame, row: Value, at: Value, value: Value) -> None:
+def _store(code: Code, frame: CallFrame, row: Value, at: Value, value: Value) -> None:
     """Store the lanes that are outputs: the last panel may have fewer."""
     lanes, outputs = value.type.count, frame.size(_OUT, 1)
     out = frame.data(_OUT, F32).at(row * outputs)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ragjax.kernels.cpu.code import BF16, F16, F32, I8, I16, I32, Code, Pointer, Value, vector
-from ragjax.kernels.cpu.foreign import Frame, Kernel, Phase
+from ragjax.kernels.cpu.code import BF16, F32, I8, I16, I32, Code, Pointer, Value, vector
+from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelPhase
 from ragjax.kernels.cpu.packing import PANEL, Packing
+from ragjax.kernels.cpu.product import factors, panels_of_part, root_mean_square
 
 ROWS = 16
 """Rows of a tile."""
@@ -31,14 +32,14 @@ def cast_bytes(rows: int, inputs: int) -> int:
     return -(-rows // ROWS) * (inputs // 32) * UNIT_BYTES
 
 
-def cast_rows(*, normed: bool) -> Phase:
+def cast_rows(*, normed: bool) -> KernelPhase:
     """Rows [T, K] as tiles of bfloat16; `normed`: after the root-mean-square norm with a scale [K + 1], eps last."""
     wide = vector(F32, 16)
 
-    def tiles(code: Code, frame: Frame) -> Value:
+    def tiles(code: Code, frame: CallFrame) -> Value:
         return (frame.size(_X, 0) + ROWS - 1) / ROWS
 
-    def body(code: Code, frame: Frame, tile: Value) -> None:
+    def body(code: Code, frame: CallFrame, tile: Value) -> None:
         inputs = frame.size(_X, 1)
         scale = frame.data(_SCALE, F32)
         target = frame.data(_CAST, I8).at(tile * (inputs / 32) * UNIT_BYTES)
@@ -55,17 +56,7 @@ def cast_rows(*, normed: bool) -> Phase:
                     parts.append(part)
                 own[unit * UNIT_BYTES] = narrow(code, *parts)
 
-    return Phase(tiles, body)
-
-
-def root_mean_square(code: Code, x: Pointer, inputs: Value, eps: Value) -> Value:
-    """What the norm multiplies a row by (arXiv 1910.07467)."""
-    wide = vector(F32, 16)
-    sums = code.variable(code.constant(wide, 0))
-    for i in code.range(0, inputs, 16):
-        part = x.load(i, wide)
-        sums.value = code.fma(part, part, sums.value)
-    return code.constant(F32, 1) / code.root(code.total(sums.value) / inputs.cast(F32) + eps)
+    return KernelPhase(tiles, body)
 
 
 def narrow(code: Code, first: Value, second: Value) -> Value:
@@ -108,15 +99,15 @@ class Tiles:
 def product(packing: Packing, name: str, *, normed: bool) -> Kernel:
     """Rows [T, K] times a packed matrix [N, K]: float32 [T, N]; the cast rows are scratch, uint8 (`cast_bytes`)."""
 
-    def tiles(code: Code, frame: Frame) -> Value:
+    def tiles(code: Code, frame: CallFrame) -> Value:
         panels = frame.size(_WEIGHT, 0)
-        return (panels + _panels(panels) - 1) / _panels(panels)
+        return (panels + panels_of_part(panels) - 1) / panels_of_part(panels)
 
-    def body(code: Code, frame: Frame, tile: Value) -> None:
+    def body(code: Code, frame: CallFrame, tile: Value) -> None:
         panels = frame.size(_WEIGHT, 0)
-        begin = tile * _panels(panels)
-        end = code.least(begin + _panels(panels), panels)
-        room = _Room(code)
+        begin = tile * panels_of_part(panels)
+        end = code.least(begin + panels_of_part(panels), panels)
+        room = _TileRoom(code)
         pairs = begin + (end - begin) / 2 * 2
         for panel in code.range(begin, pairs, 2):
             _multiply_panels(code, frame, packing, room, panel, 2)
@@ -124,16 +115,11 @@ def product(packing: Packing, name: str, *, normed: bool) -> Kernel:
             _multiply_panels(code, frame, packing, room, panel, 1)
         room.tiles.close()
 
-    return Kernel(name, 3, (cast_rows(normed=normed), Phase(tiles, body)))
+    return Kernel(name, 3, (cast_rows(normed=normed), KernelPhase(tiles, body)))
 
 
-def _panels(panels: Value) -> Value:
-    """Panels of a part of the work: about sixteen parts a call."""
-    return (panels + 15) / 16
-
-
-class _Room:
-    """What a thread keeps: panels as bfloat16, zeros, and sums of rows that are not all there."""
+class _TileRoom:
+    """Memory of a thread: panels as bfloat16, zeros, and sums of rows that are not all there."""
 
     def __init__(self, code: Code):
         self.tiles = Tiles(code)
@@ -144,7 +130,9 @@ class _Room:
             self.zeros[row * PANEL] = code.constant(vector(F32, PANEL), 0)
 
 
-def _multiply_panels(code: Code, frame: Frame, packing: Packing, room: _Room, panel: Value, panels: int) -> None:
+def _multiply_panels(
+    code: Code, frame: CallFrame, packing: Packing, room: _TileRoom, panel: Value, panels: int
+) -> None:
     """All rows times one panel or two, a chunk of inputs after the other."""
     rows, units = frame.size(_X, 0), frame.size(_X, 1) / 32
     for chunk in code.range(0, units, CHUNK):
@@ -163,8 +151,8 @@ def _multiply_panels(code: Code, frame: Frame, packing: Packing, room: _Room, pa
 
 def _add_chunk(
     code: Code,
-    frame: Frame,
-    room: _Room,
+    frame: CallFrame,
+    room: _TileRoom,
     panel: Value,
     panels: int,
     row: Value,
@@ -194,7 +182,9 @@ def _add_chunk(
         _move_sums(code, frame, room, 4 + number, row + r * ROWS, panel + p, load=False)
 
 
-def _move_sums(code: Code, frame: Frame, room: _Room, tile: int, row: Value, panel: Value, *, load: bool) -> None:
+def _move_sums(
+    code: Code, frame: CallFrame, room: _TileRoom, tile: int, row: Value, panel: Value, *, load: bool
+) -> None:
     """A tile of sums from the output, or to it; of rows and outputs that are there."""
     rows, outputs = frame.size(_X, 0), frame.size(_OUT, 1)
     out = frame.data(_OUT, F32).at(row * outputs + panel * PANEL)
@@ -225,7 +215,9 @@ def _widen(code: Code, packing: Packing, unit: Pointer, place: Pointer) -> None:
     pair = 0
     for number in range(32 // packing.block):
         block = unit.at(number * packing.block_bytes)
-        scale, low = _factors(code, packing, block)
+        scale, stored_low = factors(packing, block, 0, PANEL)
+        zero = scale * float(-OFFSET - packing.zero)
+        low = zero if stored_low is None else stored_low + zero
         for four in range(packing.block // 4):
             half = packing.block // 8
             high = packing.bits == 4 and four >= half
@@ -248,13 +240,3 @@ OFFSET = 256
 
 _PLACE, _OFFSET_BITS = 15, 0x43800000
 """Where 1 is in the float32 `OFFSET`, and its bits."""
-
-
-def _factors(code: Code, packing: Packing, block: Pointer) -> tuple[Value, Value]:
-    """Scales, and what is added to the products of codes with them; float32 [16]."""
-    stored = F32 if packing.wide else F16
-    places = block.at(packing.code_bytes).of(stored)
-    factors = [places.load(number * PANEL, vector(stored, PANEL)) for number in range(2 if packing.lows else 1)]
-    scale, *lows = [factor if packing.wide else factor.cast(vector(F32, PANEL)) for factor in factors]
-    low = lows[0] if lows else code.constant(vector(F32, PANEL), 0)
-    return scale, low - scale * float(OFFSET + packing.zero)

@@ -239,15 +239,17 @@ def test_fused_matrices_of_several_types(kinds: tuple[str, ...], wanted: Packing
     np.testing.assert_allclose(made, whole.widen(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_nan_stays_in_its_row() -> None:
-    codes = random_codes(Packing(4, 32, wide=False, lows=True, tiled=op.tiled()), 40, 64, 7)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("form", [*forms(), pytest.param(None, marks=needs_amx, id="tiles")])
+def test_what_is_no_number_stays_in_its_row_and_shows(form: str | None, wrong: float) -> None:
+    codes = random_codes(replace(PAIR[0], tiled=form is None), 40, 64, 7)
     x_TI = np.random.default_rng(8).normal(size=(20, 64)).astype(np.float32)
-    clean_TO = np.asarray(packed_product(x_TI, weight_of(codes), 64, None))
-    x_TI[5, 40] = np.nan
-    made_TO = np.asarray(packed_product(x_TI, weight_of(codes), 64, None))
+    clean_TO = _alone(codes, x_TI, form)(0, 20)
+    x_TI[5, 40] = wrong
+    made_TO = _alone(codes, x_TI, form)(0, 20)
     others = np.arange(20) != 5
     assert (made_TO[others] == clean_TO[others]).all()
-    assert np.isnan(made_TO[5]).all()
+    assert not np.isfinite(made_TO[5]).any()
 
 
 def test_bytes_of_tiles_hold_all_rows() -> None:

@@ -90,12 +90,13 @@ def quantize_rows(digits: Digits, *, normed: bool) -> KernelPhase:
                 if normed:
                     part = part * factor * scale.load(b * digits.block + at, wide)
                 parts.append(part)
-            greatest = code.highest(_fold(code, [code.magnitude(part) for part in parts]))
+            # NaN is kept: it becomes the scale, and so the row's products
+            greatest = code.highest(_fold(code, [code.magnitude(part) for part in parts]), nan=True)
             some = greatest > 0.0
             factor_back = code.where(some, code.constant(F32, digits.most) / greatest, code.constant(F32, 0))
             total = code.variable(code.constant(I32, 0))
             for number, part in enumerate(parts):
-                whole = code.nearest(part * factor_back).cast(vector(I32, lanes))
+                whole = code.whole(code.nearest(part * factor_back))
                 total.value = total.value + code.total(whole)
                 at = number * lanes
                 if digits.paired:
@@ -127,7 +128,7 @@ def root_mean_square(code: Code, x: Pointer, inputs: Value, eps: Value) -> Value
 def _fold(code: Code, parts: Sequence[Value]) -> Value:
     first, *rest = parts
     for part in rest:
-        first = code.largest(first, part)
+        first = code.largest(first, part, nan=True)
     return first
 
 

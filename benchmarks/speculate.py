@@ -110,7 +110,7 @@ def early(base: KnowledgeBase, asked: Sequence[str], k: int, stages: int) -> dic
 
 def ask(engine: Engine, question: str, chosen: Namespace, stages: int) -> dict[str, Any]:
     """One cold answer and what it took. stages: 0 for no speculation."""
-    engine.options = replace(engine.options, speculate=stages)
+    engine._guesses = replace(engine._guesses, stages=stages)
     engine.clear_cache()
     time.sleep(PAUSE)
     before: Mapping[str, Any] = engine.stats()

@@ -41,14 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"ragjax: error: there is no {name}; {meant(name, COMMANDS)}", file=sys.stderr)
         return 2
-    place = COMMANDS[name][0]
-    if name == "gate" and "--alpha" in rest:  # Cache-Craft's alpha, in place of the report
-        rest.remove("--alpha")
-        place = "ragjax.commands.calibrate"
     if name == "serve":  # until it serves: looking for garbage takes a sixth of its start
         gc.disable()
     try:
-        return int(import_module(place).main(rest))
+        return int(import_module(COMMANDS[name][0]).main(rest))
     except ModuleNotFoundError as error:
         if error.name not in SERVE_PACKAGES:
             raise

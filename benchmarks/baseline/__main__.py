@@ -1,4 +1,4 @@
-"""The server with the baselines of the tables besides its own strategies, policies and orders.
+"""The server with the baselines of the tables besides its own strategies, policies, orders and routers.
 
 python -m benchmarks.baseline [flags of ragjax serve]
 """

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+import benchmarks.baseline  # noqa: F401 (registers its names)
 from benchmarks.cluster import fleet, trial
 from benchmarks.cluster.simulation import Outcome, Setting, needs, simulate, traced
 from benchmarks.common import plot, report

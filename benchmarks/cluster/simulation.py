@@ -13,8 +13,9 @@ from random import Random
 
 import numpy as np
 
+from benchmarks.baseline.router import keep
 from benchmarks.policies.source import Pattern, Workload
-from ragjax.cluster.router import DIGEST, Learn, Need, Router, keep
+from ragjax.cluster.router import DIGEST, Learn, Need, Router
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ from ragjax.engine import Engine
 from ragjax.engine.build import contract_of, strategies_of
 from ragjax.engine.compose import Composer
 from ragjax.engine.knowledge import ENCODER, Knowledge, check_documents
-from ragjax.engine.measurement import alpha_of
 from ragjax.engine.stats import Stats
 from ragjax.models.hub import resolve
 from ragjax.models.tokenizer import Tokenizer
@@ -448,13 +447,13 @@ def fleet_of(options: EngineOptions, transport: Transport, router: str) -> Fleet
     card = transport.card()
     local = resolve(options.model)
     tokenizer = Tokenizer.load(local.path)
-    strategies = strategies_of(local, alpha_of(card.identity))
+    strategies = strategies_of(local)
     contract = contract_of(options, strategies, local.name, card.identity, card.dtype)
     knowledge = Knowledge.open(options, tokenizer)
     composer = Composer.of(options, knowledge, tokenizer, strategies, contract, card.limits, card.context_length)
     try:
         knowledge.fill(options, early=True)
-        return Fleet(card, knowledge, composer, transport, ROUTERS[router](), options.max_queue)
+        return Fleet(card, knowledge, composer, transport, ROUTERS.lookup(router)(), options.max_queue)
     except BaseException:
         knowledge.close()
         raise

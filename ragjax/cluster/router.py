@@ -1,31 +1,23 @@
-"""Routing of requests to replicas: the pieces of KV that a request needs, and four routers.
-
-- knowledge: the replica that has the least to compute before the answer begins
-- prefix: the replica that was sent the longest beginning of the prompt
-- two-choices: the less loaded of two random replicas
-- round-robin: each replica in turn
-"""
+"""Routing of requests to replicas: the pieces of KV that a request needs, and two routers."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import random
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, KeysView, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from ragjax.cache.node import digest, raw_of
 from ragjax.core import Kind, Prompt, SegmentReport, Tokens
+from ragjax.core.registry import Registry
 
-BLOCK = 16
-"""Tokens of a block of `Need.blocks`."""
 DIGEST = 8
 """Bytes of a digest. Two pieces with the same one cost a hit, never an answer: a cache looks up by its own keys."""
 
@@ -56,7 +48,7 @@ class Need:
         found: list[bytes] = []
         for segment in segments:
             before = found[-1] if chained and found else b"" if segment.public else tenant.encode()
-            found.append(_digest(before, segment.tokens))
+            found.append(digest_of(before, segment.tokens))
         tokens = np.concatenate([segment.tokens for segment in prompt.segments])
         return Need(tuple(found), tuple(map(len, segments)), chained, tokens)
 
@@ -64,14 +56,6 @@ class Need:
     def total(self) -> int:
         """Tokens of the pieces."""
         return sum(self.sizes)
-
-    @cached_property
-    def blocks(self) -> Sequence[bytes]:
-        """Digests of the prompt's beginnings, of `BLOCK` tokens, twice as many, and so on."""
-        found = [b""]
-        for end in range(BLOCK, len(self.tokens) + 1, BLOCK):
-            found.append(_digest(found[-1], self.tokens[end - BLOCK : end]))
-        return found[1:]
 
 
 def found_of(prompt: Prompt, reports: Sequence[SegmentReport]) -> list[int]:
@@ -89,11 +73,9 @@ def found_of(prompt: Prompt, reports: Sequence[SegmentReport]) -> list[int]:
     return found
 
 
-def _digest(before: bytes, tokens: Tokens) -> bytes:
+def digest_of(before: bytes, tokens: Tokens) -> bytes:
     return digest(b"router", before, raw_of(tokens))[:DIGEST]
 
-
-T = TypeVar("T")
 
 Learn = Callable[[Sequence[int]], None]
 """Takes the tokens of each piece of a request that the replica's cache had."""
@@ -115,6 +97,10 @@ class Router(ABC):
         return lambda found: None
 
 
+ROUTERS: Registry[type[Router]] = Registry("router")
+DEFAULT_ROUTER = "knowledge"
+
+
 def bound(loads: Mapping[str, int], slack: float) -> float:
     """Requests that a replica may have with the one to be placed: `slack` times the mean that there is then.
 
@@ -124,20 +110,13 @@ def bound(loads: Mapping[str, int], slack: float) -> float:
     return max(2.0, slack * (sum(loads.values()) + 1) / len(loads))
 
 
-def keep(kept: OrderedDict[bytes, T], key: bytes, value: T, most: int) -> None:
-    """Note a key as the last one used; beyond `most` of them the one used longest ago goes."""
-    kept[key] = value
-    kept.move_to_end(key)
-    if len(kept) > most:
-        kept.popitem(last=False)
-
-
 def forget(known: MutableMapping[str, Any], running: Collection[str]) -> None:
     """Drop what is kept of replicas that are gone."""
     for name in known.keys() - set(running):
         del known[name]
 
 
+@ROUTERS.register("round-robin")
 class RoundRobin(Router):
     """Sends requests to each replica in turn."""
 
@@ -149,60 +128,6 @@ class RoundRobin(Router):
         at = self._next % len(names) if names else 0
         self._next += 1
         return (*names[at:], *names[:at])
-
-
-class TwoChoices(Router):
-    """Sends a request to the less loaded of two random replicas, as Ray Serve does by default.
-
-    Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001.
-    """
-
-    def __init__(self) -> None:
-        self._random = random.Random(0)
-
-    def order(self, need: Need, loads: Mapping[str, int]) -> Sequence[str]:
-        names = sorted(loads)
-        self._random.shuffle(names)
-        return (*sorted(names[:2], key=lambda name: loads[name]), *names[2:])
-
-
-IMBALANCE = 5
-"""Requests between the fullest and the emptiest queue beyond which loads alone decide."""
-MATCH = 0.15
-"""Share of the prompt that has to match, at least; else the replica with the smallest tree gets it."""
-MOST_BLOCKS = 400_000
-"""Blocks that are kept of a replica; the least recently used go first."""
-
-
-class PrefixRouter(Router):
-    """Sends a request to the replica that was sent the longest beginning of its prompt.
-
-    As Ray Serve LLM's PrefixCacheAffinityRouter does, with the thresholds of the example in Ray's documentation of
-    "prefix-aware routing". Ray compares characters of the prompt; here they are blocks of tokens.
-    """
-
-    def __init__(self) -> None:
-        self._by_load = TwoChoices()
-        self._sent: dict[str, OrderedDict[bytes, None]] = {}
-
-    def order(self, need: Need, loads: Mapping[str, int]) -> Sequence[str]:
-        forget(self._sent, loads)
-        by_load = self._by_load.order(need, loads)
-        if not loads or max(loads.values()) - min(loads.values()) > IMBALANCE:
-            return by_load
-        matches = {}
-        for name in loads:
-            sent: Mapping[bytes, None] = self._sent.get(name, {})
-            matches[name] = next((i for i, block in enumerate(need.blocks) if block not in sent), len(need.blocks))
-        if max(matches.values()) >= MATCH * max(1, len(need.blocks)):
-            return sorted(by_load, key=lambda name: -matches[name])
-        return sorted(by_load, key=lambda name: len(self._sent.get(name, ())))
-
-    def sent(self, need: Need, replica: str) -> Learn:
-        kept = self._sent.setdefault(replica, OrderedDict())
-        for block in need.blocks:
-            keep(kept, block, None, MOST_BLOCKS)
-        return super().sent(need, replica)
 
 
 MOST_PIECES = 100_000
@@ -318,6 +243,7 @@ MIX = np.uint64(0x9E3779B97F4A7C15)
 """An odd number: multiplying by it mixes bits (Knuth, "The Art of Computer Programming", volume 3, 6.4)."""
 
 
+@ROUTERS.register("knowledge")
 class KnowledgeRouter(Router):
     """Sends a request to the replica that has the least to compute before the answer begins: what its cache lacks, and
     what the requests before it compute.
@@ -384,14 +310,3 @@ class KnowledgeRouter(Router):
             home = self._names[int((draws_R ^ (draws_R >> np.uint64(29))).argmax())]
             tokens[home] = tokens.get(home, 0) + size
         return tokens
-
-
-ROUTERS: Mapping[str, Callable[[], Router]] = {
-    "knowledge": KnowledgeRouter,
-    "prefix": PrefixRouter,
-    "two-choices": TwoChoices,
-    "round-robin": RoundRobin,
-}
-"""Routers by name."""
-
-DEFAULT_ROUTER = "knowledge"

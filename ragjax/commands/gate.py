@@ -44,7 +44,7 @@ from ragjax.core import (
 )
 from ragjax.core.registry import meant, strategy_named
 from ragjax.engine import Engine
-from ragjax.engine.measurement import alpha_of, report_path
+from ragjax.engine.measurement import report_path
 from ragjax.engine.preprocessing import preprocess
 from ragjax.engine.replay import recomputed_share
 from ragjax.prompting.chat import chat_prompt
@@ -271,7 +271,6 @@ def _measured(options: argparse.Namespace) -> Report:
     with _engine(options) as engine:
         settings = _known(engine, settings, options.strategies is not None)
         names = {setting.strategy for setting in settings}
-        alpha = alpha_of(engine.identity)
         if any(known[name].preprocessed for name in names):
             _preprocess(engine, record="fusion+craft" in names)
         questions = demo_questions(engine, options.limit, options.questions)
@@ -287,7 +286,6 @@ def _measured(options: argparse.Namespace) -> Report:
             questions=digest(questions),
             top_k=engine.top_k,
             measurements=measurements,
-            alpha=alpha,
         )
         report.save(report_path(engine.identity))
         return report
@@ -335,7 +333,6 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("ragjax gate", "Measure every strategy against full attention on the bundled questions.")
     flag = parser.add_argument
     add_engine_flags(parser, ("model", "dtype", "top_k", "device_cache_gb", "tensor_parallel"))
-    flag("--alpha", action="store_true", help="calibrate Cache-Craft's alpha instead; see `ragjax gate --alpha --help`")
     flag("--budget", required=True, help='what the server may be off: "KL=0.05", "TOP1=0.95", or both')
     flag("--knowledge", metavar="PATH", help="documents of your own (default: the packaged ones)")
     flag("--questions", type=Path, metavar="FILE", help="questions on them, JSONL of question and answers")

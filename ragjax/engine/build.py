@@ -21,7 +21,7 @@ from ragjax.core import Compression, ConfigError, EngineOptions, Grid, RequestEr
 from ragjax.core.compression import BY_LAYER
 from ragjax.core.registry import meant, name_of
 from ragjax.engine.knowledge import Knowledge
-from ragjax.engine.measurement import alpha_of, cost_path, report_of, report_path
+from ragjax.engine.measurement import cost_path, report_of, report_path
 from ragjax.engine.provision import least, planned
 from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
@@ -126,7 +126,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     kept_as = identity if decoder.kernels is None else hashlib.sha256(identity + decoder.kernels.encode()).digest()
     if strategies is None:
-        chosen = strategies_of(local, alpha_of(identity))
+        chosen = strategies_of(local)
     contract = contract_of(options, chosen, local.name, identity, dtype)
     compression = compression_of(options, [chosen[name] for name in contract.strategies])
     disk = _disk(storage, kept_as, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
@@ -195,9 +195,9 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     )
 
 
-def strategies_of(local: LocalModel, alpha: float = 1.0) -> dict[str, Strategy]:
-    """The strategies that a model can be served by. alpha: of Cache-Craft."""
-    return all_strategies(alpha=alpha, wrapper=wrapper_of(local), blocks=reads_blocks(local))
+def strategies_of(local: LocalModel) -> dict[str, Strategy]:
+    """The strategies that a model can be served by."""
+    return all_strategies(wrapper=wrapper_of(local), blocks=reads_blocks(local))
 
 
 def contract_of(

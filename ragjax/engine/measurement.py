@@ -1,4 +1,4 @@
-"""Measurements of a model: its quality report, Cache-Craft's alpha, and prefill times.
+"""Measurements of a model: its quality report and prefill times.
 
 Each is a file in ragjax's folder, by what the model's KV depends on (`identity`).
 """
@@ -14,9 +14,8 @@ from pathlib import Path
 from ragjax import quality
 from ragjax.core import ConfigError
 from ragjax.models.hub import cache_dir
-from ragjax.quality.report import Alpha, Report, Setting
+from ragjax.quality.report import Report
 from ragjax.reuse.base import Strategy
-from ragjax.reuse.craft import Craft
 
 _log = logging.getLogger(__name__)
 
@@ -34,31 +33,15 @@ def shipped_report(identity: bytes) -> Report | None:
     return None
 
 
-def alpha_path(identity: bytes) -> Path:
-    """Where a model's calibrated alpha of Cache-Craft is kept, by what its KV depends on."""
-    return cache_dir() / "craft" / f"{identity.hex()}.json"
-
-
 def cost_path(identity: bytes) -> Path:
     """Where a model's prefill times on this machine are kept, by what its KV depends on."""
     return cache_dir() / "cost" / f"{identity.hex()}.json"
 
 
-def alpha_of(identity: bytes) -> float:
-    """The calibrated alpha of Cache-Craft, 1 if there is none.
-
-    Raises:
-        ConfigError: if its file cannot be used.
-    """
-    path = alpha_path(identity)
-    return Alpha.load(path, identity.hex()).value if path.exists() else 1.0
-
-
 def report_of(identity: bytes, known: Mapping[str, Strategy]) -> Report | None:
     """The model's quality report, as far as it is of known strategies; the shipped one if the user has none.
 
-    None if there is none, or, with a warning, none that can be used. What Cache-Craft's strategies did by another alpha
-    than they have now is left out.
+    None if there is none, or, with a warning, none that can be used.
     """
     path = report_path(identity)
     try:
@@ -68,10 +51,5 @@ def report_of(identity: bytes, known: Mapping[str, Strategy]) -> Report | None:
         return None
     if report is None:
         return None
-    changed = {Setting(name) for name, one in known.items() if isinstance(one, Craft) and one.alpha != report.alpha}
-    stale = sorted(m.setting.strategy for m in report.measurements if m.setting in changed)
-    if stale:
-        again = "run ragjax gate again"
-        _log.warning("%s: %s had another alpha, %g: %s", path, ", ".join(stale), report.alpha, again)
-    kept = (m for m in report.measurements if m.setting.strategy in known and m.setting not in changed)
+    kept = (m for m in report.measurements if m.setting.strategy in known)
     return replace(report, measurements=tuple(kept))

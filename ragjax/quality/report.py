@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,6 @@ class Report:
     questions: str  # digest of the questions and documents asked
     top_k: int  # chunks that a question got
     measurements: tuple[Measurement, ...]
-    alpha: float = 1.0  # Cache-Craft's, where a setting names no ratio
 
     def predicted(self, setting: Setting) -> Divergence | None:
         """Mean divergence of the setting, or of the nearest smaller ratio measured; None if there is none."""
@@ -251,65 +250,14 @@ class Report:
         if data.pop("version") != VERSION:
             raise ValueError(f"not version {VERSION}")
         rows = [{**row, "setting": Setting(**row["setting"])} for row in data.pop("measurements")]
-        data.pop("fit", None)  # earlier reports name the fit of a strategy that is gone
+        data.pop("fit", None)  # earlier reports name the fit of a strategy that is gone,
+        if data.pop("alpha", 1.0) != 1.0:  # and Cache-Craft's alpha, which one could calibrate
+            raise ValueError("Cache-Craft had another alpha")
         report = cls(**data, measurements=tuple(Measurement(**row) for row in rows))
         ratios = (m.setting.ratio for m in report.measurements)
         if report.top_k < 1 or not all(ratio is None or 0 <= ratio <= 1 for ratio in ratios):
             raise ValueError("no chunks, or a ratio outside [0, 1]")
         return report
-
-
-# ------------------------------------------------------------------------------------------------------ alpha
-
-
-ALPHA_VERSION = 1
-"""Version of an alpha's file."""
-
-
-@dataclass(frozen=True)
-class Alpha:
-    """Cache-Craft's alpha for a model (section 3.2, equation 13): the least one that kept a quality.
-
-    value: alpha. identity: hex digest of all that the model's KV depends on. model, dtype: what they were.
-    quality: what was asked for, "F1=0.9" for instance; reached: its value at this alpha, over `questions` questions.
-    share: mean share of the chunks' tokens that was recomputed.
-    """
-
-    value: float
-    identity: str
-    model: str
-    dtype: str
-    quality: str
-    reached: float
-    questions: int
-    share: float
-
-    def save(self, path: Path) -> None:
-        """Write it, at once or not at all."""
-        write(path, {"version": ALPHA_VERSION, **asdict(self)})
-
-    @staticmethod
-    def load(path: Path, identity: str) -> Alpha:
-        """Read it.
-
-        Raises:
-            ConfigError: if it is damaged, of another version, or another model's.
-        """
-        again = "delete it, or run ragjax gate --alpha again"
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            version = found.pop("version")
-            if version != ALPHA_VERSION:
-                raise ConfigError(f"{path} is of version {version!r}, not {ALPHA_VERSION}: {again}")
-            alpha = Alpha(**{field.name: found[field.name] for field in fields(Alpha)})
-            usable = math.isfinite(alpha.value) and alpha.value >= 0
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{path} cannot be read ({error}): {again}") from error
-        if not usable:
-            raise ConfigError(f"{path} holds no usable alpha: {again}")
-        if alpha.identity != identity:
-            raise ConfigError(f"{path} was made for another model, tokenizer or dtype: {again}")
-        return alpha
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:

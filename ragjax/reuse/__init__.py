@@ -21,11 +21,11 @@ STRATEGIES.add("full", lambda model: Full())
 STRATEGIES.add("prefix", lambda model: Prefix())
 STRATEGIES.add("naive", lambda model: Naive("block" if model.blocks else None))
 STRATEGIES.add("blend", lambda model: Selective("blend", Isolated(), Deviation()))
-STRATEGIES.add("craft", lambda model: Craft(alpha=model.alpha))
-STRATEGIES.add("craft-focus", lambda model: Craft("craft-focus", alpha=model.alpha, focus=True))
+STRATEGIES.add("craft", lambda model: Craft())
+STRATEGIES.add("craft-focus", lambda model: Craft("craft-focus", focus=True))
 STRATEGIES.add("fusion", lambda model: Selective("fusion", Fused(), QueryGuided()))
 STRATEGIES.add("fusion+blend", lambda model: Selective("fusion+blend", Fused(), Deviation()))
-STRATEGIES.add("fusion+craft", lambda model: Craft("fusion+craft", alpha=model.alpha, fused=True))
+STRATEGIES.add("fusion+craft", lambda model: Craft("fusion+craft", fused=True))
 STRATEGIES.add("anchor", lambda model: Selective("anchor", Anchored(), Valued()))
 STRATEGIES.add("prophet", lambda model: Selective("prophet", Isolated(), Prophetic()))
 STRATEGIES.add("dependency", lambda model: Dependency("path"))
@@ -33,7 +33,7 @@ STRATEGIES.add("dependency-preorder", lambda model: Dependency("preorder"))
 STRATEGIES.add("packet", lambda model: None if model.wrapper is None else Packet(model.wrapper))
 
 
-def strategies(*, alpha: float = 1.0, wrapper: Wrapper | None = None, blocks: bool = False) -> dict[str, Strategy]:
+def strategies(*, wrapper: Wrapper | None = None, blocks: bool = False) -> dict[str, Strategy]:
     """Every registered strategy that a model can be served by; the arguments are the fields of `ModelTraits`."""
-    model = ModelTraits(alpha, wrapper, blocks)
+    model = ModelTraits(wrapper, blocks)
     return {name: made for name, make in STRATEGIES.items() if (made := make(model)) is not None}

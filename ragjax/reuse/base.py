@@ -103,7 +103,6 @@ class Strategy(ABC):
 class ModelTraits:
     """Properties of a model that strategies depend on."""
 
-    alpha: float = 1.0  # Cache-Craft's, as `ragjax gate --alpha` finds it
     wrapper: Wrapper | None = None  # of the model's packets, if it has some
     blocks: bool = False  # trained for chunks that see the system prompt and themselves alone
 

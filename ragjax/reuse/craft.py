@@ -109,8 +109,8 @@ SCORED = LOGITS | {Measure.SEGMENT_SCORE}
 class Craft(ChunkStrategy):
     """Cache-Craft: the best variant of each chunk, mended where its context differs.
 
-    name: as requests ask for it. alpha: scale of the Cache Fix Overhead where a request names no ratio
-    (`ragjax gate --alpha`). focus: whether recomputation stops early for chunks out of focus.
+    name: as requests ask for it. alpha: scale of the Cache Fix Overhead where a request names no ratio.
+    focus: whether recomputation stops early for chunks out of focus.
     fused: whether preprocessed chunks are taken first; one that stands alone is not, as in `fusion`.
     tau: overhead above which a chunk gets a new variant, in [0, 1]; 1: only where every token is computed anyhow.
     overhead: of a variant, in [0, 1]; ablations leave a factor out.

@@ -116,7 +116,7 @@ class ServerOptions:
         str | None,
         Flag(
             LOAD,
-            f"serve by N engines on Ray Serve, at $RAY_ADDRESS if set; router: {', '.join(ROUTERS)} (docs/scale.md)",
+            "serve by N engines on Ray Serve, at $RAY_ADDRESS if set; router: knowledge or round-robin (docs/scale.md)",
             "N[:ROUTER]",
         ),
     ] = None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks.baseline  # noqa: F401 (registers its names)
 from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.simulation import Replica, Setting, needs, simulate, size_of, traced
 from benchmarks.policies.source import Forest, Pattern, Request

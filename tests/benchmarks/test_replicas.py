@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import benchmarks.baseline  # noqa: F401 (registers its names)
 from benchmarks.cluster import fleet, trial
 from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.fleet import FleetServer, figures

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.baseline.router import TwoChoices
 from ragjax.cluster.fleet import Fleet, _Attempts
 from ragjax.cluster.replica import Call
-from ragjax.cluster.router import KnowledgeRouter, Need, TwoChoices
+from ragjax.cluster.router import KnowledgeRouter, Need
 from ragjax.core import (
     Answer,
     Attachment,

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from ragjax.cluster.router import FAR, IMBALANCE, LEAST, ROUTERS, SLACK, KnowledgeRouter, Memory, Need, Router, bound
+from benchmarks.baseline.router import IMBALANCE, PrefixRouter, TwoChoices
+from ragjax.cluster.router import FAR, LEAST, ROUTERS, SLACK, KnowledgeRouter, Memory, Need, Router, bound
 from ragjax.core import Kind, Prompt, Segment
 from tests.support.fleets import answer, asked, fleet_of_two
 
@@ -170,13 +171,13 @@ def test_a_replica_that_is_gone_is_forgotten() -> None:
 
 
 def test_two_choices_takes_the_less_loaded_of_two() -> None:
-    router = ROUTERS["two-choices"]()
+    router = TwoChoices()
     went = Counter(router.order(need(1), {"a": 5, "b": 1, "c": 3, "d": 2})[0] for _ in range(300))
     assert not went["a"] and went["b"] > went["d"] > went["c"] > 0
 
 
 def test_prefix_follows_the_beginning_until_queues_are_uneven() -> None:
-    router = ROUTERS["prefix"]()
+    router = PrefixRouter()
     first = serve(router, need(1, 2, 3))
     assert serve(router, need(1, 2, 9)) == first
     assert serve(router, need(3, 2, 1)) != first, "the smallest tree gets what matches nowhere"

@@ -35,7 +35,7 @@ from ragjax.core import (
 )
 from ragjax.engine import Engine, prepare
 from ragjax.engine import build as loading
-from ragjax.engine.measurement import alpha_path, report_of, report_path
+from ragjax.engine.measurement import report_of, report_path
 from ragjax.engine.preprocessing import preprocess
 from ragjax.models.hub import cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ from ragjax.models.trained import model_digest
 from ragjax.models.weights import open_checkpoint
 from ragjax.quality.contract import AUTO, FAR, FULL, LEAST, QUEUE, STEPS, WATCH, WINDOW, Contract, Monitor, Verdict
 from ragjax.quality.evidence import MOST, NEEDED, LiveEvidence, ShadowTrial
-from ragjax.quality.report import PREFIX, Alpha, Budget, Measurement, Report, Setting, bounds, divergence
+from ragjax.quality.report import PREFIX, Budget, Measurement, Report, Setting, bounds, divergence
 from ragjax.reuse import strategies
 from ragjax.reuse.base import Allocation
 from ragjax.reuse.craft import Craft
@@ -927,14 +927,17 @@ def test_the_shipped_report_is_of_the_packaged_model(
     assert report_of(identity, strategies()) == own, "the user's own comes first"
 
 
-def test_what_was_measured_at_another_alpha_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_with_another_alpha_of_cache_craft_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path))
-    at_ratio = measurement(Setting("craft", 0.15), 0.02, 70.0)
-    rows = (*REPORT.measurements, at_ratio)
-    replace(REPORT, alpha=0.4, measurements=rows).save(report_path(b"\xab\x12"))
-    for alpha, found in ((0.4, rows), (1.0, tuple(one for one in rows if one.setting != Setting("craft")))):
-        report = report_of(b"\xab\x12", strategies(alpha=alpha))
-        assert report is not None and report.measurements == found
+    path = report_path(b"\xab\x12")
+    for alpha, used in ((1.0, True), (0.4, False)):
+        REPORT.save(path)
+        path.write_text(json.dumps({**json.loads(path.read_text()), "alpha": alpha}))
+        report = report_of(b"\xab\x12", strategies())
+        assert (report is not None and report.measurements == REPORT.measurements) is used
+    assert "another alpha" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------- command
@@ -1009,7 +1012,6 @@ def test_the_command_keeps_its_report_where_a_start_looks(tmp_path: Path, monkey
     documents = [
         Document(name, f"The {name} of Marn is {i} miles off.", name) for i, name in enumerate(("mill", "inn"))
     ]
-    Alpha(0.3, "ab12", "tiny", "float32", "F1=0.9", 0.93, 60, 0.2).save(alpha_path(b"\xab\x12"))
     asked = [
         {"question": f"Where is the {d.id} of Marn?", "answers": [f"{i} miles off"]} for i, d in enumerate(documents)
     ]
@@ -1027,7 +1029,6 @@ def test_the_command_keeps_its_report_where_a_start_looks(tmp_path: Path, monkey
     assert loaded["knowledge"] == knowledge("demo") and loaded["dtype"] == "float32"
     found = report_of(b"\xab\x12", {"prefix": Prefix(), "naive": Naive()})
     assert found is not None and (found.model, found.dtype, found.top_k) == ("tiny", "float32", 2)
-    assert found.alpha == 0.3
     prefix, naive = found.measurements
     assert (prefix.setting, prefix.n, naive.setting) == (PREFIX, 2, NAIVE)
     assert prefix.kl < 1e-9 < naive.kl

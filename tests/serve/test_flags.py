@@ -108,7 +108,7 @@ def test_the_page_of_flags_is_made_from_the_options() -> None:
         (["--port"], "--port"),
         (["extra"], "extra"),
         (["--replicas", "0"], "--replicas"),
-        (["--replicas", "2:magic"], "unknown router 'magic'; choose one of knowledge"),
+        (["--replicas", "2:magic"], "unknown router 'magic'; choose one of"),
         (["--cors-origin", "example.com/page"], "scheme://host"),
         (["--allow-host", "http://name"], "without scheme"),
         (["--replicas", "2", "--speculate", "3"], "--speculate"),

@@ -34,12 +34,12 @@ class ChunkGuided(QueryGuided):
 
 @STRATEGIES.register("craft-nobeta")
 def craft_nobeta(model: ModelTraits) -> Craft:
-    return Craft("craft-nobeta", alpha=model.alpha, overhead=without_beta)
+    return Craft("craft-nobeta", overhead=without_beta)
 
 
 @STRATEGIES.register("craft-nocci")
 def craft_nocci(model: ModelTraits) -> Craft:
-    return Craft("craft-nocci", alpha=model.alpha, overhead=without_cci)
+    return Craft("craft-nocci", overhead=without_cci)
 
 
 @STRATEGIES.register("fusion-chunk")

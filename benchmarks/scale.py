@@ -22,6 +22,8 @@ import psutil
 import benchmarks.baseline  # noqa: F401 (registers its names)
 from benchmarks.common.report import Benchmark, Parser, Session
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.lookahead import Causal
+from ragjax.cache.node import raw_of
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
@@ -74,7 +76,7 @@ def measure(policy: str, nodes: int, count: int) -> dict[str, Any]:
     gc.collect()
     gc.freeze()  # as a server does that wants no pauses; the tree has no garbage in circles
     asked = requests(documents, count + WINDOW)
-    keys = [cache.keys_of(tokens, CUTS) for tokens in asked]
+    keys = [Causal(raw_of(tokens), CUTS).keys(cache.tree) for tokens in asked]
     for i in range(WINDOW):
         cache.announce(str(i), keys[i])
     times, parts = [], []

@@ -56,9 +56,6 @@ class Probe(Strategy):
         self.recomputed: NDArray[np.int32] = np.zeros(0, np.int32)
         self.kv: tuple[Floats, Floats] | None = None
 
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        return self._inner.keys(prompt, cache, tenant)
-
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         return self._inner.outlook(prompt, cache, tenant)
 

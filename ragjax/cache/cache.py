@@ -16,7 +16,7 @@ from math import inf
 from ragjax.cache.admitter import Admitter
 from ragjax.cache.hierarchy import Hierarchy, LeftNode, Storage
 from ragjax.cache.loader import Loader
-from ragjax.cache.lookahead import Look, Outlook, causal_keys, path_keys
+from ragjax.cache.lookahead import Look, Outlook
 from ragjax.cache.match import CacheMetrics
 from ragjax.cache.matcher import Matcher
 from ragjax.cache.node import PUBLIC, Provenance, context_digest, name, raw_of
@@ -182,16 +182,6 @@ class KnowledgeCache:
 
     # --------------------------------------------------------------------------------- who waits, what moves
 
-    def keys_of(self, tokens: Tokens, cuts: Sequence[int], tenant: str = PUBLIC, public: int = 0) -> tuple[bytes, ...]:
-        """Keys of the nodes that a causal prompt uses (`causal_keys`)."""
-        return causal_keys(self.tree, raw_of(tokens), cuts, tenant, public)
-
-    def keys_of_path(
-        self, context: Tokens, path: Tokens, stops: Sequence[int], method: str, tenant: str = PUBLIC, public: int = 0
-    ) -> tuple[bytes, ...]:
-        """Keys of the nodes that a dependency path behind a causal context uses, kept or not (`path_keys`)."""
-        return path_keys(self.tree, raw_of(context), raw_of(path), stops, method, tenant, public)
-
     def key_of(
         self,
         context: Tokens,
@@ -205,7 +195,7 @@ class KnowledgeCache:
         return self.tree.key(tenant, provenance, method, context_digest(raw_of(context)), raw_of(tokens), behind)
 
     def announce(self, request: str, keys: Collection[bytes]) -> None:
-        """A request waits that will use the nodes with these keys (`keys_of`), whether they are kept or not."""
+        """A request waits that will use the nodes with these keys (`Outlook.keys`), whether they are kept or not."""
         self._refresh(self._hierarchy.policy.on_queue(request, keys))
 
     def withdraw(self, request: str) -> None:

@@ -1,4 +1,4 @@
-"""Look-ups for requests that wait: the pieces they would find now, and the keys of the nodes they will use.
+"""What requests that wait will look for: the pieces they would find now, and the keys of the nodes they will use.
 
 Nothing is pinned, loaded or counted.
 
@@ -8,13 +8,13 @@ name says what the KV depends on, however the tree is cut, so two requests that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
 
-from ragjax.cache.node import PUBLIC, Provenance, context_digest, context_hasher, digest, radix_tag
+from ragjax.cache.node import PUBLIC, Node, Provenance, Steps, context_digest, context_hasher, digest, radix_tag
 from ragjax.cache.tree import KnowledgeTree
 
 
@@ -49,6 +49,9 @@ class LookaheadPart(Protocol):
 
     def look(self, tree: KnowledgeTree) -> Look: ...
 
+    def keys(self, tree: KnowledgeTree) -> Iterable[bytes]:
+        """Keys of the nodes that it uses: of those that are kept, then of those it would add."""
+
 
 class Outlook:
     """Everything that a request will look for. Without parts it finds nothing and shares nothing."""
@@ -62,13 +65,19 @@ class Outlook:
             self._seen = tree.generation, Look.joined(part.look(tree) for part in self._parts)
         return self._seen[1]
 
+    def keys(self, tree: KnowledgeTree) -> tuple[bytes, ...]:
+        """Keys of the nodes that it will use, kept or not."""
+        return tuple(dict.fromkeys(key for part in self._parts for key in part.keys(tree)))
+
 
 class Causal:
-    """A causal prompt, or the beginning of one: its tokens, and indexes at which pieces end, besides the last."""
+    """A causal prompt, or the beginning of one: its tokens, and indexes at which pieces end, besides the last.
 
-    def __init__(self, raw: bytes, cuts: Sequence[int], tenant: str, public: int):
-        self._raw = raw
-        self._tenant = tenant
+    public: leading tokens that go to all tenants.
+    """
+
+    def __init__(self, raw: bytes, cuts: Sequence[int], tenant: str = PUBLIC, public: int = 0):
+        self._raw, self._cuts, self._tenant, self._public = raw, cuts, tenant, public
         self._pieces = _Pieces(raw, cuts, tenant, public)
         self._seen: tuple[int, Look] = (-1, Look())
 
@@ -78,43 +87,79 @@ class Causal:
             self._seen = at, self._pieces.look(at)
         return self._seen[1]
 
+    def keys(self, tree: KnowledgeTree) -> list[bytes]:
+        raw, steps = self._raw, tree.walk(self._raw, self._tenant)
+        keys = [node.key for node, _ in steps]
+        at = sum(used for _, used in steps)
+        public = 0 if steps and steps[-1][0].tenant != PUBLIC else self._public
+        hasher = context_hasher(raw[: 4 * at])
+        for stop in stops((*self._cuts, public), at, len(raw) // 4):
+            part = raw[4 * at : 4 * stop]
+            owner = PUBLIC if stop <= public else self._tenant
+            keys.append(tree.key(owner, Provenance.CAUSAL, "", hasher.digest(), part))
+            hasher.update(part)
+            at = stop
+        return keys
+
 
 class Keyed:
     """A chunk that is found by its keys alone.
 
-    keys: under which it may be kept, any of them will do. name: of what is computed if none is. tokens: its length.
+    keys: under which it may be kept, the best first; any of them will do. name: of what is computed if none is.
+    tokens: its length.
     """
 
     def __init__(self, keys: Sequence[bytes], name: bytes, tokens: int):
-        self._keys = tuple(keys)
+        self._keys, self._name = tuple(keys), name
         self._have, self._lack = Look({name: tokens}), Look({}, {name: tokens})
 
     def look(self, tree: KnowledgeTree) -> Look:
         return self._have if any(tree.find(key) is not None for key in self._keys) else self._lack
 
+    def keys(self, tree: KnowledgeTree) -> tuple[bytes, ...]:
+        return (*self._keys[:1], self._name)
+
 
 class Paths:
     """Dependency paths behind a causal context; what paths share is one piece.
 
-    paths: tokens of each, the offsets at which its branches end, and how many of its first tokens go to all tenants.
+    paths: tokens of each, the offsets at which its branches end, and how many of its first tokens go to all tenants, if
+    the context does.
     """
 
     def __init__(self, context: bytes, paths: Iterable[tuple[bytes, Sequence[int], int]], method: str, tenant: str):
         self._context = context
         self._method = method
         self._tenant = tenant
-        head = context_digest(context)
-        self._paths = [(raw, _Pieces(raw, stops, tenant, public, method, head)) for raw, stops, public in paths]
+        self._paths, head = tuple(paths), context_digest(context)
+        self._pieces = [_Pieces(raw, ends, tenant, public, method, head) for raw, ends, public in self._paths]
 
     def look(self, tree: KnowledgeTree) -> Look:
+        _, walk = self._behind(tree)
+        found = [sum(used for _, used in walk(raw)) for raw, *_ in self._paths]
+        return Look.joined(pieces.look(at) for pieces, at in zip(self._pieces, found, strict=True))
+
+    def keys(self, tree: KnowledgeTree) -> Iterator[bytes]:
+        before = context_digest(self._context)
+        end, walk = self._behind(tree)
+        for raw, ends, public in self._paths:
+            steps = walk(raw)
+            yield from (node.key for node, _ in steps)
+            at = sum(used for _, used in steps)
+            shared = public if (steps[-1][0] if steps else end).tenant == PUBLIC else 0
+            for stop in stops(ends, at, len(raw) // 4):
+                on = context_digest(before, raw[: 4 * at]) if at else before
+                owner = PUBLIC if stop <= shared else self._tenant
+                yield tree.key(owner, Provenance.DEPENDENCY, self._method, on, raw[4 * at : 4 * stop])
+                at = stop
+
+    def _behind(self, tree: KnowledgeTree) -> tuple[Node, Callable[[bytes], Steps]]:
+        """The node that the context ends in, and what walks a path behind it."""
         top = tree.walk(self._context, self._tenant)
         end = top[-1][0] if top else tree.root
+        # behind a node that goes on beyond the context are the paths of another one
         whole = sum(used for _, used in top) == len(self._context) // 4 and (not top or top[-1][1] == len(end))
-
-        def found(raw: bytes) -> int:
-            return sum(used for _, used in tree.walk(raw, self._tenant, end, self._method)) if whole else 0
-
-        return Look.joined(pieces.look(found(raw)) for raw, pieces in self._paths)
+        return end, lambda raw: tree.walk(raw, self._tenant, end, self._method) if whole else []
 
 
 class _Pieces:
@@ -149,50 +194,3 @@ class _Pieces:
 def stops(cuts: Iterable[int], at: int, end: int) -> list[int]:
     """Where the nodes of tokens [at, end) end that are cut at `cuts`, ascending; `end` is the last."""
     return sorted({cut for cut in (*cuts, end) if at < cut <= end})
-
-
-def causal_keys(
-    tree: KnowledgeTree, raw: bytes, cuts: Sequence[int], tenant: str, public: int = 0
-) -> tuple[bytes, ...]:
-    """Keys of the nodes that a causal prompt uses: of those that are kept, then of those it would add.
-
-    public: leading tokens that go to all tenants.
-    """
-    steps = tree.walk(raw, tenant)
-    keys = [node.key for node, _ in steps]
-    at = sum(used for _, used in steps)
-    if steps and steps[-1][0].tenant != PUBLIC:
-        public = 0
-    hasher = context_hasher(raw[: 4 * at])
-    for stop in stops((*cuts, public), at, len(raw) // 4):
-        part = raw[4 * at : 4 * stop]
-        owner = PUBLIC if stop <= public else tenant
-        keys.append(tree.key(owner, Provenance.CAUSAL, "", hasher.digest(), part))
-        hasher.update(part)
-        at = stop
-    return tuple(keys)
-
-
-def path_keys(
-    tree: KnowledgeTree, context: bytes, raw: bytes, ends: Sequence[int], method: str, tenant: str, public: int = 0
-) -> tuple[bytes, ...]:
-    """Keys of the nodes that a dependency path behind a causal context uses; its branches end at `ends`.
-
-    public: its leading tokens that go to all tenants, if the context does.
-    """
-    keys, at, before = [], 0, context_digest(context)
-    top = tree.walk(context, tenant)
-    # behind a node that goes on beyond the context are the paths of another one
-    whole = sum(used for _, used in top) == len(context) // 4 and (not top or top[-1][1] == len(top[-1][0]))
-    steps = tree.walk(raw, tenant, top[-1][0] if top else None, method) if whole else []
-    if (steps or top) and (steps or top)[-1][0].tenant != PUBLIC:
-        public = 0
-    for node, used in steps:
-        keys.append(node.key)
-        at += used
-    for stop in stops(ends, at, len(raw) // 4):
-        on = context_digest(before, raw[: 4 * at]) if at else before
-        owner = PUBLIC if stop <= public else tenant
-        keys.append(tree.key(owner, Provenance.DEPENDENCY, method, on, raw[4 * at : 4 * stop]))
-        at = stop
-    return tuple(keys)

@@ -88,15 +88,10 @@ class Keeping(Strategy):
         self.early_end = inner.early_end
         self._inner, self._keep = inner, keep
 
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The other's."""
-        return self._inner.keys(prompt, cache, tenant)
-
     def dress(self, prompt: Prompt) -> Prompt:
         return self._inner.dress(prompt)
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """The other's."""
         return self._inner.outlook(prompt, cache, tenant)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
@@ -113,10 +108,6 @@ class Resumed(Strategy):
     def __init__(self, kv: DepKV):
         self.name = kv.strategy
         self.kv = kv
-
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """None: it waits for nothing."""
-        return ()
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """The plan as it was, with slots for what is generated now.

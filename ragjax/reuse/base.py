@@ -62,9 +62,9 @@ class Strategy(ABC):
     exact: bool = False
     reads_logits: bool = False
 
-    @abstractmethod
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """Keys of the nodes that the prompt will use, kept or not, for policies that look at who waits."""
+        return self.outlook(prompt, cache, tenant).keys(cache.tree)
 
     def dress(self, prompt: Prompt) -> Prompt:
         """The prompt as this strategy has the model read it: as it is, by default."""

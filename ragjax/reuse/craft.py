@@ -49,7 +49,6 @@ from ragjax.reuse.base import LOGITS, Allocation, indices, owner_of, segments_of
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.head import (
     ChunkStrategy,
-    head_keys,
     head_length,
     head_part,
     keep_head,
@@ -137,25 +136,6 @@ class Craft(ChunkStrategy):
         self._focus = focus
         self._fused = self.preprocessed = fused
 
-    def chunk_keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the head, and each chunk's best variant, or the one that it would get.
-
-        Before it, where a preprocessed chunk is taken first, that one.
-        """
-        head = prompt.tokens[: system_length(prompt)]
-        keys = list(head_keys(prompt, cache, tenant))
-        for i in segments_of(prompt, Kind.CHUNK):
-            segment, prior = prompt.segments[i], before(prompt, i)
-            tokens = segment.tokens
-            if self._takes_fused(prompt, i):
-                owner = owner_of(segment, tenant)
-                keys.append(cache.key_of(head, tokens, Provenance.APPROXIMATE, FUSED, owner, segment.behind))
-            ranked = rank(cache.matcher.find_variants(tokens, VARIANT, tenant, head), prior, self._overhead, self.tau)
-            owner = PUBLIC if _public(prompt, i) else tenant
-            new = cache.key_of(head, tokens, Provenance.APPROXIMATE, VARIANT, owner, variant_digest(prior))
-            keys.append(ranked[0].key if ranked else new)
-        return tuple(keys)
-
     def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The head, and a variant of each chunk: any, unless new variants are made for new prefixes."""
         parts: list[LookaheadPart] = [head_part(prompt, tenant)]
@@ -164,14 +144,23 @@ class Craft(ChunkStrategy):
             segment, prior = prompt.segments[i], before(prompt, i)
             fused: tuple[bytes, ...] = ()
             if self._takes_fused(prompt, i):
-                owners, kind = dict.fromkeys((tenant, PUBLIC)), Provenance.APPROXIMATE
+                owners, kind = dict.fromkeys((owner_of(segment, tenant), tenant, PUBLIC)), Provenance.APPROXIMATE
                 fused = tuple(cache.key_of(head, segment.tokens, kind, FUSED, o, segment.behind) for o in owners)
-            behind = b"" if self.tau >= 1 else variant_digest(prior)
             owner = PUBLIC if _public(prompt, i) else tenant
-            name = cache.key_of(head, segment.tokens, Provenance.APPROXIMATE, VARIANT, owner, behind)
+            key_of = partial(cache.key_of, head, segment.tokens, Provenance.APPROXIMATE, VARIANT, owner)
+            new = key_of(variant_digest(prior))
+            name = key_of(b"") if self.tau >= 1 else new
             serving = partial(self._serving, cache, segment.tokens, tenant, head, prior)
-            parts.append(ChunkVariants(Keyed(fused, name, len(segment)), name, len(segment), serving))
+            best = partial(self._best_key, cache, segment.tokens, tenant, head, prior, new)
+            parts.append(ChunkVariants(Keyed(fused, name, len(segment)), name, len(segment), serving, best))
         return Outlook(parts)
+
+    def _best_key(
+        self, cache: KnowledgeCache, tokens: Tokens, tenant: str, head: Tokens, prior: Sequence[bytes], new: bytes
+    ) -> bytes:
+        """Key of the chunk's best variant, or of the one that it would get."""
+        kept = cache.matcher.find_variants(tokens, VARIANT, tenant, head)
+        return next((variant.key for variant in rank(kept, prior, self._overhead, self.tau)), new)
 
     def _serving(
         self, cache: KnowledgeCache, tokens: Tokens, tenant: str, head: Tokens, prior: Sequence[bytes]

@@ -120,15 +120,6 @@ class Dependency(Strategy):
         self.name = "dependency" if positions == "path" else f"dependency-{positions}"
         self.positions: Positions = positions
 
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the system prompt, and the nodes of every path behind it."""
-        scene, head = self._scene(prompt), prompt.tokens[: system_length(prompt)]
-        found = list(cache.keys_of(head, (), tenant, min(prompt.public, len(head))))
-        for path in scene.leaves:
-            tokens, stops = scene.spell(path)
-            found += cache.keys_of_path(head, tokens, stops, self.name, tenant, _public(prompt, path, stops))
-        return tuple(dict.fromkeys(found))
-
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The system prompt, and every path behind it, branch by branch."""
         scene, head = self._scene(prompt), raw_of(prompt.tokens[: system_length(prompt)])

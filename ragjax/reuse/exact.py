@@ -24,10 +24,6 @@ class Full(Strategy):
     name = "full"
     exact = True
 
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """It uses nothing."""
-        return ()
-
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """One pass over all tokens."""
         n = len(prompt)
@@ -47,16 +43,9 @@ class Prefix(Strategy):
     name = "prefix"
     exact = True
 
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of what is kept of the prompt, cut at its segments."""
-        kept = prompt.kept(cache.keep)
-        return cache.keys_of(prompt.tokens[:kept], _cuts(prompt, kept), tenant, min(prompt.public, kept))
-
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The part of the prompt that is kept, segment by segment."""
-        kept = prompt.kept(cache.keep)
-        public = min(prompt.public, kept)
-        return Outlook((Causal(raw_of(prompt.tokens[:kept]), _cuts(prompt, kept), tenant, public),))
+        return Outlook((leading_part(prompt, tenant, prompt.kept(cache.keep)),))
 
     def work(self, prompt: Prompt, cache: KnowledgeCache, tenant: str, ratio: float | None = None) -> int:
         """The tokens that are not kept besides."""
@@ -75,7 +64,7 @@ class Prefix(Strategy):
         if hit < kept:
             kept_run = fresh.slice(0, kept - hit, allocation.page_size)
             allocation.cache.admitter.admit_prefix(
-                match, tokens[:kept], hit, kept_run, _cuts(prompt, kept), min(prompt.public, kept), Totals(hit, n - hit)
+                match, tokens[:kept], hit, kept_run, cuts(prompt, kept), min(prompt.public, kept), Totals(hit, n - hit)
             )
         tail = run.slice(n - hit, run.length, allocation.page_size)
         reused = {i: min(max(hit - start, 0), len(prompt.segments[i])) for i, start in enumerate(prompt.starts[:-1])}
@@ -100,6 +89,11 @@ class Prefix(Strategy):
         allocation.cache.admitter.admit_prefix(context, tokens, len(prompt), run, (), prompt.public, totals)
 
 
-def _cuts(prompt: Prompt, kept: int) -> tuple[int, ...]:
-    """Where segments of what is kept begin or end."""
-    return tuple(start for start in prompt.starts if start <= kept)
+def leading_part(prompt: Prompt, tenant: str, length: int) -> Causal:
+    """The first `length` tokens of a prompt, a piece for each segment."""
+    return Causal(raw_of(prompt.tokens[:length]), cuts(prompt, length), tenant, min(prompt.public, length))
+
+
+def cuts(prompt: Prompt, length: int) -> tuple[int, ...]:
+    """Where segments of the first `length` tokens begin or end."""
+    return tuple(start for start in prompt.starts if start <= length)

@@ -22,7 +22,7 @@ from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Segment, Span, Tokens
 from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, match_spans, owner_of, report, segments_of
 from ragjax.reuse.fusion import METHOD
-from ragjax.reuse.head import head_account, keep_system
+from ragjax.reuse.head import head_account, keep_system, system_part
 from ragjax.reuse.influence import Influence, record
 from ragjax.reuse.naive import Naive
 from ragjax.reuse.stitch import missing
@@ -48,7 +48,7 @@ class Fuse(Strategy):
         """The path of the system prompt, each chunk behind it, and as the last one what will be kept."""
         context = prompt.tokens[: _head(prompt)]
         return (
-            *cache.keys_of(context, (), tenant, min(prompt.public, len(context))),
+            *system_part(prompt, tenant).keys(cache.tree),
             *(_key(cache, context, prompt.segments[i], b"", tenant) for i in _isolated(prompt)),
             self.key(prompt, cache, tenant),
         )

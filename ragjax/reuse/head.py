@@ -11,21 +11,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.lookahead import Causal, LookaheadPart, Outlook
+from ragjax.cache.lookahead import LookaheadPart, Outlook
 from ragjax.cache.match import Match, Totals
-from ragjax.cache.node import raw_of
 from ragjax.core import Kind, Plan, Prefill, Prompt, RequestError, Run, Span, Tokens
 from ragjax.core.tiers import Tier
 from ragjax.reuse.base import Allocation, Strategy, segments_of
-from ragjax.reuse.exact import Prefix
+from ragjax.reuse.exact import Prefix, cuts, leading_part
 
 
 class ChunkStrategy(Strategy):
     """A strategy of chunks; a prompt without any is served as `prefix` does, and its finished turn is kept."""
-
-    @abstractmethod
-    def chunk_keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """`keys` of a prompt with chunks."""
 
     @abstractmethod
     def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
@@ -34,9 +29,6 @@ class ChunkStrategy(Strategy):
     @abstractmethod
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """`prefill` of a prompt with chunks."""
-
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        return Prefix().keys(prompt, cache, tenant) if is_plain(prompt) else self.chunk_keys(prompt, cache, tenant)
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         if is_plain(prompt):
@@ -132,34 +124,20 @@ def head_account(prompt: Prompt, matched: Match, hit: int) -> tuple[dict[int, in
 
 def head_part(prompt: Prompt, tenant: str) -> LookaheadPart:
     """The segments of the head as a piece each."""
-    return _causal(prompt, tenant, head_length(prompt))
+    return leading_part(prompt, tenant, head_length(prompt))
 
 
 def system_part(prompt: Prompt, tenant: str) -> LookaheadPart:
     """The system segments as a piece each."""
-    return _causal(prompt, tenant, system_length(prompt))
-
-
-def head_keys(prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-    """Keys of the head's path, cut at its segments."""
-    length = head_length(prompt)
-    return cache.keys_of(prompt.tokens[:length], _cuts(prompt, length), tenant, min(prompt.public, length))
+    return leading_part(prompt, tenant, system_length(prompt))
 
 
 def _keep(
     prompt: Prompt, allocation: Allocation, matched: Match, hit: int, run: Run, length: int, totals: Totals | None
 ) -> Match:
     tokens, public = prompt.tokens[:length], min(prompt.public, length)
-    allocation.cache.admitter.admit_prefix(matched, tokens, hit, run, _cuts(prompt, length), public, totals)
+    allocation.cache.admitter.admit_prefix(matched, tokens, hit, run, cuts(prompt, length), public, totals)
     return allocation.prefix(prompt.tokens[: system_length(prompt)], quiet=True)
-
-
-def _causal(prompt: Prompt, tenant: str, length: int) -> LookaheadPart:
-    return Causal(raw_of(prompt.tokens[:length]), _cuts(prompt, length), tenant, min(prompt.public, length))
-
-
-def _cuts(prompt: Prompt, length: int) -> tuple[int, ...]:
-    return tuple(start for start in prompt.starts if start <= length)
 
 
 def _segments(prompt: Prompt) -> int:

@@ -234,12 +234,16 @@ class ChunkVariants:
     fused: Keyed
     name: bytes
     tokens: int
-    serving: Callable[[], bool]
+    serving: Callable[[], bool]  # some variant is kept that serves
+    best: Callable[[], bytes]  # key of the variant that will be used
 
     def look(self, tree: KnowledgeTree) -> Look:
-        """Part of `Part`."""
         look = self.fused.look(tree)
         return Look({self.name: self.tokens}) if look.missing and self.serving() else look
+
+    def keys(self, tree: KnowledgeTree) -> tuple[bytes, ...]:
+        *fused, _ = self.fused.keys(tree)
+        return (*fused, self.best())
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.lookahead import Causal, Keyed, LookaheadPart, Outlook
+from ragjax.cache.lookahead import Keyed, LookaheadPart, Outlook
 from ragjax.cache.match import Candidate, Match, Totals
-from ragjax.cache.node import raw_of
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
     NEVER,
@@ -38,11 +37,11 @@ from ragjax.core import (
     Visibility,
 )
 from ragjax.reuse.base import LOGITS, Allocation, indices, match_spans, owner_of, report, segments_of
+from ragjax.reuse.exact import leading_part
 from ragjax.reuse.head import (
     ChunkStrategy,
     cut_head,
     head_account,
-    head_keys,
     head_length,
     head_part,
     keep_head,
@@ -308,8 +307,7 @@ def led(prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Prompt:
     first = prompt.starts.index(head_length(prompt))
     leading = [i for at, i in enumerate(chunks, first) if at == i]  # chunks that follow the head and each other
     end = prompt.starts[leading[-1] + 1] if leading else 0
-    cuts = tuple(start for start in prompt.starts if start <= end)
-    found = cache.peek(Outlook((Causal(raw_of(prompt.tokens[:end]), cuts, tenant, min(prompt.public, end)),))).found
+    found = cache.peek(Outlook((leading_part(prompt, tenant, end),))).found
     exact = {i for i in leading if prompt.starts[i + 1] <= found}
     if not exact:
         return prompt
@@ -339,30 +337,19 @@ class SourceStrategy(ChunkStrategy):
 
     _source: ChunkSource
 
-    def chunk_keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """Keys of the head's path, and of each chunk as its best and its last candidate."""
-        head = prompt.tokens[: system_length(prompt)]
-        found = list(head_keys(prompt, cache, tenant))
-        for i in segments_of(prompt, Kind.CHUNK):
-            candidates, chunk = tuple(self._source.candidates(prompt, i)), prompt.segments[i]
-            owner = owner_of(chunk, tenant)
-            for each in dict.fromkeys((candidates[0], candidates[-1])):
-                found.append(candidate_key(cache, head, chunk.tokens, each, owner))
-        return tuple(found)
-
     def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The head, and each chunk: kept as any of its candidates, else computed as an isolated one."""
         parts: list[LookaheadPart] = [head_part(prompt, tenant)]
         head = prompt.tokens[: system_length(prompt)]
         for i in segments_of(prompt, Kind.CHUNK):
             chunk = prompt.segments[i]
+            own = owner_of(chunk, tenant)
             keys = [
                 candidate_key(cache, head, chunk.tokens, each, owner)
                 for each in self._source.candidates(prompt, i)
-                for owner in dict.fromkeys((tenant, PUBLIC))
+                for owner in dict.fromkeys((own, tenant, PUBLIC))
             ]
-            owner = owner_of(chunk, tenant)
-            name = cache.key_of(head, chunk.tokens, Provenance.ISOLATED, self._source.method, owner)
+            name = cache.key_of(head, chunk.tokens, Provenance.ISOLATED, self._source.method, own)
             parts.append(Keyed(keys, name, len(chunk)))
         return Outlook(parts)
 

@@ -182,7 +182,7 @@ def test_keys_look_and_match_of_a_prompt_share_one_walk(monkeypatch):
     outlook = Outlook([Causal(raw_of(ids), (12,), "", 0)])
 
     def look():
-        bench.cache.keys_of(ids, (12,))
+        outlook.keys(bench.cache.tree)
         found = bench.cache.peek(outlook).found
         with bench.cache.matcher.match_prefix(ids) as match:
             assert match.length == found

@@ -20,7 +20,9 @@ from hypothesis.stateful import (
 import benchmarks.baseline  # noqa: F401 (registers its names)
 from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.hierarchy import BACKLOG
+from ragjax.cache.lookahead import Causal, Outlook, Paths
 from ragjax.cache.match import Match
+from ragjax.cache.node import raw_of
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import LRU
 from ragjax.cache.policy.lacr import LACR
@@ -1158,28 +1160,35 @@ class Recorder(LRU):
         self.calls.append(("merge", upper.tokens.tolist(), lower.tokens.tolist()))
 
 
+def keys_of(bench, ids, cuts, tenant="", public=0):
+    return Outlook([Causal(raw_of(ids), cuts, tenant, public)]).keys(bench.cache.tree)
+
+
+def keys_of_path(bench, context, path, ends, method):
+    return Outlook([Paths(raw_of(context), [(raw_of(path), ends, 0)], method, "")]).keys(bench.cache.tree)
+
+
 def test_waiting_requests_are_announced_by_the_keys_they_will_use():
     policy = Recorder()
     bench = tiers(12, policy=policy)
     bench.put(A)
-    keys = bench.cache.keys_of(tokens(*A, *B, *C), (2, 4, 8))
+    keys = keys_of(bench, tokens(*A, *B, *C), (2, 4, 8))
     bench.cache.announce("r1", keys)
     assert policy.calls == [("queue", "r1", keys)]
     bench.put([*A, *B, *C], cuts=(2, 4, 8))
-    assert [n.key for n in bench.cache.tree.nodes()] == list(keys) == list(bench.cache.keys_of(tokens(*A, *B, *C), ()))
+    assert [n.key for n in bench.cache.tree.nodes()] == list(keys) == list(keys_of(bench, tokens(*A, *B, *C), ()))
     bench.cache.withdraw("r1")
     assert policy.calls[-1] == ("start", "r1")
 
 
 def test_what_is_to_be_public_is_named_as_the_publics():
     bench = tiers(12)
-    keys = bench.cache.keys_of(tokens(*A, *B, *C), (4, 8), "a", 6)
+    keys = keys_of(bench, tokens(*A, *B, *C), (4, 8), "a", 6)
     bench.put([*A, *B, *C], cuts=(4, 8), tenant="a", public=6)
     found = [(node.tenant, len(node)) for node in bench.cache.tree.nodes()]
     assert found == [("", 4), ("", 2), ("a", 2), ("a", 4)] and [n.key for n in bench.cache.tree.nodes()] == list(keys)
     assert (
-        bench.cache.keys_of(tokens(*A, *B, *C, 9), (), "a", 13)[-1]
-        != bench.cache.keys_of(tokens(*A, *B, *C, 9), (), "", 13)[-1]
+        keys_of(bench, tokens(*A, *B, *C, 9), (), "a", 13)[-1] != keys_of(bench, tokens(*A, *B, *C, 9), (), "", 13)[-1]
     ), "behind a tenant's own nothing is public"
 
 
@@ -1187,7 +1196,7 @@ def test_paths_of_another_context_are_not_named():
     bench = tiers(12)
     bench.put([1, 2, 3])
     bench.put_path([1, 2, 3], [7, 8])
-    (key,) = bench.cache.keys_of_path(tokens(1, 2), tokens(7, 8), (2,), "dep")
+    (key,) = keys_of_path(bench, tokens(1, 2), tokens(7, 8), (2,), "dep")
     assert key == bench.cache.key_of(tokens(1, 2), tokens(7, 8), Provenance.DEPENDENCY, "dep")
 
 
@@ -1198,10 +1207,10 @@ def test_who_waits_for_a_path_wants_it_though_it_is_merged(first):
     bench.put_path([], [1, 2, 3, 4])
     path = (tokens(), tokens(1, 2, 3, 4), (4,), "dep")
     if first:
-        bench.cache.announce("r", bench.cache.keys_of_path(*path))
+        bench.cache.announce("r", keys_of_path(bench, *path))
     bench.put_path([], [1, 2, 3, 9])
     if not first:
-        bench.cache.announce("r", bench.cache.keys_of_path(*path))
+        bench.cache.announce("r", keys_of_path(bench, *path))
     (other,) = (node for node in bench.cache.tree.nodes() if node.tokens.tolist() == [9])
     bench.cache._hierarchy.device.discard(other)
     bench.cache._hierarchy.remove(other)
@@ -1231,7 +1240,7 @@ def test_a_node_whose_worth_falls_leaves_earlier():
 
     bench = Bench(4, Wanted())
     bench.put(A)
-    bench.cache.announce("r", bench.cache.keys_of(tokens(*A), ()))
+    bench.cache.announce("r", keys_of(bench, tokens(*A), ()))
     bench.put(B)
     bench.put(C)
     bench.cache.free(bench.reserve(4))
@@ -1532,7 +1541,7 @@ class Tiers(RuleBasedStateMachine):
     def announce(self, ids, tenant, cuts):
         self.requests += 1
         self.waiting.append(str(self.requests))
-        self.cache.announce(self.waiting[-1], self.cache.keys_of(tokens(*ids), cuts, tenant))
+        self.cache.announce(self.waiting[-1], keys_of(self, tokens(*ids), cuts, tenant))
 
     @precondition(lambda self: self.waiting)
     @rule(pick=PICK)

@@ -122,9 +122,6 @@ class Script:
     selective: bool = False
     results: list[Results] = field(default_factory=list)
 
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        return ()
-
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         system, joined, size = prompt.starts[1], prompt.starts[-2], len(prompt)
         run = allocation.reserve(joined)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.tree import Provenance
 from ragjax.core import NEVER, Answer, Kind, Measure, Pass, Plan, Prefill, Prompt, Segment, Span, Tokens
 from ragjax.engine import Engine
@@ -32,9 +31,6 @@ class Repair(Strategy):
     ratio = 0.2
     score: NDArray[np.float32] | None = None
     chosen: NDArray[np.int32] = np.zeros(0, np.int32)
-
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        return Naive().keys(prompt, cache, tenant)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         system = prompt.starts[1]

@@ -31,10 +31,6 @@ class SetCache(Strategy):
     name = "set-cache"
     steady = False  # it takes what earlier requests left in another order
 
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the whole prompt in its own order."""
-        return Prefix().keys(prompt, cache, tenant)
-
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The prompt in the order that serves it best: where that is another one, nothing will be kept."""
         return Outlook((_Reordered(prompt, tenant),))
@@ -85,6 +81,10 @@ class _Reordered:
             return self._causal.look(tree)
         path = raw_of(_path(self._prompt, order))
         return Look({context_digest(path): len(path) // 4})
+
+    def keys(self, tree: KnowledgeTree) -> list[bytes]:
+        """Of the prompt in its own order."""
+        return self._causal.keys(tree)
 
 
 def best_order(prompt: Prompt, tree: KnowledgeTree, tenant: str) -> tuple[int, ...]:

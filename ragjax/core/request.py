@@ -116,7 +116,6 @@ class Graph:
     relation_paths: paths brought along, used instead of retrieval; each is entity, relation, entity, …
     hops: triples of the longest path retrieved (None: 2). paths: most paths of an entity, those most similar to the
         question (None: 30).
-    serialization: whole paths, or each triple once.
     """
 
     name: str | None = None
@@ -124,7 +123,6 @@ class Graph:
     relation_paths: tuple[tuple[str, ...], ...] | None = None
     hops: int | None = None
     paths: int | None = None
-    serialization: Literal["path", "triplet"] = "path"
 
     def __post_init__(self) -> None:
         check_fields(self, lambda name, reason: _invalid(reason, f"rag.graph.{name}"))

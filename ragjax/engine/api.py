@@ -65,7 +65,7 @@ from ragjax.engine.speculation import Pipeline
 from ragjax.engine.stats import Stats, passages_of, stats_of
 from ragjax.quality.contract import AUTO
 from ragjax.quality.report import Setting
-from ragjax.retrieval.graph import Imported, KnowledgeGraph
+from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
 from ragjax.retrieval.triples import Alias, Triple
 from ragjax.reuse import DEPENDENCY
@@ -290,17 +290,9 @@ class Engine:
 
     # ------------------------------------------------------------------------------------- knowledge
 
-    def add_documents(
-        self,
-        documents: Sequence[Document],
-        knowledge: str | None = None,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> AddReport:
-        """Add or replace documents by id; the named knowledge base is made if need be.
-
-        progress: called with (documents done, documents in all).
-        """
-        return self.knowledge.bases.make(knowledge).add(documents, progress)
+    def add_documents(self, documents: Sequence[Document], knowledge: str | None = None) -> AddReport:
+        """Add or replace documents by id; the named knowledge base is made if need be."""
+        return self.knowledge.bases.make(knowledge).add(documents)
 
     @property
     def embedding_model(self) -> str:
@@ -333,14 +325,9 @@ class Engine:
         """A knowledge base itself (None: the default one)."""
         return self.knowledge.bases.get(name)
 
-    def add_triples(
-        self,
-        items: Iterable[Triple | Alias],
-        graph: str | None = None,
-        progress: Callable[[str, int], None] | None = None,
-    ) -> Imported:
-        """Add facts, and other names of entities; the named graph is made if need be."""
-        return self.knowledge.graphs.make(graph).add(items, progress)
+    def add_triples(self, items: Iterable[Triple | Alias], graph: str | None = None) -> int:
+        """Add facts, and other names of entities; the named graph is made if need be. Returns how many are new."""
+        return self.knowledge.graphs.make(graph).add(items)
 
     def knowledge_graph(self, name: str | None = None) -> KnowledgeGraph:
         """A knowledge graph itself (None: the default one)."""

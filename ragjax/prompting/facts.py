@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ragjax.core import FactReport, Graph, Notice, Prompt
-from ragjax.retrieval.triples import RelationPath, Subgraph, serialize, subgraphs_of
+from ragjax.retrieval.triples import RelationPath, Subgraph, maximal, subgraphs_of
 
 if TYPE_CHECKING:
     from ragjax.retrieval.graph import KnowledgeGraph
@@ -38,11 +38,11 @@ def gather(
         RequestError: for a path that is none, an entity that the graph does not know, or a number out of range.
     """
     if asked.relation_paths is not None:
-        return subgraphs_of(serialize(map(RelationPath, asked.relation_paths), asked.serialization))
+        return subgraphs_of(maximal(map(RelationPath, asked.relation_paths)))
     assert graph is not None
     given = {"hops": asked.hops, "paths": asked.paths}
     limits = {name: value for name, value in given.items() if value is not None}
-    return graph.subgraphs(question, asked.entities, serialization=asked.serialization, check=check, **limits)
+    return graph.subgraphs(question, asked.entities, check=check, **limits)
 
 
 def ground(subgraphs: Sequence[Subgraph], build: Callable[[Sequence[Subgraph]], Prompt], room: int) -> GroundedFacts:

@@ -10,7 +10,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Literal
@@ -27,12 +26,11 @@ from ragjax.retrieval.triples import (
     Alias,
     OxigraphStore,
     RelationPath,
-    Serialization,
     Subgraph,
     Triple,
     batches,
+    maximal,
     path_text,
-    serialize,
 )
 
 COMPARED = 512
@@ -56,17 +54,6 @@ class Entity:
     name: str
     score: float
     how: Literal["exact", "alias", "similar"]
-
-
-@dataclass(frozen=True)
-class Imported:
-    """Counts of an import: triples read, new ones, and ones that were there already; new names; aliases."""
-
-    triples: int
-    new: int
-    duplicates: int
-    entities: int
-    aliases: int
 
 
 class KnowledgeGraph:
@@ -141,33 +128,30 @@ class KnowledgeGraph:
         """Number of entities."""
         return len(self._index)
 
-    def add(self, items: Iterable[Triple | Alias], progress: Callable[[str, int], None] | None = None) -> Imported:
-        """Store triples and aliases, and embed the names of new entities. What is there already costs little.
+    def add(self, items: Iterable[Triple | Alias]) -> int:
+        """Store triples and aliases, and embed the names of new entities; returns the number of new triples.
 
-        progress: called with ("triples" or "names", number done so far).
+        What is there already costs little.
 
         Raises:
             RequestError: a name is blank or not valid Unicode. What stands before it may be stored.
             ConfigError: from `ragjax.retrieval.triple_files.read_triples`, if the items are read by it.
         """
-        tell = progress or (lambda what, done: None)
-        triples = new = entities = aliases = 0
+        new = 0
         with self._writing:
             for batch in batches(items, BATCH):
                 facts = [item for item in batch if isinstance(item, Triple)]
                 new += self._store.add_triples(facts)
-                triples += len(facts)
-                tell("triples", triples)
-                others = [item for item in batch if isinstance(item, Alias)]
-                aliases += self._store.add_aliases(others)
-                for alias in others:
+                aliases = [item for item in batch if isinstance(item, Alias)]
+                self._store.add_aliases(aliases)
+                for alias in aliases:
                     self._lexicon.add_alias(alias)
                 names = dict.fromkeys(name for fact in facts for name in (fact.head, fact.tail))
                 fresh = [name for name in names if name not in self._index]
-                entities += self._index.add_names(fresh, partial(_shifted, tell, entities))
+                self._index.add_names(fresh)
                 for name in fresh:
                     self._lexicon.add_entity(name)
-        return Imported(triples, new, triples - new, entities, aliases)
+        return new
 
     def delete(self, triples: Iterable[Triple]) -> int:
         """Remove triples, and say how many were there. An entity without triples is no entity of the graph any more."""
@@ -206,7 +190,6 @@ class KnowledgeGraph:
         entities: Iterable[str] | None = None,
         hops: int = 2,
         paths: int = 30,
-        serialization: Serialization = "path",
         check: Callable[[], None] = lambda: None,
     ) -> tuple[Subgraph, ...]:
         """For each entity the relation paths from it, both ways along triples, that are most similar to the question.
@@ -217,11 +200,10 @@ class KnowledgeGraph:
         drive out the rest. Entities without a path are left out, so the result may be empty.
 
         entities: names or aliases; None: those that the question is about (`link`).
-        serialization: as `ragjax.retrieval.triples.serialize`.
         check: called for each entity; an error of it ends the work.
 
         Raises:
-            RequestError: an entity is not in the graph, or `hops`, `paths` or `serialization` cannot be.
+            RequestError: an entity is not in the graph, or `hops` or `paths` cannot be.
         """
         _check(hops, paths)
         names = [entity.name for entity in self.link(question)] if entities is None else self._known(entities)
@@ -233,7 +215,7 @@ class KnowledgeGraph:
             walks[name] = self._walks(name, hops, fanout)
             scores |= self._scores(question, walks[name])
         chosen = ((name, _best(steps, scores, paths)) for name, steps in walks.items())
-        return tuple(Subgraph(name, serialize(found, serialization)) for name, found in chosen if found)
+        return tuple(Subgraph(name, maximal(found)) for name, found in chosen if found)
 
     def _known(self, entities: Iterable[str]) -> list[str]:
         return list(dict.fromkeys(entity for name in entities for entity in self._meant(name)))
@@ -297,10 +279,6 @@ class _CachedEncoder:
                     self._known.popitem(last=False)
             known |= fresh
         return np.stack([known[text] for text in texts])
-
-
-def _shifted(tell: Callable[[str, int], None], before: int, done: int) -> None:
-    tell("names", before + done)
 
 
 def _check(hops: int, paths: int) -> None:

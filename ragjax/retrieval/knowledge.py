@@ -223,26 +223,17 @@ class KnowledgeBase:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add(
-        self,
-        documents: Iterable[Document],
-        progress: Callable[[int, int], None] | None = None,
-        *,
-        max_tokens: int | None = None,
-    ) -> AddReport:
+    def add(self, documents: Iterable[Document]) -> AddReport:
         """Store documents; one whose id is known replaces it, and one that is known word for word costs nothing.
-
-        progress: called with (documents done, documents in all). max_tokens: of a chunk (None: the base's own limit).
 
         Raises:
             RequestError: a document without id or text, or the same id twice. Nothing is stored then.
         """
-        return finish(self.add_steps(documents, progress, max_tokens=max_tokens))
+        return finish(self.add_steps(documents))
 
     def add_steps(
         self,
         documents: Iterable[Document],
-        progress: Callable[[int, int], None] | None = None,
         *,
         max_tokens: int | None = None,
         check: Callable[[], None] = lambda: None,
@@ -251,6 +242,7 @@ class KnowledgeBase:
 
         Not all steps need be taken: chunks that were stored before stay.
 
+        max_tokens: of a chunk (None: the base's own limit).
         check: called before documents are stored, when nothing is written by others until they are. What it raises ends
         this, and nothing more is stored.
         """
@@ -259,16 +251,12 @@ class KnowledgeBase:
         chunker = self._chunker if max_tokens is None else replace(self._chunker, max_tokens=max_tokens)
         known = self._digests(document.id for document in documents)
         changed = [document for document in documents if known.get(document.id) != _digest(document, max_tokens)]
-        done = len(documents) - len(changed)
         batch: list[tuple[Document, tuple[Chunk, ...]]] = []
         for document in changed:
             batch.append((document, (yield from chunker.chunk_steps(document))))
             if document is not changed[-1] and sum(len(chunks) for _, chunks in batch) < _BATCH_CHUNKS:
                 continue
             yield from self._store(batch, max_tokens, check)
-            done += len(batch)
-            if progress is not None:
-                progress(done, len(documents))
             batch = []
         with self._writing:
             self._save_index()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
 import pyoxigraph as ox
@@ -27,9 +27,6 @@ from ragjax.retrieval.database import seal, unseal, verify_sealed
 
 INVERSE = " (inverse)"
 """What ends a relation that a path walks against its direction."""
-
-Serialization = Literal["path", "triplet"]
-"""Each maximal path, or each triple once, as a path of one hop."""
 
 
 class Triple(NamedTuple):
@@ -121,31 +118,12 @@ def path_text(steps: Iterable[str]) -> str:
     return "".join(f" -{step}-> " if i % 2 else step for i, step in enumerate(steps))
 
 
-def serialize(paths: Iterable[RelationPath], serialization: Serialization) -> tuple[RelationPath, ...]:
-    """Relation paths as they are written.
-
-    "path": those that do not begin another one, which would say them again. "triplet": each triple that is walked,
-    once, with the score of the best path through it.
-
-    Raises:
-        RequestError: if the serialization is neither.
-    """
-    if serialization == "path":
-        ordered = sorted(dict.fromkeys(paths), key=lambda path: path.steps)
-        # sorted, a path that begins any other one begins the next
-        pairs = zip_longest(ordered, ordered[1:])
-        return tuple(path for path, after in pairs if after is None or not path.begins(after))
-    if serialization == "triplet":
-        best: dict[Triple, float] = {}
-        for path in paths:
-            for triple in path.triples:
-                best[triple] = max(path.score, best.get(triple, path.score))
-        return tuple(RelationPath(tuple(triple), score) for triple, score in best.items())
-    raise RequestError(
-        f"unknown serialization {serialization!r}; use 'path' or 'triplet'",
-        param="rag.graph.serialization",
-        code="invalid_value",
-    )
+def maximal(paths: Iterable[RelationPath]) -> tuple[RelationPath, ...]:
+    """The paths, sorted, that begin no other one, which would say them again."""
+    ordered = sorted(dict.fromkeys(paths), key=lambda path: path.steps)
+    # sorted, a path that begins any other one begins the next
+    pairs = zip_longest(ordered, ordered[1:])
+    return tuple(path for path, after in pairs if after is None or not path.begins(after))
 
 
 def _wrong(message: str) -> RequestError:

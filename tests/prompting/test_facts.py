@@ -111,7 +111,6 @@ def test_given_paths_and_entities(engine: Engine) -> None:
         ("Bob", "met", "Ada", "wrote", "Notes"),
     ]
     assert paths_of(engine, entities=("Ada",)) == [("Ada", "wrote", "Notes")]
-    assert len(paths_of(engine, serialization="triplet")) == 3
     assert paths_of(engine, hops=1) == [("Elon Musk", "founded", "SpaceX")]
 
 
@@ -132,7 +131,6 @@ def test_nothing_found_is_said(engine: Engine) -> None:
         (lambda: Rag(graph=Graph(hops=9)), "hops"),
         (lambda: Rag(graph=Graph(), top_k=3), "not both"),
         (lambda: Rag(graph=Graph(entities=("A",), relation_paths=())), "not both"),
-        (lambda: Rag(graph=Graph(serialization="prose")), "serialization"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_graphs_are_refused(engine: Engine, rag: object, message: str) -> None:

@@ -16,7 +16,7 @@ from ragjax.core import ConfigError, DamageError, RequestError
 from ragjax.retrieval import entity_index
 from ragjax.retrieval import graph as module
 from ragjax.retrieval.entity_index import MAX_WORDS, EntityIndex, Lexicon
-from ragjax.retrieval.graph import COMPARED, Entity, Imported, KnowledgeGraph
+from ragjax.retrieval.graph import COMPARED, Entity, KnowledgeGraph
 from ragjax.retrieval.triples import INVERSE, Alias, OxigraphStore, Triple
 from tests.support.fakes import WordEncoder
 from tests.support.growth import calls
@@ -53,13 +53,10 @@ def films() -> Iterator[KnowledgeGraph]:
 def test_import_counts_and_embeds_new_names_alone(stored: bool, tmp_path: Path) -> None:
     encoder = WordEncoder()
     with opened(tmp_path / "new" / "graph" if stored else None, encoder=encoder) as graph:
-        told: list[tuple[str, int]] = []
-        report = graph.add([*FILMS, FILMS[0], Alias("Heat", "Heat (film)")], lambda *now: told.append(now))
-        assert report == Imported(triples=9, new=8, duplicates=1, entities=10, aliases=1)
-        assert told == [("triples", 9), ("names", 10)]
+        assert graph.add([*FILMS, FILMS[0], Alias("Heat", "Heat (film)")]) == 8
         assert (len(graph), graph.entities) == (8, 10)
         encoder.encoded.clear()
-        assert graph.add([*FILMS, Triple("Heat", "release year", "1995")]) == Imported(9, 1, 8, 1, 0)
+        assert graph.add([*FILMS, Triple("Heat", "release year", "1995")]) == 1
         assert encoder.encoded == ["1995"]
 
 
@@ -376,13 +373,6 @@ def test_kept_paths_are_the_best_by_hand(limit: int) -> None:
             scores = graph._scores(question, sorted(by_hand(triples, f"e{n}", 2)))
             (found,) = graph.subgraphs(question, [f"e{n}"], paths=limit)
             assert {path.steps for path in found.paths} == best_by_hand(scores, limit)
-
-
-def test_triplets(films: KnowledgeGraph) -> None:
-    (found,) = films.subgraphs("?", ["Michael Mann"], serialization="triplet")
-    assert [path.steps for path in found.paths] == sorted([FILMS[0], FILMS[1]])
-    with pytest.raises(RequestError, match="'path' or 'triplet'"):
-        films.subgraphs("?", ["Heat"], serialization="prose")  # type: ignore[arg-type]
 
 
 def test_a_hub_is_walked_along_all_its_relations_in_turn() -> None:

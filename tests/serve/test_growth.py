@@ -13,7 +13,7 @@ from ragjax.prompting.chat import chat_prompt, graph_prompt
 from ragjax.prompting.facts import ground
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.entity_index import Lexicon
-from ragjax.retrieval.triples import RelationPath, serialize, subgraphs_of
+from ragjax.retrieval.triples import RelationPath, maximal, subgraphs_of
 from ragjax.schedule.generation import AnswerText
 from ragjax.serve.schema.chat import ChatBody
 from tests.support import tiny
@@ -81,21 +81,20 @@ def test_relation_paths(trees: bool) -> None:
     """All are encoded to see how many fit, which is then sought by halving."""
 
     def cost(size: int) -> int:
-        found = subgraphs_of(serialize(paths(size), "path"))
+        found = subgraphs_of(maximal(paths(size)))
         return calls(lambda: ground(found, lambda kept: graph_prompt(TOKENIZER, [USER], kept, trees=trees), 700))
 
     assert_linear(cost, 50, slack=1.5)
 
 
-@pytest.mark.parametrize("serialization", ["path", "triplet"])
-def test_serialized_paths(serialization: str) -> None:
-    assert_linear(lambda size: calls(lambda: subgraphs_of(serialize(paths(size), serialization))), 50)  # type: ignore[arg-type]
+def test_maximal_paths() -> None:
+    assert_linear(lambda size: calls(lambda: subgraphs_of(maximal(paths(size)))), 50)
 
 
 def test_steps_of_one_path() -> None:
     def cost(size: int) -> int:
         steps = tuple(f"e{i}" for i in range(2 * size + 1))
-        return calls(lambda: subgraphs_of(serialize([RelationPath(steps)], "triplet")))
+        return calls(lambda: subgraphs_of(maximal([RelationPath(steps)])))
 
     assert_linear(cost, 50)
 

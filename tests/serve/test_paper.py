@@ -79,7 +79,7 @@ def test_a_server_with_a_papers_options_answers(name: PaperName) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"policy": "lacr:alpa=0.2"}, "policy lacr: cannot read 'alpa=0.2'; it takes alpha=, window=, half_life="),
+        ({"policy": "lacr:alpa=0.2"}, "policy lacr: cannot read 'alpa=0.2'; it takes alpha=, half_life="),
         ({"policy": "lacr:alpha=2"}, "alpha: 2.0 is not between 0 and 1"),
         ({"policy": "lru:window=3"}, "policy lru: cannot read 'window=3'; it takes no settings"),
         ({"policy": "gdsf:window=few"}, "policy gdsf: window must be a valid integer"),

@@ -210,7 +210,7 @@ def test_unknown_field_at_each_level(strict: Served, path: str, param: str) -> N
         ("rag", "demo", "rag"),
         ("rag", {"graph": 5}, "rag.graph"),
         ("rag", {"graph": {"hops": 0}}, "rag.graph.hops"),
-        ("rag", {"graph": {"serialization": "prose"}}, "rag.graph.serialization"),
+        ("rag", {"graph": {"serialization": "path"}}, "rag.graph.serialization"),
         ("rag", {"graph": {"relation_paths": [["A", ""]]}}, "rag.graph.relation_paths[0][1]"),
         ("rag", {"graph": "facts", "top_k": 2}, "rag.graph"),
         ("rag", {"documents": ["a"], "top_k": 1}, "rag.top_k"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf, log2
@@ -23,8 +22,7 @@ class Demand:
     """Demand of waiting requests for the node with one key."""
 
     key: bytes  # the node's
-    users: int = 0  # waiting requests that want it, in the window or beyond
-    count: int = 0  # those in the window
+    count: int = 0  # waiting requests that want it
     slots: int = 0  # the sum of their slots
     whole: Demand | None = None  # for the node that this one is a part of; who wanted that wants this
     parts: list[Demand] = field(default_factory=list)  # the other way
@@ -44,10 +42,10 @@ class Demand:
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A waiting request. slot: its rank in the window plus the number of requests that left the window before."""
+    """A waiting request. slot: its rank in the queue plus the number of requests that left the queue before."""
 
     demands: tuple[Demand, ...]
-    slot: int = 0
+    slot: int
 
 
 @POLICIES.register("lacr")
@@ -59,31 +57,24 @@ class LACR(Policy):
     counts all alike: infinity). Future is the share of the queue's weight that the requests have which will use the
     node: the first of n waiting requests weighs n, the next one less, the last one 1. Both lie in [0, 1].
 
-    window: None for all who wait (the paper's); a number lets only so many count, the first always weighs as much, and
-    the whole is the weight of a full window.
-
     A score is the logarithm of the priority times what all requests so far count together, taken with the latest
     weighing 2 ** (requests / half_life): so History never changes but by an access, and nothing overflows. Note: the
     logarithm of the node's own count. A request that starts costs O(its keys), and if it overtakes others, theirs too.
-    Without a window a request that begins to wait costs O(keys of all who wait), since their shares fall.
+    One that begins to wait costs O(keys of all who wait), since their shares fall.
     """
 
-    def __init__(self, alpha: float = ALPHA, window: int | None = None, half_life: float = HALF_LIFE):
+    def __init__(self, alpha: float = ALPHA, half_life: float = HALF_LIFE):
         if not 0 < alpha < 1:
             raise ValueError(f"alpha: {alpha} is not between 0 and 1")
-        if window is not None and window < 1:
-            raise ValueError(f"window: {window} requests; at least 1 is needed")
         if not half_life > 0:
             raise ValueError(f"half_life: {half_life} requests; it must be positive")
         self._alpha = log2(alpha)
         self._beta = 1 - alpha
-        self._length = window
         self._step = 1 / half_life
         self._now = 0.0
         self._count = 1.0  # of all requests, in units of the latest; as if there had been one before the first
         self._left = 0
-        self._window: list[str] = []
-        self._beyond: OrderedDict[str, None] = OrderedDict()
+        self._queue: list[str] = []
         self._waiting: dict[str, QueuedRequest] = {}
         self._demands: dict[bytes, Demand] = {}
 
@@ -94,85 +85,52 @@ class LACR(Policy):
         """Logarithm of equation 6."""
         past: float = -inf if node.note is None else self._alpha + node.note
         demand = self._demands.get(node.key)
-        weight = self._weight(demand) if demand is not None else 0
+        first = len(self._queue)
+        weight = 0 if demand is None else sum(one.count * (first + self._left) - one.slots for one in demand.line())
         if not weight:
             return past
-        whole = self._first * (self._first + 1) / 2
+        whole = first * (first + 1) / 2
         return _log_sum(past, self._now + log2(self._beta * self._count * weight / whole))
 
-    @property
-    def _first(self) -> int:
-        return len(self._window) if self._length is None else self._length
-
-    def _weight(self, demand: Demand | None) -> int:
-        total = 0
-        while demand is not None:
-            total += demand.count * (self._first + self._left) - demand.slots
-            demand = demand.whole
-        return total
-
     def on_queue(self, request: str, keys: Collection[bytes]) -> Iterable[bytes]:
-        """The request joins the end of the queue; without a window, all that others want falls."""
+        """The request joins the end of the queue; all that others want falls."""
         if request in self._waiting:
             raise ValueError(f"request: {request!r} waits already")
         demands = tuple(self._demands.setdefault(key, Demand(key)) for key in dict.fromkeys(keys))
+        waiting = self._waiting[request] = QueuedRequest(demands, self._left + len(self._queue))
+        self._queue.append(request)
         for demand in demands:
-            demand.users += 1
-        self._waiting[request] = QueuedRequest(demands)
-        self._beyond[request] = None
-        self._advance()
-        return list(self._demands) if self._length is None else ()
-
-    def _advance(self) -> None:
-        """The first beyond the window comes into it, if there is room."""
-        if not self._beyond or len(self._window) == self._length:
-            return
-        request, _ = self._beyond.popitem(last=False)
-        waiting = self._waiting[request]
-        waiting.slot = self._left + len(self._window)
-        self._window.append(request)
-        for demand in waiting.demands:
             demand.count += 1
             demand.slots += waiting.slot
+        return list(self._demands)
 
     def on_start(self, request: str) -> Iterable[bytes]:
-        """The request leaves the queue; those behind it move up. Returns the keys that it wanted.
+        """The request leaves the queue; those behind it move up.
 
-        Without a window, those that it overtook may fall too.
+        Returns the keys that it wanted, and all if it overtook others: theirs may fall too.
         """
         self._now += self._step
         self._count = 1 + self._count / 2**self._step
         waiting = self._waiting.pop(request, None)
         if waiting is None:
             return ()
-        overtook = False
-        if request in self._beyond:
-            del self._beyond[request]
-        else:
-            overtook = self._leave(request, waiting) > 0
-            self._advance()
-        fallen = [key for demand in waiting.demands for key in demand.names()]
-        if overtook and self._length is None:
-            fallen += self._demands
-        for demand in waiting.demands:
-            demand.users -= 1
-            self._forget(demand)
-        return fallen
-
-    def _leave(self, request: str, waiting: QueuedRequest) -> int:
-        """The request leaves the window; returns how many it overtook."""
         for demand in waiting.demands:
             demand.count -= 1
             demand.slots -= waiting.slot
-        rank = self._window.index(request)
-        del self._window[rank]
+        rank = self._queue.index(request)
+        del self._queue[rank]
         self._left += 1
-        for ahead in self._window[:rank]:  # these keep their ranks
+        for ahead in self._queue[:rank]:  # these keep their ranks
             overtaken = self._waiting[ahead]
             overtaken.slot += 1
             for demand in overtaken.demands:
                 demand.slots += 1
-        return rank
+        fallen = [key for demand in waiting.demands for key in demand.names()]
+        if rank:
+            fallen += self._demands
+        for demand in waiting.demands:
+            self._forget(demand)
+        return fallen
 
     def on_split(self, upper: Node, lower: Node, key: bytes) -> None:
         """Requests that want the node with this key want both halves."""
@@ -198,14 +156,12 @@ class LACR(Policy):
             if merged in waiting.demands:
                 continue
             waiting.demands += (merged,)
-            merged.users += 1
-            if request not in self._beyond:
-                merged.count += 1
-                merged.slots += waiting.slot
+            merged.count += 1
+            merged.slots += waiting.slot
 
     def _forget(self, demand: Demand) -> None:
         """Drop what nobody wants; parts of it stand on their own."""
-        if demand.users or demand.whole is not None:
+        if demand.count or demand.whole is not None:
             return
         for part in demand.parts:
             part.whole = None

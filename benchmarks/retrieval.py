@@ -146,7 +146,7 @@ class MadeUp:
 
     identity, dim = "made up", 384
 
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+    def encode(self, texts: Sequence[str], query: bool = False) -> NDArray[np.float32]:
         """float32 [n, 384], rows of length one."""
         vector_NE = np.random.default_rng(len(texts[0])).standard_normal((len(texts), self.dim), np.float32)
         vector_NE /= np.linalg.norm(vector_NE, axis=1, keepdims=True)

@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import httpx
-
 from benchmarks.quality.dataset import Question
 from ragjax.core import ConfigError
-from ragjax.retrieval.extraction import Endpoint
+from ragjax.retrieval.endpoint import open_client
+from ragjax.retrieval.extraction import ChatEndpoint
 
 STATEMENTS = """\
 Break the answer to a question into statements that can be checked one by one. Each is a whole sentence and names what \
@@ -34,7 +33,7 @@ _YES, _NO = frozenset({"1", "yes", "true"}), frozenset({"0", "no", "false"})
 
 
 class Asked(Protocol):
-    """`Endpoint`, or what stands in for it."""
+    """`ChatEndpoint`, or what stands in for it."""
 
     def ask(self, text: str) -> str: ...
 
@@ -137,12 +136,8 @@ def opened(url: str, model: str, key_variable: str | None) -> Judge:
     key = os.environ.get(key_variable or "OPENAI_API_KEY")
     if key_variable is not None and not key:
         raise ConfigError(f"--judge-key names the environment variable {key_variable}, which is not set")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        client = httpx.Client(base_url=url, headers=headers, timeout=SECONDS)
-    except (httpx.InvalidURL, ValueError) as error:
-        raise ConfigError(f"--judge or the key cannot be used: {error}") from error
+    client = open_client(url, key, timeout=SECONDS, named="--judge or the key")
     return Judge(
-        Endpoint(client, model, instruction=STATEMENTS, flag="--judge"),
-        Endpoint(client, model, instruction=VERDICTS, flag="--judge"),
+        ChatEndpoint(client, model, instruction=STATEMENTS, flag="--judge"),
+        ChatEndpoint(client, model, instruction=VERDICTS, flag="--judge"),
     )

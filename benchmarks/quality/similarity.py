@@ -105,7 +105,7 @@ def search_in(documents: Sequence[Document], encoder: TextEncoder, count: int = 
 
 
 def packaged_encoder() -> TextEncoder:
-    from ragjax.engine.knowledge import ENCODER
+    from ragjax.core import ENCODER
     from ragjax.models.encoder import Encoder
     from ragjax.models.hub import resolve
 

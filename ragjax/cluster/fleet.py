@@ -44,7 +44,7 @@ from ragjax.core.overload import Overload
 from ragjax.engine import Engine
 from ragjax.engine.build import contract_of, strategies_of
 from ragjax.engine.compose import Composer
-from ragjax.engine.knowledge import ENCODER, Knowledge, check_documents
+from ragjax.engine.knowledge import Knowledge, check_documents
 from ragjax.engine.stats import Stats
 from ragjax.models.hub import resolve
 from ragjax.models.tokenizer import Tokenizer
@@ -168,7 +168,7 @@ class Fleet:
 
     @property
     def embedding_model(self) -> str:
-        return ENCODER
+        return self.knowledge.encoder_name
 
     @property
     def indexing(self) -> Indexing | None:

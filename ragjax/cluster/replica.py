@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import ragjax.cluster.remote  # noqa: F401 # registers the shared tier
 from ragjax.core import (
+    CHUNK_TOKENS,
+    ENCODER,
     ClosedError,
     ConfigError,
     Divergence,
@@ -219,6 +221,8 @@ def options_of(options: EngineOptions, rank: int) -> EngineOptions:
         graph=None,
         index_dir=None,
         graph_dir=None,
+        encoder=ENCODER,
+        chunk_tokens=CHUNK_TOKENS,
         storage=replace(options.storage, disk=own),
         progress=False,
     )

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Sequence
 
-import httpx
 import numpy as np
 
 from ragjax.commands.flags import Parser, exit_code, integer, positive
-from ragjax.core import ConfigError, Tokens
+from ragjax.core import Tokens
 from ragjax.retrieval.chunking import MIN_TOKENS, Chunker
 from ragjax.retrieval.document import load
-from ragjax.retrieval.extraction import Endpoint, extract
+from ragjax.retrieval.endpoint import open_client
+from ragjax.retrieval.extraction import ChatEndpoint, extract
 
 CHUNK_TOKENS = 512
 """Of a chunk (DepCache, section 6.1)."""
@@ -52,13 +51,8 @@ def _run(argv: Sequence[str] | None) -> int:
     chunks = [
         chunk for document in load(options.documents, strict=False).documents for chunk in chunker.chunks(document)
     ]
-    key = options.api_key or os.environ.get("OPENAI_API_KEY")
-    try:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        client = httpx.Client(base_url=options.base_url, headers=headers, timeout=options.timeout)
-    except (httpx.InvalidURL, ValueError) as error:
-        raise ConfigError(f"--base-url or --api-key cannot be used: {error}") from error
+    client = open_client(options.base_url, options.api_key, timeout=options.timeout, named="--base-url or --api-key")
     with client:
-        endpoint = Endpoint(client, options.model, options.max_tokens)
+        endpoint = ChatEndpoint(client, options.model, max_tokens=options.max_tokens)
         print(extract(chunks, endpoint.ask, options.out, concurrency=options.concurrency))
     return 0

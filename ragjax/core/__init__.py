@@ -11,6 +11,7 @@ from ragjax.core.errors import (
     DamageError,
     DeadlineError,
     DeviceFullError,
+    EndpointError,
     LostError,
     MissingError,
     OutOfPages,
@@ -35,7 +36,7 @@ from ragjax.core.library import (
     State,
     Store,
 )
-from ragjax.core.options import DTYPES, INDEXES, AtRest, EngineOptions, Guesses, StorageOptions
+from ragjax.core.options import DTYPES, ENCODER, INDEXES, AtRest, EngineOptions, Guesses, StorageOptions
 from ragjax.core.passes import (
     Asked,
     Compaction,

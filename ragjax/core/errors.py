@@ -52,6 +52,10 @@ class LostError(RagjaxError):
     """The replica that served a request is gone, or none is there; the same request can be sent again."""
 
 
+class EndpointError(RagjaxError):
+    """Another server, which embeds or answers, cannot be reached or refuses; the message says what it said."""
+
+
 class OutOfPages(RagjaxError):
     """The device pool has no room left that is not pinned."""
 

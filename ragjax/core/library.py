@@ -17,7 +17,7 @@ PURPOSES = ("assistants", "user_data")
 """What files may be for: both mean that they are searched."""
 
 CHUNK_TOKENS = 192
-"""Most tokens of a chunk unless somebody asks for others; the sentence encoder reads 256 of its own."""
+"""Most tokens of a chunk unless somebody asks for others; the packaged encoder reads 256 of its own."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pydantic import AfterValidator
 from ragjax.core.check import check_fields, put
 from ragjax.core.compression import Compression
 from ragjax.core.errors import ConfigError
+from ragjax.core.library import CHUNK_TOKENS
 from ragjax.core.prompt import Keep
 from ragjax.core.registry import name_of, settings_of, strategy_named
 
@@ -27,6 +28,9 @@ DTYPES = get_args(Dtype)
 
 Retrieve = Literal["auto", "always", "asked"]
 """When requests that say nothing of it get passages of the default knowledge base."""
+
+ENCODER = "all-minilm-l6-v2"
+"""The packaged sentence encoder."""
 
 INDEXES = ("flat", "ivf", "hnsw")
 """How vectors are searched."""
@@ -199,6 +203,13 @@ class EngineOptions:
     max_context: Annotated[
         AtLeastOne | None, Flag(CACHE, "tokens of prompt and answer together (default: the model's)")
     ] = None
+    encoder: Annotated[
+        Place,
+        Flag(RETRIEVAL, "of passages: packaged name, folder, Hugging Face id or URL#MODEL (docs/documents.md)", "NAME"),
+    ] = ENCODER
+    chunk_tokens: Annotated[
+        int, Ge(100), Le(4096), Flag(RETRIEVAL, "tokens of a chunk, at most; as many as the encoder reads")
+    ] = CHUNK_TOKENS
     index: Annotated[
         str,
         AfterValidator(_known_index),

@@ -55,7 +55,7 @@ from ragjax.engine.build import Parts, build
 from ragjax.engine.compose import Composer
 from ragjax.engine.depkv import DepKV, Keeping, Resumed
 from ragjax.engine.inventory import inventory_of
-from ragjax.engine.knowledge import ENCODER, Knowledge, check_documents
+from ragjax.engine.knowledge import Knowledge, check_documents
 from ragjax.engine.loop import Loop
 from ragjax.engine.prepare import Pending, Preparation
 from ragjax.engine.preprocessing import Preparing
@@ -296,7 +296,7 @@ class Engine:
 
     @property
     def embedding_model(self) -> str:
-        return ENCODER
+        return self.knowledge.encoder_name
 
     def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
         """Vectors of texts, by the encoder of the knowledge bases, which is loaded first if need be.

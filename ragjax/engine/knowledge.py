@@ -14,16 +14,16 @@ from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
-from ragjax.core import ConfigError, Embedded, EngineOptions, Indexing, RequestError
+from ragjax.core import CHUNK_TOKENS, ENCODER, ConfigError, Embedded, EngineOptions, Indexing, RequestError
 from ragjax.core.registry import meant
 from ragjax.models.encoder import Encoder
 from ragjax.models.hub import cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.document import load
+from ragjax.retrieval.endpoint import EmbeddingEndpoint
 from ragjax.retrieval.filling import Filler, Filling, GraphFilling
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.kept import open_kept
@@ -34,10 +34,10 @@ from ragjax.runner.device import BFLOAT16_FEATURES, cpu_features, platform
 
 _log = logging.getLogger(__name__)
 
-ENCODER = "all-minilm-l6-v2"
 FITS = 0.3
-"""Cosine similarity of its vectors under which no passage fits a question. On the sets of `benchmarks.retrieval` about
-1% of the questions are below in their own documents, and a third of them in documents about something else."""
+"""Cosine similarity of the packaged encoder's vectors under which no passage fits a question. On the sets of
+`benchmarks.retrieval` about 1% of the questions are below in their own documents, and a third of them in documents
+about something else. Nothing is known of other encoders: to them each passage fits."""
 
 BATCH = 32
 """Texts that are embedded between two calls of `check`."""
@@ -52,10 +52,17 @@ Source = str | Path | Mapping[str, str | Path] | None
 
 
 class KnowledgeEncoder(TextEncoder, Protocol):
-    """A sentence encoder that counts tokens."""
+    """A sentence encoder that clients may use too."""
 
-    def count(self, texts: Sequence[str]) -> int:
-        """Tokens of all texts; an error for one that is too long."""
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of a text that it reads; None: it does not tell."""
+
+    def check(self, texts: Sequence[str]) -> None:
+        """Raise RequestError for a text that it cannot embed as a whole."""
+
+    def embed(self, texts: Sequence[str]) -> Embedded:
+        """Embed texts as they are."""
 
 
 T = TypeVar("T", bound=KnowledgeBase | KnowledgeGraph)
@@ -158,6 +165,7 @@ class Knowledge:
         directory: where uploaded files and their stores are kept (None: in memory).
         file_quota_gb: 2^30 bytes of files that a tenant may keep.
         fits: least cosine similarity of a passage that fits a question; -1: each does.
+        encoder_name: what clients call the encoder.
     """
 
     def __init__(
@@ -169,32 +177,36 @@ class Knowledge:
         directory: str | Path | None = None,
         file_quota_gb: float = 1.0,
         fits: float = -1.0,
+        encoder_name: str = ENCODER,
     ):
+        self.encoder_name = encoder_name
         self.fits = fits
         self.bases = bases
         self.graphs = graphs
         self.chunker = chunker
         self.encoder = encoder
         folder = None if directory is None else Path(directory)
-        self.library = Library(bases, folder, quota=int(file_quota_gb * 2**30))
+        self.library = Library(bases, folder, quota=int(file_quota_gb * 2**30), chunk_tokens=chunker.max_tokens)
         self._filler: Filler | None = None
         self._warming: Future[None] | None = None
 
     @classmethod
     def open(cls, options: EngineOptions, tokenizer: Tokenizer) -> Knowledge:
         """The knowledge that an engine with these options has, still empty."""
-        encoder = _encoder()
-        read = sources(options.knowledge)
-        open_base = knowledge_opener(tokenizer, options.index, options.index_dir, encoder, read)
+        encoder = encoder_opener(options.encoder, options.chunk_tokens)
+        open_base = knowledge_opener(
+            tokenizer, options.index, options.index_dir, encoder, sources(options.knowledge), options.chunk_tokens
+        )
         open_graph = graph_opener(options.graph_dir, encoder, options.progress)
         return cls(
             KnowledgeRegistry("knowledge base", "rag.knowledge", open_base),
             KnowledgeRegistry("knowledge graph", "rag.graph.name", open_graph),
-            Chunker(partial(tokenizer.encode, special=False, continued=True)),
+            Chunker(partial(tokenizer.encode, special=False, continued=True), options.chunk_tokens),
             encoder,
             options.index_dir,
             options.file_quota_gb,
-            FITS,
+            FITS if options.encoder == ENCODER else -1.0,
+            encoder_name(options.encoder),
         )
 
     def fill(self, options: EngineOptions, busy: Callable[[], bool] = lambda: False, *, early: bool = False) -> None:
@@ -206,8 +218,10 @@ class Knowledge:
             early: read them in a thread, beside the requests; a few of them are waited for (`SOON`).
 
         Raises:
-            ConfigError: if they cannot be read.
+            ConfigError: if they cannot be read, or the encoder that the options name does not suit.
         """
+        if (options.encoder, options.chunk_tokens) != (ENCODER, CHUNK_TOKENS):
+            self.encoder()
         facts, documents = sources(options.graph), sources(options.knowledge)
         fillings: list[Filling | GraphFilling] = [
             *(GraphFilling(self.graphs.make(name), name, Path(source)) for name, source in facts.items()),
@@ -252,12 +266,12 @@ class Knowledge:
         Raises:
             RequestError: for a text that is no valid Unicode, or longer than the encoder reads.
         """
-        encoder, vectors = self.encoder(), list[NDArray[np.float32]]()
-        tokens = encoder.count(texts)  # all of them are checked before any is embedded
+        encoder, parts = self.encoder(), list[Embedded]()
+        encoder.check(texts)  # before any is embedded
         for begin in range(0, max(len(texts), 1), BATCH):
             check()
-            vectors.append(encoder.encode(texts[begin : begin + BATCH]))
-        return Embedded(np.concatenate(vectors), tokens)
+            parts.append(encoder.embed(texts[begin : begin + BATCH]))
+        return Embedded(np.concatenate([part.vectors for part in parts]), sum(part.tokens for part in parts))
 
     def close(self) -> None:
         if self._filler is not None:
@@ -267,21 +281,47 @@ class Knowledge:
         self.graphs.close()
 
 
-def _encoder() -> Callable[[], Encoder]:
-    """Gives the sentence encoder, which is loaded when it is first asked for."""
+def encoder_opener(place: str | Path, chunk_tokens: int = CHUNK_TOKENS) -> Callable[[], KnowledgeEncoder]:
+    """Gives a sentence encoder, which is loaded when it is first asked for.
+
+    Args:
+        place: packaged name, folder, Hugging Face id, or "URL#MODEL" of an endpoint.
+        chunk_tokens: of the chunks that it embeds, at most.
+    """
 
     @cache
-    def loaded() -> Encoder:
-        narrow = platform() == "cpu" and bool(cpu_features() & BFLOAT16_FEATURES)
-        return Encoder.load(resolve(ENCODER).path, narrow)  # its programs are loaded, or compiled, at their first use
+    def loaded() -> KnowledgeEncoder:
+        found: KnowledgeEncoder
+        if "://" in str(place):
+            found = EmbeddingEndpoint.connect(str(place))
+        else:
+            local = resolve(place)
+            if local.kind == "gguf":
+                raise ConfigError(f"--encoder {place}: is a .gguf file; name a folder of sentence-transformers")
+            narrow = platform() == "cpu" and bool(cpu_features() & BFLOAT16_FEATURES)
+            found = Encoder.load(local.path, narrow)  # its programs are loaded, or compiled, at their first use
+        if found.max_tokens is not None and chunk_tokens > found.max_tokens:
+            raise ConfigError(
+                f"--chunk-tokens {chunk_tokens}: the encoder {encoder_name(place)} reads {found.max_tokens} tokens of "
+                f"a text: give at most {found.max_tokens}, or name another --encoder"
+            )
+        return found
 
     lock = threading.Lock()
 
-    def encoder() -> Encoder:
+    def encoder() -> KnowledgeEncoder:
         with lock:
             return loaded()
 
     return encoder
+
+
+def encoder_name(place: str | Path) -> str:
+    """What clients call an encoder: its model's name, the folder's, or as it is asked for."""
+    text = str(place)
+    if "://" in text:
+        return text.partition("#")[2]
+    return Path(text).name if Path(text).is_dir() else text
 
 
 def _folder(directory: str | Path | None, name: str, kind: str) -> Path | None:
@@ -296,7 +336,7 @@ def _folder(directory: str | Path | None, name: str, kind: str) -> Path | None:
 
 
 def graph_opener(
-    directory: str | Path | None, encoder: Callable[[], Encoder], progress: bool
+    directory: str | Path | None, encoder: Callable[[], TextEncoder], progress: bool
 ) -> Callable[[str], KnowledgeGraph]:
     """Opens knowledge graphs by name."""
 
@@ -314,6 +354,7 @@ def knowledge_opener(
     index_dir: str | Path | None,
     encoder: Callable[[], TextEncoder],
     read: Mapping[str, str | Path] = MappingProxyType({}),
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> Callable[[str], KnowledgeBase]:
     """Opens knowledge bases by name. read: sources of those that are kept for later starts wherever `index_dir` is.
 
@@ -328,11 +369,14 @@ def knowledge_opener(
             encoder=loaded,
             model_key=tokenizer.digest.hex(),
             index_kind=index,
+            max_tokens=chunk_tokens,
             name=name,
         )
         if folder is not None or name not in read:
             return open_at(folder)
-        return open_kept(cache_dir() / "documents", read[name], (tokenizer.digest.hex(), loaded.identity), open_at)
+        facts = [tokenizer.digest.hex(), loaded.identity]
+        facts += [str(chunk_tokens)] if chunk_tokens != CHUNK_TOKENS else []  # folders of earlier versions have none
+        return open_kept(cache_dir() / "documents", read[name], facts, open_at)
 
     return open_base
 

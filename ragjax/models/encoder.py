@@ -1,7 +1,8 @@
-"""The sentence encoder: BERT with mean pooling in Flax NNX, float32, or with products of bfloat16 (`narrow`).
+"""The sentence encoder: BERT or RoBERTa in Flax NNX, float32, or with products of bfloat16 (`narrow`).
 
-Sources: Devlin et al. 2019, arXiv:1810.04805; Reimers and Gurevych 2019, arXiv:1908.10084 (pooling); Wang et al.
-2020, arXiv:2002.10957 (MiniLM, the packaged weights).
+Sources: Devlin et al. 2019, arXiv:1810.04805; Liu et al. 2019, arXiv:1907.11692, and Conneau et al. 2020,
+arXiv:1911.02116 (XLM-R; their positions begin behind the padding's); Reimers and Gurevych 2019, arXiv:1908.10084
+(pooling); Wang et al. 2020, arXiv:2002.10957 (MiniLM, the packaged weights).
 
 Texts are padded to a small fixed grid of (batch, length) shapes, so that a handful of programs serves everything.
 
@@ -11,10 +12,9 @@ Dimensions: B batch, T tokens, H heads, D head dim, E hidden, F mlp.
 from __future__ import annotations
 
 import hashlib
-import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -29,15 +29,15 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from ragjax.core import ConfigError, RequestError
+from ragjax.core import ConfigError, Embedded, RequestError
+from ragjax.models.encoder_files import EncoderConfig, Reading
 from ragjax.models.executables import Executables, key_of
 from ragjax.models.hub import cache_dir
 
-GRID: Mapping[int, tuple[int, ...]] = {32: (1, 32), 64: (1, 16), 128: (1, 8), 192: (1, 6), 256: (1, 4)}
+GRID: Mapping[int, tuple[int, ...]] = {
+    32: (1, 32), 64: (1, 16), 128: (1, 8), 192: (1, 6), 256: (1, 4), 384: (1, 3), 512: (1, 2)
+}  # fmt: skip
 """Compiled lengths, and the batch sizes of each: one text, or about a thousand tokens."""
-
-MAX_TOKENS = max(GRID)
-"""Longer texts are cut here, special tokens included (what the packaged model was trained with)."""
 
 CHARS_PER_TOKEN = 128
 """Characters read of a text for each token it may have. A word is at most 100 characters; a longer one is unknown to
@@ -46,21 +46,13 @@ BERT's tokenizer as a whole."""
 _WORD = re.compile(r"[^ \t\r\n]+")  # between blanks that BERT's tokenizer takes for one, however many there are
 _TOKENIZED_AT_ONCE = 16  # texts: an encoding of CHARS_PER_TOKEN * MAX_TOKENS characters takes some megabytes
 
-_UNUSED_TENSORS = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
+_UNUSED_TENSORS = (
+    "embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.weight", "pooler.dense.bias"
+)  # fmt: skip
+_PREFIXES = ("bert.", "roberta.")
+"""Of the encoder's tensors in a file that has heads for other tasks too."""
 
-
-@dataclass(frozen=True)
-class EncoderConfig:
-    """Shape of the encoder, under the names its config.json uses."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    max_position_embeddings: int
-    type_vocab_size: int
-    layer_norm_eps: float
+_log = logging.getLogger(__name__)
 
 
 class _Tensors:
@@ -70,7 +62,10 @@ class _Tensors:
     """
 
     def __init__(self, config: EncoderConfig, tensors: dict[str, NDArray[Any]], narrow: bool):
-        self._config, self._tensors, self._narrow = config, tensors, narrow
+        found = (prefix for prefix in _PREFIXES if any(name.startswith(prefix) for name in tensors))
+        prefix = next(found, "")
+        own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        self._config, self._tensors, self._narrow = config, own, narrow
         self._rngs: Any = SimpleNamespace(params=lambda: None)
 
     def linear(self, name: str, n_in: int, n_out: int) -> nnx.Linear:
@@ -110,7 +105,8 @@ class _Tensors:
 
 
 class _Embeddings(nnx.Module):
-    def __init__(self, config: EncoderConfig, tensors: _Tensors):
+    def __init__(self, config: EncoderConfig, reading: Reading, tensors: _Tensors):
+        self.first_position = reading.first_position
         self.word_embeddings = tensors.table("embeddings.word_embeddings", config.vocab_size)
         self.position_embeddings = tensors.table("embeddings.position_embeddings", config.max_position_embeddings)
         self.token_type_embeddings = tensors.table("embeddings.token_type_embeddings", config.type_vocab_size)
@@ -119,7 +115,7 @@ class _Embeddings(nnx.Module):
     def __call__(self, ids_BT: jax.Array) -> jax.Array:
         # a bucket may be longer than the table, and beyond a table there is NaN; only padding stands there
         last = self.position_embeddings.num_embeddings - 1
-        positions_T = jnp.minimum(jnp.arange(ids_BT.shape[1], dtype=jnp.int32), last)
+        positions_T = jnp.minimum(self.first_position + jnp.arange(ids_BT.shape[1], dtype=jnp.int32), last)
         x_BTE = self.word_embeddings(ids_BT) + self.position_embeddings(positions_T)
         x_BTE = x_BTE + self.token_type_embeddings(jnp.zeros_like(positions_T))
         y_BTE: jax.Array = self.LayerNorm(x_BTE)
@@ -170,8 +166,9 @@ def _product(linear: nnx.Linear, x_BTE: jax.Array) -> jax.Array:
 class _Bert(nnx.Module):
     """Token ids int32 [B, T] and lengths int32 [B] → normalised sentence embeddings float32 [B, E]."""
 
-    def __init__(self, config: EncoderConfig, tensors: _Tensors):
-        self.embeddings = _Embeddings(config, tensors)
+    def __init__(self, config: EncoderConfig, reading: Reading, tensors: _Tensors):
+        self.pooling = reading.pooling
+        self.embeddings = _Embeddings(config, reading, tensors)
         names = (f"encoder.layer.{i}" for i in range(config.num_hidden_layers))
         self.layers = nnx.List([_Layer(config, tensors, name) for name in names])
         tensors.check_empty()
@@ -181,8 +178,9 @@ class _Bert(nnx.Module):
         x_BTE = self.embeddings(ids_BT)
         for layer in self.layers:
             x_BTE = layer(x_BTE, valid_BT)
-        sum_BE = jnp.where(valid_BT[..., None], x_BTE, 0.0).sum(axis=1)
-        embeddings_BE: jax.Array = sum_BE / jnp.linalg.norm(sum_BE, axis=-1, keepdims=True)  # the mean's 1/n cancels
+        # the mean's 1/n cancels
+        pooled_BE = x_BTE[:, 0] if self.pooling == "cls" else jnp.where(valid_BT[..., None], x_BTE, 0.0).sum(axis=1)
+        embeddings_BE: jax.Array = pooled_BE / jnp.linalg.norm(pooled_BE, axis=-1, keepdims=True)
         return embeddings_BE
 
 
@@ -192,67 +190,81 @@ class Encoder:
     identity: hash of weights, tokenizer and configuration; embeddings of equal identity are comparable.
     """
 
-    def __init__(self, model: _Bert, tokenizer: Tokenizer, *, dim: int, max_tokens: int, identity: str):
+    def __init__(self, model: _Bert, tokenizer: Tokenizer, reading: Reading, *, dim: int, identity: str):
         graph, state = nnx.split(model)
         self.identity = identity
         self.dim = dim
-        self.max_tokens = max_tokens
+        self.max_tokens = reading.max_tokens
+        self._reading = reading
         self._tokenizer = tokenizer
         self._state = state
         self._dtype = str(model.layers[0].output.kernel.dtype)
         self._embed = jax.jit(partial(_embed, graph))
         self._programs = dict[tuple[int, int], Any]()
         self._executables = Executables(cache_dir() / "executables")
+        self._told_of_cut = False
 
     @classmethod
     def load(cls, directory: Path, narrow: bool = False) -> Encoder:
-        """Read the packaged encoder, whose content is pinned (`hub.PACKAGED`).
+        """Read an encoder's folder: its weights, and the files of sentence-transformers (`encoder_files`).
 
         narrow: products are of bfloat16, about twice as fast on a CPU that multiplies it. A vector's cosine to
         that of float32 is above .9999, so the two are comparable.
 
         Raises:
-            ConfigError: a file is missing or damaged.
+            ConfigError: a file is missing or damaged, or asks for what is not read here.
         """
-        weights, vocabulary = directory / "model.safetensors", directory / "tokenizer.json"
         try:
-            given = json.loads((directory / "config.json").read_text("utf-8"))
-            config = EncoderConfig(**{field.name: given[field.name] for field in fields(EncoderConfig)})
-            max_tokens = min(MAX_TOKENS, config.max_position_embeddings)
+            reading = Reading.read(directory, max(GRID))
+            weights, vocabulary = reading.folder / "model.safetensors", reading.folder / "tokenizer.json"
+            config = EncoderConfig.read(reading.folder)
             tokenizer = Tokenizer.from_file(str(vocabulary))
             tokenizer.no_padding()
-            tokenizer.enable_truncation(max_tokens)
-            model = _Bert(config, _Tensors(config, load_file(weights), narrow))
-            identity = _identity((weights, vocabulary), f"{config} {max_tokens}")
+            tokenizer.enable_truncation(reading.max_tokens)
+            model = _Bert(config, reading, _Tensors(config, load_file(weights), narrow))
+            identity = _identity((weights, vocabulary), f"{config} {reading.max_tokens}{reading.unusual}")
+        except ConfigError:
+            raise
         except Exception as error:  # tokenizers raises bare Exception
             raise ConfigError(f"{directory}: not a whole encoder: {error!r}; delete it to download it again") from error
-        return cls(model, tokenizer, dim=config.hidden_size, max_tokens=max_tokens, identity=identity)
+        return cls(model, tokenizer, reading, dim=config.hidden_size, identity=identity)
 
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Embed texts: float32 [len(texts), dim], rows of length one.
+    def encode(self, texts: Sequence[str], query: bool = False) -> NDArray[np.float32]:
+        """Embed passages, or questions: float32 [len(texts), dim], rows of length one.
 
         Raises:
             RequestError: a text is not valid Unicode (a lone surrogate).
         """
-        embeddings = np.empty((len(texts), self.dim), np.float32)
-        rows = [encoding.ids for encoding, _ in self._tokenize(texts)]
-        for batch, length, members in self._batches(rows):
-            embeddings[members] = self._run([rows[i] for i in members], batch, length)
-        return embeddings
+        prefix = self._reading.query if query else self._reading.passage
+        rows = list[list[int]]()
+        for encoding, is_whole in self._tokenize([prefix + text for text in texts] if prefix else texts):
+            rows.append(encoding.ids)
+            if not self._told_of_cut and (encoding.overflowing or not is_whole):
+                self._told_of_cut = True
+                _log.warning("the end of a text is not found: the encoder reads %d tokens", self.max_tokens)
+        return self._vectors(rows)
 
-    def count(self, texts: Sequence[str]) -> int:
-        """Tokens of all texts, special ones included.
+    def embed(self, texts: Sequence[str]) -> Embedded:
+        """Embed texts as they are, without the prefix of a question or passage.
 
         Raises:
-            RequestError: as `encode`, and for a text of which `encode` would leave out the end.
+            RequestError: as `encode`.
         """
-        total = 0
+        rows = [encoding.ids for encoding, _ in self._tokenize(texts)]
+        return Embedded(self._vectors(rows), sum(map(len, rows)))
+
+    def check(self, texts: Sequence[str]) -> None:
+        """Raise RequestError as `encode` does, and for a text of which it would leave out the end."""
         for number, (encoding, is_whole) in enumerate(self._tokenize(texts)):
             if encoding.overflowing or not is_whole:
                 reason = f"text {number} has more tokens than the encoder reads ({self.max_tokens}): shorten or cut it"
                 raise RequestError(reason, param="input", code="context_length_exceeded")
-            total += len(encoding.ids)
-        return total
+
+    def _vectors(self, rows: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        embeddings = np.empty((len(rows), self.dim), np.float32)
+        for batch, length, members in self._batches(rows):
+            embeddings[members] = self._run([rows[i] for i in members], batch, length)
+        return embeddings
 
     def _tokenize(self, texts: Sequence[str]) -> Iterator[tuple[Any, bool]]:
         """Each text's encoding, and whether the tokenizer was given all of the text.
@@ -263,6 +275,8 @@ class Encoder:
         most = CHARS_PER_TOKEN * self.max_tokens
         for begin in range(0, len(texts), _TOKENIZED_AT_ONCE):
             pieces = [_first_words(text, most) for text in texts[begin : begin + _TOKENIZED_AT_ONCE]]
+            if self._reading.lower:
+                pieces = [(piece.lower(), whole) for piece, whole in pieces]
             try:
                 encodings = self._tokenizer.encode_batch_fast([piece for piece, _ in pieces])
             except (UnicodeEncodeError, TypeError) as error:

@@ -95,7 +95,7 @@ class EntityIndex:
         """The k names most similar to a text, best first, with their cosine similarity."""
         if k < 1 or not text.strip() or not self._numbers:
             return []
-        numbers, scores = self._index.search(self._encoder.encode([text])[0], k)
+        numbers, scores = self._index.search(self._encoder.encode([text], query=True)[0], k)
         found = zip(numbers.tolist(), scores.tolist(), strict=True)
         return [(self._names[number], score) for number, score in found if number != NONE and number in self._names]
 

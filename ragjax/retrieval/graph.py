@@ -252,7 +252,8 @@ class KnowledgeGraph:
         if not walks or not question.strip():
             return dict.fromkeys(walks, 0.0)
         distinct = list(dict.fromkeys(walks))
-        query_E, paths_PE = self._encoder.encode([question])[0], self._encoder.encode(list(map(path_text, distinct)))
+        query_E = self._encoder.encode([question], query=True)[0]
+        paths_PE = self._encoder.encode(list(map(path_text, distinct)))
         return {walk: round(float(score), _DIGITS) for walk, score in zip(distinct, paths_PE @ query_E, strict=True)}
 
 
@@ -263,18 +264,18 @@ class _CachedEncoder:
         self._encoder = encoder
         self._size = size
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, Vectors] = OrderedDict()
+        self._known: OrderedDict[tuple[str, bool], Vectors] = OrderedDict()
 
-    def encode(self, texts: Sequence[str]) -> Vectors:
+    def encode(self, texts: Sequence[str], query: bool = False) -> Vectors:
         with self._lock:
-            known = {text: self._known[text] for text in texts if text in self._known}
+            known = {text: self._known[text, query] for text in texts if (text, query) in self._known}
             for text in known:
-                self._known.move_to_end(text)
+                self._known.move_to_end((text, query))
         absent = [text for text in dict.fromkeys(texts) if text not in known]
         if absent:
-            fresh = dict(zip(absent, self._encoder.encode(absent), strict=True))
+            fresh = dict(zip(absent, self._encoder.encode(absent, query), strict=True))
             with self._lock:
-                self._known.update((text, row.copy()) for text, row in fresh.items())
+                self._known.update(((text, query), row.copy()) for text, row in fresh.items())
                 while len(self._known) > self._size:
                     self._known.popitem(last=False)
             known |= fresh

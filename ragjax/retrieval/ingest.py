@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from ragjax.core import Attachment, ConfigError, DamageError, RagjaxError, RequestError
+from ragjax.core import Attachment, ConfigError, DamageError, EndpointError, RagjaxError, RequestError
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.chunking import checked
 from ragjax.retrieval.document import parse_steps
@@ -131,7 +131,7 @@ class Ingest:
             settled = yield from self._fill(attachment, content)
         except _DetachedError:
             return
-        except DamageError as error:
+        except (DamageError, EndpointError) as error:
             settled = replace(attachment, state="failed", error=("server_error", str(error)))
         except RagjaxError as error:
             settled = replace(attachment, state="failed", error=("invalid_file", str(error)))

@@ -64,8 +64,8 @@ class TextEncoder(Protocol):
     def dim(self) -> int:
         """Length of an embedding."""
 
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Normalised embeddings, float32 [len(texts), dim]."""
+    def encode(self, texts: Sequence[str], query: bool = False) -> NDArray[np.float32]:
+        """Normalised embeddings, float32 [len(texts), dim], of passages or of questions."""
 
 
 @dataclass(frozen=True)
@@ -485,7 +485,7 @@ class KnowledgeBase:
         known = self._vectors.get((tenant, text))
         if known is not None:
             return known
-        vector: Vectors = self._encoder.encode([text])[0]
+        vector: Vectors = self._encoder.encode([text], query=True)[0]
         self._vectors.keep((tenant, text), vector)
         return vector
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ragjax.core import (
+    CHUNK_TOKENS,
     PURPOSES,
     WHOLE,
     Attachment,
@@ -60,13 +61,21 @@ class Library:
 
     directory: where the knowledge bases are kept; None keeps all in memory. now: the time in seconds since 1970.
     quota: most bytes of files of a tenant, each of at least `LEAST_BYTES`; and of the files in its stores, where one
-    counts for each store that it is in.
+    counts for each store that it is in. chunk_tokens: of a chunk, at most, unless a client asks for others.
 
     Raises:
         ConfigError: what is kept there cannot be used.
     """
 
-    def __init__(self, bases: Bases, directory: Path | None, now: Callable[[], float] = time.time, quota: int = QUOTA):
+    def __init__(
+        self,
+        bases: Bases,
+        directory: Path | None,
+        now: Callable[[], float] = time.time,
+        quota: int = QUOTA,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ):
+        self.chunk_tokens = chunk_tokens
         self._catalog = Catalog(None if directory is None else directory / FOLDER / "catalog.sqlite")
         self._ingest = Ingest(self._catalog, bases)
         self._bases = bases

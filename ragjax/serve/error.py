@@ -24,6 +24,7 @@ METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 FAILURES: Mapping[type[BaseException], tuple[int, str]] = {
     core.DeadlineError: (504, "timeout"),
     core.LostError: (503, "replica_lost"),
+    core.EndpointError: (502, "endpoint"),
     core.DamageError: (500, "damaged"),
     core.DeviceFullError: (500, "device_full"),
 }

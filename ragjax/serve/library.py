@@ -266,7 +266,7 @@ class LibraryEndpoints:
     def attach(self, tenant: Tenant, vector_store_id: str, body: AttachmentBody) -> Json:
         """Put a file into a store. It is read in the background; until then its status is `in_progress`."""
         self._engine.library.attach(tenant, [body.to_core(vector_store_id)])
-        return _attachment(self._engine.library.attachment(tenant, vector_store_id, body.file_id))
+        return self._attachment(self._engine.library.attachment(tenant, vector_store_id, body.file_id))
 
     def attachments(
         self,
@@ -283,11 +283,11 @@ class LibraryEndpoints:
         library.store(tenant, vector_store_id)
         read = partial(library.attachments, tenant, vector_store_id, filter)
         look = partial(library.attachment, tenant, vector_store_id)
-        return ListPage(order, limit, after, before).of(read, look, _attachment)
+        return ListPage(order, limit, after, before).of(read, look, self._attachment)
 
     def attachment(self, tenant: Tenant, vector_store_id: str, file_id: str) -> Json:
         """One file of a store."""
-        return _attachment(self._engine.library.attachment(tenant, vector_store_id, file_id))
+        return self._attachment(self._engine.library.attachment(tenant, vector_store_id, file_id))
 
     def passages(self, tenant: Tenant, vector_store_id: str, file_id: str) -> Json:
         """The chunks of a file of a store, as they stand in prompts."""
@@ -318,6 +318,24 @@ class LibraryEndpoints:
             "expires_at": store.expires,
             "last_active_at": store.active,
             "metadata": dict(store.metadata),
+        }
+
+    def _attachment(self, one: core.Attachment) -> Json:
+        code, message = one.error
+        sizes = {
+            "max_chunk_size_tokens": one.chunk_tokens or self._engine.library.chunk_tokens,
+            "chunk_overlap_tokens": 0,
+        }
+        return {
+            "id": one.file,
+            "object": "vector_store.file",
+            "created_at": one.created,
+            "usage_bytes": one.usage,
+            "vector_store_id": one.store,
+            "status": one.state,
+            "last_error": {"code": code, "message": message} if code else None,
+            "chunking_strategy": {"type": "static", "static": sizes},
+            "attributes": dict(one.attributes),
         }
 
 
@@ -356,22 +374,6 @@ def _file(file: core.File) -> Json:
         "purpose": file.purpose,
         "status": "processed",
         "status_details": None,
-    }
-
-
-def _attachment(one: core.Attachment) -> Json:
-    code, message = one.error
-    sizes = {"max_chunk_size_tokens": one.chunk_tokens or core.CHUNK_TOKENS, "chunk_overlap_tokens": 0}
-    return {
-        "id": one.file,
-        "object": "vector_store.file",
-        "created_at": one.created,
-        "usage_bytes": one.usage,
-        "vector_store_id": one.store,
-        "status": one.state,
-        "last_error": {"code": code, "message": message} if code else None,
-        "chunking_strategy": {"type": "static", "static": sizes},
-        "attributes": dict(one.attributes),
     }
 
 

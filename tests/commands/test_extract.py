@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from ragjax.commands import extract as module
 from ragjax.commands.extract import main
-from ragjax.core import Chunk, ConfigError
+from ragjax.core import Chunk, ConfigError, EndpointError
 from ragjax.retrieval import extraction as endpoints
-from ragjax.retrieval.extraction import INSTRUCTION, Endpoint, EndpointError, extract, parse_triples
+from ragjax.retrieval.extraction import INSTRUCTION, ChatEndpoint, extract, parse_triples
 from ragjax.retrieval.triple_files import read_triples
 from ragjax.retrieval.triples import Triple
 
@@ -97,9 +97,9 @@ def reply(content: object, status: int = 200, **headers: str) -> httpx.Response:
     return httpx.Response(status, json=body, headers=headers)
 
 
-def endpoint(handler: Callable[[httpx.Request], httpx.Response], waits: list[float] | None = None) -> Endpoint:
+def endpoint(handler: Callable[[httpx.Request], httpx.Response], waits: list[float] | None = None) -> ChatEndpoint:
     client = httpx.Client(transport=httpx.MockTransport(handler), base_url="http://models.test/v1")
-    return Endpoint(client, "tiny", 64, (waits if waits is not None else []).append)
+    return ChatEndpoint(client, "tiny", (waits if waits is not None else []).append, max_tokens=64)
 
 
 def test_what_is_asked() -> None:

@@ -1,14 +1,18 @@
-"""Make encoder_goldens.npz: reference embeddings by transformers, in an environment of its own with torch.
+"""Make goldens of sentence encoders by sentence-transformers, in an environment of its own with torch.
 
-python tests/data/make_encoder_goldens.py MODEL_DIRECTORY
+PYTHONPATH=. python tests/data/make_encoder_goldens.py MODEL_DIRECTORY
+
+encoder_goldens.npz is of the packaged encoder; encoder_styles.npz of the random ones of tests/support/encoders.py.
 """
 
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import AutoModel, AutoTokenizer
+from sentence_transformers import SentenceTransformer
+
+from tests.support.encoders import write_encoder
 
 TEXTS = [
     "What is the capital of France?",
@@ -23,16 +27,23 @@ TEXTS = [
     "Each night the keeper climbed 212 steps, trimmed the wick, and wrote the weather in a blue ledger. " * 30,
 ]
 
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-model = AutoModel.from_pretrained(sys.argv[1], attn_implementation="eager").eval()
-rows = []
-for text in TEXTS:
-    batch = tokenizer(text, truncation=True, max_length=256, return_tensors="pt")
-    with torch.no_grad():
-        hidden = model(**batch).last_hidden_state[0]
-    rows.append(torch.nn.functional.normalize(hidden.mean(0), dim=0).numpy())
-np.savez_compressed(
-    Path(__file__).with_name("encoder_goldens.npz"),
-    texts=np.array(TEXTS),
-    embeddings=np.stack(rows).astype(np.float32),
-)
+
+def vectors(model: SentenceTransformer, how: str) -> np.ndarray:
+    return np.stack([getattr(model, how)(text, convert_to_numpy=True) for text in TEXTS]).astype(np.float32)
+
+
+if __name__ == "__main__":
+    here = Path(__file__).parent
+    packaged = SentenceTransformer(sys.argv[1], device="cpu")
+    found = vectors(packaged, "encode")
+    np.savez_compressed(here / "encoder_goldens.npz", texts=np.array(TEXTS), embeddings=found)
+    made = {"texts": np.array(TEXTS)}
+    for style in ("bert", "xlm-roberta"):
+        for pooling in ("mean", "cls"):
+            with tempfile.TemporaryDirectory() as folder:
+                model = SentenceTransformer(
+                    str(write_encoder(Path(folder), style, pooling, prompts=True)), device="cpu"
+                )
+                for how in ("encode", "encode_query", "encode_document"):
+                    made[f"{style} {pooling} {how}"] = vectors(model, how)
+    np.savez_compressed(here / "encoder_styles.npz", **made)

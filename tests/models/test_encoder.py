@@ -14,8 +14,10 @@ from ragjax.models import encoder as module
 from ragjax.models.encoder import GRID, Encoder
 from ragjax.models.hub import resolve
 from tests.support.devices import without_compilation_cache
+from tests.support.encoders import PROMPTS, Style, encoder_shapes, write_encoder
 
 GOLDENS = Path(__file__).parents[1] / "data" / "encoder_goldens.npz"
+STYLES = GOLDENS.with_name("encoder_styles.npz")
 CONFIG = {
     "model_type": "bert",
     "vocab_size": 30522,
@@ -43,39 +45,11 @@ def encoder(directory: Path) -> Encoder:
 def tiny(directory: Path, tmp_path: Path) -> Path:
     """A random encoder of two narrow layers with the real tokenizer."""
     rng = np.random.default_rng(0)
-    tensors = {name: rng.normal(0, 0.5, shape).astype(np.float32) for name, shape in _shapes(CONFIG).items()}
+    tensors = {name: rng.normal(0, 0.5, shape).astype(np.float32) for name, shape in encoder_shapes(CONFIG).items()}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     shutil.copy(directory / "tokenizer.json", tmp_path)
     return tmp_path
-
-
-def _shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    shapes = {
-        "embeddings.word_embeddings.weight": (config["vocab_size"], hidden),
-        "embeddings.position_embeddings.weight": (config["max_position_embeddings"], hidden),
-        "embeddings.token_type_embeddings.weight": (config["type_vocab_size"], hidden),
-        "embeddings.LayerNorm.weight": (hidden,),
-        "embeddings.LayerNorm.bias": (hidden,),
-        "embeddings.position_ids": (1, config["max_position_embeddings"]),
-        "pooler.dense.weight": (hidden, hidden),
-        "pooler.dense.bias": (hidden,),
-    }
-    for i in range(config["num_hidden_layers"]):
-        for name, n_out, n_in in (
-            ("attention.self.query", hidden, hidden),
-            ("attention.self.key", hidden, hidden),
-            ("attention.self.value", hidden, hidden),
-            ("attention.output.dense", hidden, hidden),
-            ("intermediate.dense", inner, hidden),
-            ("output.dense", hidden, inner),
-        ):
-            shapes[f"encoder.layer.{i}.{name}.weight"] = (n_out, n_in)
-            shapes[f"encoder.layer.{i}.{name}.bias"] = (n_out,)
-        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
-            shapes[f"encoder.layer.{i}.{name}.weight"] = shapes[f"encoder.layer.{i}.{name}.bias"] = (hidden,)
-    return shapes
 
 
 # ------------------------------------------------------------------------------------------- embeddings
@@ -91,6 +65,27 @@ def test_embeddings_equal_the_reference(encoder: Encoder) -> None:
     assert (got * wanted).sum(axis=1).min() >= 0.9999
     np.testing.assert_allclose(got, wanted, atol=2e-6)
     np.testing.assert_allclose(np.linalg.norm(got, axis=1), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("style", ["bert", "xlm-roberta"])
+def test_encoders_equal_sentence_transformers(tmp_path: Path, style: Style, pooling: str) -> None:
+    """Mean and CLS, BERT and XLM-R, with the prefixes of questions and passages and with none."""
+    made = Encoder.load(write_encoder(tmp_path, style, pooling, prompts=True))
+    with np.load(STYLES) as goldens:
+        texts = goldens["texts"].tolist()
+        wanted = {how: goldens[f"{style} {pooling} {how}"] for how in ("encode", "encode_query", "encode_document")}
+    np.testing.assert_allclose(made.embed(texts).vectors, wanted["encode"], atol=1e-6)
+    np.testing.assert_allclose(made.encode(texts, query=True), wanted["encode_query"], atol=1e-6)
+    np.testing.assert_allclose(made.encode(texts), wanted["encode_document"], atol=1e-6)
+
+
+def test_the_end_of_a_long_text_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = Encoder.load(write_encoder(tmp_path, "bert"))
+    for _ in range(2):
+        made.encode(["short", "river " * 50])
+    (record,) = (one for one in caplog.records if one.name == module.__name__)
+    assert record.getMessage() == "the end of a text is not found: the encoder reads 40 tokens"
 
 
 @pytest.mark.slow
@@ -155,7 +150,7 @@ def test_no_more_of_a_text_is_tokenized_than_its_tokens_can_take_up(tiny: Path, 
     encoder._tokenizer = recorder = Recorder(encoder._tokenizer)
     np.testing.assert_array_equal(encoder.encode([long]), whole)
     with pytest.raises(RequestError, match=r"text 0 has more tokens than the encoder reads \(40\)"):
-        encoder.count([long] * 50)
+        encoder.check([long] * 50)
     encoder.encode([long] * 50)
     most = module.CHARS_PER_TOKEN * encoder.max_tokens
     assert recorder.calls[0] <= most and max(recorder.calls) <= most * 16 and len(recorder.calls) == 6
@@ -176,7 +171,8 @@ def test_a_text_of_many_blanks_is_read_as_it_is(tiny: Path, text: str) -> None:
     wanted = encoder._tokenizer.encode(text)
     assert encoding.ids == wanted.ids
     if not wanted.overflowing:
-        assert encoder.count([text]) == len(wanted.ids)
+        encoder.check([text])
+        assert encoder.embed([text]).tokens == len(wanted.ids)
 
 
 @pytest.mark.slow
@@ -208,6 +204,71 @@ def test_a_lone_surrogate_is_refused(tiny: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- loading
+
+
+def test_the_packaged_encoder_keeps_its_identity(encoder: Encoder) -> None:
+    """Folders of earlier versions are made with it."""
+    assert encoder.identity == "d55f84d7669865ba3f1a73a8fb3bc0a5"
+
+
+def test_later_versions_write_their_files_otherwise(tmp_path: Path) -> None:
+    """sentence-transformers 6 names the pooling by one field, and the length is the tokenizer's."""
+    before = Encoder.load(write_encoder(tmp_path, "xlm-roberta", "cls", prompts=True))
+    (tmp_path / "sentence_bert_config.json").write_text('{"transformer_task": "feature-extraction"}')
+    _change_json(tmp_path / "tokenizer_config.json", model_max_length=30)
+    pooling = {"embedding_dimension": 24, "pooling_mode": "cls", "include_prompt": True}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    kind = "sentence_transformers.base.modules.transformer.Transformer"
+    parts = json.loads((tmp_path / "modules.json").read_text())
+    (tmp_path / "modules.json").write_text(json.dumps([parts[0] | {"type": kind}, *parts[1:]]))
+    later = Encoder.load(tmp_path)
+    assert (before.max_tokens, later.max_tokens) == (40, 30)
+    np.testing.assert_array_equal(later.encode(["the keeper"]), before.encode(["the keeper"]))
+
+
+def test_identity_is_of_what_passages_become(tmp_path: Path) -> None:
+    made = [Encoder.load(write_encoder(tmp_path / "mean", "bert")).identity]
+    made += [Encoder.load(write_encoder(tmp_path / "cls", "bert", "cls")).identity]
+    folder = write_encoder(tmp_path / "prompts", "bert", prompts=True)
+    made += [Encoder.load(folder).identity]
+    assert len({*made}) == 3
+    _change_json(folder / "config_sentence_transformers.json", prompts=PROMPTS | {"query": "another: "})
+    assert Encoder.load(folder).identity == made[-1]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", {"model_type": "deberta"}, "an encoder of type 'deberta' is not read; bert, roberta, xlm"),
+        ("config.json", {"hidden_act": "relu"}, "hidden_act 'relu' is not read; 'gelu' is"),
+        ("config.json", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, "pooling by cls and mean is not read; mean, cls"),
+        ("1_Pooling/config.json", {"pooling_mode": "lasttoken"}, "pooling by lasttoken is not read"),
+        ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt"),
+    ],
+)
+def test_what_is_not_read_is_refused(tmp_path: Path, file: str, change: dict, message: str) -> None:
+    folder = write_encoder(tmp_path, "bert")
+    _change_json(folder / file, **change)
+    with pytest.raises(ConfigError, match=message):
+        Encoder.load(folder)
+
+
+def test_a_part_that_changes_vectors_is_refused(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "bert")
+    parts = json.loads((folder / "modules.json").read_text())
+    dense = {"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"}
+    (folder / "modules.json").write_text(json.dumps([*parts, dense]))
+    with pytest.raises(ConfigError, match=r"a part 'Dense' in modules.json is not read"):
+        Encoder.load(folder)
+
+
+def test_weights_beside_a_head_are_found(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "xlm-roberta")
+    before = Encoder.load(folder).encode(["the river"])
+    tensors = {f"roberta.{name}": value for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(tensors | {"lm_head.bias": np.zeros(3, np.float32)}, folder / "model.safetensors")
+    np.testing.assert_array_equal(Encoder.load(folder).encode(["the river"]), before)
 
 
 def test_identity_tells_weights_apart(tiny: Path) -> None:
@@ -247,6 +308,10 @@ def test_weights_of_another_shape_are_refused(tiny: Path, change: dict, message:
     (tiny / "config.json").write_text(json.dumps(CONFIG | change))
     with pytest.raises(ConfigError, match=message):
         Encoder.load(tiny)
+
+
+def _change_json(path: Path, **change) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
 
 def _change_tensor(directory: Path, name: str, change) -> None:

@@ -285,7 +285,7 @@ class Held(WordEncoder):
         super().__init__()
         self.go, self.reached = Event(), Event()
 
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+    def encode(self, texts: Sequence[str], query: bool = False) -> NDArray[np.float32]:
         self.reached.set()
         assert self.go.wait(60)
         return super().encode(texts)

@@ -671,7 +671,7 @@ def test_search_adds_little_to_encoder_and_index() -> None:
     with open_base() as base:
         base.add([Document(str(n), f"word{n} and more") for n in range(2000)])
         vector = base._encoder.encode(["word7"])
-        base._encoder.encode = lambda _: vector
+        base._encoder.encode = lambda _, query: vector
         base.search("word7", 10)  # the chunks are cached from here on
         whole, inner = [], []
         for _ in range(200):

@@ -282,7 +282,7 @@ class Batches(tiny.HashedEncoder):
         self.sizes = list[int]()
         self.then: Callable[[], None] = lambda: None
 
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+    def encode(self, texts: Sequence[str], query: bool = False) -> NDArray[np.float32]:
         self.sizes.append(len(texts))
         self.then()
         return super().encode(texts)

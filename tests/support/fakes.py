@@ -306,7 +306,7 @@ class WordEncoder:
         self.identity = identity
         self.encoded: list[str] = []
 
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
+    def encode(self, texts: Sequence[str], query: bool = False) -> np.ndarray:
         self.encoded += texts
         return np.stack([self._embed(text) for text in texts]).astype(np.float32)
 

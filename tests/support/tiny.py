@@ -19,7 +19,18 @@ from ragjax.cache.hierarchy import Storage
 from ragjax.cache.policy.base import make_policy
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
-from ragjax.core import Answer, AtRest, Compression, EngineOptions, Grid, Prompt, RowShape, Segment, StorageOptions
+from ragjax.core import (
+    Answer,
+    AtRest,
+    Compression,
+    Embedded,
+    EngineOptions,
+    Grid,
+    Prompt,
+    RowShape,
+    Segment,
+    StorageOptions,
+)
 from ragjax.core import Kind as SegmentKind
 from ragjax.core.prompt import Keep
 from ragjax.engine import Engine
@@ -127,8 +138,9 @@ class HashedEncoder:
 
     identity = "hashed"
     dim = 32
+    max_tokens = None
 
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+    def encode(self, texts: Sequence[str], query: bool = False) -> NDArray[np.float32]:
         """float32 [n, 32], rows of length one."""
         out: NDArray[np.float32] = np.zeros((len(texts), self.dim), np.float32)
         for i, text in enumerate(texts):
@@ -138,9 +150,12 @@ class HashedEncoder:
         out /= np.linalg.norm(out, axis=1, keepdims=True)
         return out
 
-    def count(self, texts: Sequence[str]) -> int:
-        """Words."""
-        return sum(len(text.split()) for text in texts)
+    def check(self, texts: Sequence[str]) -> None:
+        """Every text will do."""
+
+    def embed(self, texts: Sequence[str]) -> Embedded:
+        """Embed texts, and count their words."""
+        return Embedded(self.encode(texts), sum(len(text.split()) for text in texts))
 
 
 @cache

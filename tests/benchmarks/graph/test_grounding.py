@@ -25,7 +25,7 @@ class Letters:
 
     identity = "letters"
 
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+    def encode(self, texts: Sequence[str], query: bool = False) -> NDArray[np.float32]:
         counts = np.array([[text.lower().count(c) for c in "abcdefghijklmnopqrstuvwxyz"] for text in texts], np.float32)
         return counts / np.maximum(np.linalg.norm(counts, axis=1, keepdims=True), 1)
 

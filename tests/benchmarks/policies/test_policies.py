@@ -187,7 +187,7 @@ def test_the_encoder_is_asked_once_for_all_indexes(monkeypatch: pytest.MonkeyPat
         dim = 26
         calls = 0
 
-        def encode(self, texts: Sequence[str]) -> Any:
+        def encode(self, texts: Sequence[str], query: bool = False) -> Any:
             Letters.calls += 1
             counts = np.array([[t.lower().count(chr(97 + i)) for i in range(26)] for t in texts], np.float32)
             return counts / np.linalg.norm(counts, axis=1, keepdims=True)

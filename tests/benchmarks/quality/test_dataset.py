@@ -75,7 +75,7 @@ def test_neighbours_leave_out_copies_and_vectors_are_kept(tmp_path: Path) -> Non
     assert [c.id for c in similarity.neighbours("0", 1)] == [str(order[0])]
 
     class Refusing(tiny.HashedEncoder):
-        def encode(self, texts: Sequence[str]) -> Any:
+        def encode(self, texts: Sequence[str], query: bool = False) -> Any:
             raise AssertionError("the vectors were not kept")
 
     assert Similarity.of(chunks, Refusing(), tmp_path).neighbours("0", 9) == similarity.neighbours("0", 9)

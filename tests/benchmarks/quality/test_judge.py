@@ -16,7 +16,7 @@ from benchmarks.quality import judge as module
 from benchmarks.quality.dataset import Question
 from benchmarks.quality.judge import Judge, read_statements, read_verdicts
 from ragjax.core import ConfigError, Document, RagjaxError
-from ragjax.retrieval.extraction import Endpoint
+from ragjax.retrieval.extraction import ChatEndpoint
 from tests.support import tiny
 
 ASKED = Question("q", "When does it leave?", ("nine",), (Document("d", "The ferry leaves at nine.", "Ferry"),))
@@ -150,7 +150,7 @@ def test_an_endpoint_that_cannot_judge_ends_the_command_in_one_line_before_anyth
 
 def test_an_endpoint_that_is_gone_is_one_error() -> None:
     judge = module.opened("http://127.0.0.1:9/v1", "m", None)
-    assert isinstance(judge.verdicts, Endpoint)
+    assert isinstance(judge.verdicts, ChatEndpoint)
     judge.verdicts = replace(judge.verdicts, sleep=lambda seconds: None)
     with pytest.raises(RagjaxError, match=r"cannot be reached .*correct --judge"):
         judge.check()

@@ -66,7 +66,7 @@ from chunks left join fused using (number) join documents on documents.id = docu
 """
 """Rows that `chunk_of` takes."""
 
-_FLAGS = {"encoder": "name the --encoder that it was made with, ", "tokens per chunk": "give --chunk-tokens {}, "}
+_FLAGS = {"encoder": "; or name the --encoder that it was made with", "tokens per chunk": "; or give --chunk-tokens {}"}
 """What uses a directory that was made with other settings."""
 
 _ROUNDING = 1e-5  # the index may misorder scores that are nearer to each other
@@ -103,10 +103,9 @@ def _check_settings(database: sqlite3.Connection, place: str | Path, settings: d
     stored = dict(database.execute("select name, value from settings"))
     for name, value in settings.items():
         if stored.get(name) != value:
-            flag = _FLAGS.get(name, "").format(stored.get(name))
             raise ConfigError(
-                f"{place}: was made with {name} {stored.get(name)!r}, not {value!r}; "
-                f"{flag}choose another directory, or delete this one and add the documents again"
+                f"{place}: was made with {name} {stored.get(name)!r}, not {value!r}; choose another directory, "
+                f"or delete this one and add the documents again{_FLAGS.get(name, '').format(stored.get(name))}"
             )
 
 

@@ -57,11 +57,7 @@ GRAPHS: Mapping[str, GraphKV | None] = {
     "rounds3": GraphKV(rounds=3), "enhance": GraphKV(signal="enhance"), "evict": GraphKV(signal="evict"),
     **{f"{edges}": GraphKV(edges=edges) for edges in ("vv", "kv", "qk", "qq")},
     **{f"sources{share}": GraphKV(sources=share / 100) for share in (10, 50, 70, 100)},
-    **{f"neighbours{m}": GraphKV(neighbours=m) for m in (4, 8, 16, 64)}, "unrotated": GraphKV(keys="unrotated"),
-    "centred": GraphKV(keys="centred"), "centred-mutual": GraphKV(keys="centred", order="mutual"),
-    "centred-weak": GraphKV(keys="centred", sources=0.1, neighbours=4, strength=0.5),
-    "centred-enhance": GraphKV(keys="centred", signal="enhance", strength=0.5),
-    **{f"strength{s}": GraphKV(strength=s / 100) for s in (25, 50)},
+    **{f"neighbours{m}": GraphKV(neighbours=m) for m in (4, 8, 16, 64)},
 }  # fmt: skip
 """GraphKV's settings, one apart from the default, `ordered`; `mutual` is the paper's."""
 

@@ -85,7 +85,6 @@ class Laboratory:
             prefill.k_LNKD, prefill.v_LNKD, jnp.full(layers, prefill.count, jnp.int32), prefill.q_LNHD[:, window],
             prefill.mass_LNK,
             prefill.q_LNHD if compression.graph is not None and compression.graph.needs_queries else None,
-            self._plain(prefill.k_LNKD) if compression.graph is not None and compression.graph.needs_plain else None,
         )  # fmt: skip
         score = _score(evidence, compression.method)
         numbers = quota(compression, scorer, layers, prefill.count, np.asarray(score.preference))
@@ -95,11 +94,6 @@ class Laboratory:
         index_LKB = _choose(score.s_NK, evidence, *map(jnp.asarray, numbers), compression=same, most=room)
         kept_LKN = _mask(index_LKB, prefill.k_LNKD)
         return Kept(kept_LKN, numbers.kept_L, float(_redundancy(kept_LKN, prefill.k_LNKD)))
-
-    def _plain(self, k_LNKD: jax.Array) -> jax.Array:
-        places = slice(0, self.context)
-        plain_LNKD: jax.Array = _rotated(k_LNKD, self._cos[places, None], -self._sin[places, None])
-        return plain_LNKD
 
     def everything(self, prefill: Prefill) -> jax.Array:
         """All tokens of the prompt, bool [L, K, N]."""

@@ -1,12 +1,12 @@
 """GraphKV: scores of tokens that resemble important ones change (arXiv 2509.00388, section 4).
 
 The tokens of highest score are sources (eq. 2). A source i has edges e_ij = max(0, cos) to its m most similar tokens
-(eqs. 1 and 3), and for every source in whose neighbourhood a token j lies, s_j is multiplied by 1 - lambda e_ij (eqs. 4
+(eqs. 1 and 3), and for every source in whose neighbourhood a token j lies, s_j is multiplied by 1 - e_ij (eqs. 4
 and 5), T times. Sources and edges stay those of the first round, so that s_j^(T) = s_j d_j^T.
 
 What the text leaves open is decided so (docs/compression.md): the product over sources of eq. 5, where Algorithm 2
 keeps the last factor; cosines of 0 and below are no edges; only tokens that may be dropped take part; keys as they are
-rotated, unless `GraphKV.keys` says otherwise.
+cached, rotated.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ends(evidence: Evidence, graph: GraphKV) -> Ends:
 
     Queries are averaged over the heads of their KV head, so that widths agree; the paper does not say.
     """
-    edges, of = graph.edges, {"k": _keys(evidence, graph), "v": evidence.v_NKD}
+    edges, of = graph.edges, {"k": evidence.k_NKD, "v": evidence.v_NKD}
     if "q" in edges:
         if evidence.q_NHD is None:
             raise ValueError(f"edges {edges!r} need the queries of all tokens (Evidence.q_NHD)")
@@ -53,19 +53,6 @@ def ends(evidence: Evidence, graph: GraphKV) -> Ends:
         return Ends(of[edges[0]])
     sender_NKD, receiver_NKD = (from_storage(of[letter]).astype(jnp.float32) for letter in edges)
     return Ends(receiver_NKD, sender_NKD)
-
-
-def _keys(evidence: Evidence, graph: GraphKV) -> jax.Array:
-    """Keys as the graph sees them."""
-    if not graph.needs_plain:
-        return evidence.k_NKD
-    if evidence.plain_NKD is None:
-        raise ValueError(f"keys {graph.keys!r} need those before RoPE (Evidence.plain_NKD)")
-    if graph.keys == "unrotated":
-        return evidence.plain_NKD
-    valid_N11 = evidence.valid_N[:, None, None]
-    mean_KD = jnp.where(valid_N11, evidence.plain_NKD, 0.0).sum(0) / evidence.count.astype(jnp.float32)
-    return evidence.plain_NKD - mean_KD
 
 
 def propagate(
@@ -96,7 +83,7 @@ def propagate(
     source_I = jnp.where((rank_I < number) & candidate_N[source_I], source_I, -1)
     count = min(graph.neighbours, s_N.shape[0])
     cosine_IY, index_IY = key_neighbours(ends.receiver_NKD, candidate_N, source_I, count, asking_NKD=ends.sender_NKD)
-    edge_IY = graph.strength * jnp.minimum(cosine_IY, 1.0)
+    edge_IY = jnp.minimum(cosine_IY, 1.0)
     if graph.order == "ordered":
         place_N = jnp.zeros_like(ordered_N).at[ordered_N].set(jnp.arange(len(ordered_N), dtype=jnp.int32))
         edge_IY = jnp.where(place_N[index_IY] > rank_I[:, None], edge_IY, 0.0)

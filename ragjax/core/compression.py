@@ -16,7 +16,6 @@ Signal = Literal["decay", "enhance", "evict"]
 Edges = Literal["kk", "vv", "kv", "qk", "qq"]
 Order = Literal["mutual", "ordered"]
 Heads = Literal["all", "each"]
-Keys = Literal["rotated", "unrotated", "centred"]
 
 Method = Literal["snapkv", "pyramidkv", "h2o", "knorm", "cake", "streaming", "keydiff"]
 METHODS = get_args(Method)
@@ -60,8 +59,6 @@ class GraphKV:
     signal: Signal = "decay"  # score s at similarity e: s (1 - e); "enhance" s (1 + e); "evict": kept only to fill up
     edges: Edges = "kk"  # vectors compared, the source's first; "q" needs all queries, which a full prefill alone has
     order: Order = "ordered"  # of two similar sources the lower one's score falls; "mutual": both, as printed
-    strength: Annotated[float, Ge(0), Le(1)] = 1.0  # factor of e (eq. 4 has room for one), in [0, 1]
-    keys: Keys = "rotated"  # "unrotated": before RoPE; "centred": and without the prompt's mean key
 
     def __post_init__(self) -> None:
         check_fields(self, lambda name, reason: _invalid(f"graph.{name}", f"graph.{reason}"))
@@ -70,11 +67,6 @@ class GraphKV:
     def needs_queries(self) -> bool:
         """True if the queries of all tokens are compared, not only their keys and values."""
         return "q" in self.edges
-
-    @property
-    def needs_plain(self) -> bool:
-        """True if keys are compared as they were before RoPE."""
-        return self.keys != "rotated" and "k" in self.edges
 
 
 PAPER = GraphKV(order="mutual", adaptive=True)

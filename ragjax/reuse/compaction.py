@@ -54,9 +54,6 @@ def check(compression: Compression, strategy: Strategy) -> None:
     if compression.graph is not None and compression.graph.needs_queries:
         reason = "edges by queries need those of all tokens, which an engine does not keep; choose kk, vv or kv"
         param = "rag.compression.graph.edges"
-    elif compression.graph is not None and compression.graph.needs_plain:
-        reason = "an engine compares keys as they are cached; choose rotated"
-        param = "rag.compression.graph.keys"
     elif compression.method in BY_MASS and compression.heads == "each":
         reason = f"{compression.method} looks at attention by layer, the mean over heads; choose all, or another method"
         param = "rag.compression.heads"

@@ -111,7 +111,7 @@ def test_layers_keep_what_the_papers_keep(method: str, heads: str, graph: GraphK
             first = s.mean(1) if heads == "all" else s[:, min(node, s.shape[1] - 1)]
             after = first
             if graph is not None:
-                options = {f: getattr(graph, f) for f in ("neighbours", "rounds", "signal", "order", "strength")}
+                options = {f: getattr(graph, f) for f in ("neighbours", "rounds", "signal", "order")}
                 ends = (k[:, own], v[:, own] if graph.edges == "kv" else k[:, own])
                 after = eviction.propagated(first, *ends, list(range(count - recent)), number, **options)
             kept = found[layer, node][found[layer, node] >= 0].tolist()

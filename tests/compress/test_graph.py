@@ -58,7 +58,6 @@ GRAPHS = {
     "enhance": GraphKV(neighbours=5, signal="enhance", rounds=2),
     "evict": GraphKV(neighbours=2, signal="evict"),
     "evict in order": GraphKV(neighbours=5, signal="evict", order="ordered"),
-    "weak": GraphKV(neighbours=5, strength=0.4),
     "all neighbours": GraphKV(neighbours=64),
     "more than there are": GraphKV(neighbours=1024),
 }
@@ -72,7 +71,7 @@ def test_scores_follow_equation_5(name: str, kind: str) -> None:
         s, k = case(seed, kind)
         candidate = np.arange(N) < (N if seed % 2 else 25)
         number = [0, 1, 8, 12][seed]
-        options = {f: getattr(graph, f) for f in ("neighbours", "rounds", "signal", "order", "strength")}
+        options = {f: getattr(graph, f) for f in ("neighbours", "rounds", "signal", "order")}
         tokens = np.flatnonzero(candidate).tolist()
         want = eviction.propagated(s, k, k, tokens, number, **options)
         k[~candidate] = np.nan
@@ -93,11 +92,11 @@ def test_an_adaptive_graph_goes_by_the_question_in_one_program(question: int) ->
     np.testing.assert_allclose(after(s, k, PAPER, edges=graph.neighbours), want, rtol=1e-4, atol=1e-6)
 
 
-def test_neither_rounds_nor_strength_nor_sources_is_the_base() -> None:
+def test_neither_rounds_nor_sources_is_the_base() -> None:
     s, k = case(0, "alike")
-    for graph, number in ((GraphKV(rounds=0), 8), (GraphKV(strength=0.0), 8), (GraphKV(), 0)):
+    for graph, number in ((GraphKV(rounds=0), 8), (GraphKV(), 0)):
         for signal in ("decay", "enhance", "evict"):
-            same = GraphKV(rounds=graph.rounds, strength=graph.strength, signal=signal)
+            same = GraphKV(rounds=graph.rounds, signal=signal)
             np.testing.assert_array_equal(after(s, k, same, number=number), s)
 
 
@@ -177,24 +176,6 @@ def test_edges_without_their_queries_are_refused() -> None:
     x = jnp.zeros((N, K, D))
     with pytest.raises(ValueError, match=r"edges 'qk' need the queries of all tokens"):
         ends(Evidence(x, x, jnp.int32(N)), GraphKV(edges="qk"))
-    with pytest.raises(ValueError, match=r"keys 'centred' need those before RoPE"):
-        ends(Evidence(x, x, jnp.int32(N)), GraphKV(keys="centred"))
-
-
-@pytest.mark.parametrize("keys", ["rotated", "unrotated", "centred"])
-def test_keys_are_compared_as_they_are_asked_for(keys: str) -> None:
-    rng = np.random.default_rng(2)
-    k, v, plain = (rng.standard_normal((N, K, D)).astype(np.float32) + 1 for _ in range(3))
-    s, count = rng.random(N).astype(np.float32), N - 5
-    plain[count:] = np.nan
-    of = {"rotated": k, "unrotated": plain, "centred": plain - plain[:count].astype(np.float64).mean(0)}[keys]
-    evidence = Evidence(jnp.asarray(k), jnp.asarray(v), jnp.int32(count), plain_NKD=jnp.asarray(plain))
-    graph, candidates = GraphKV(neighbours=5, keys=keys), jnp.arange(N) < count
-    found = compiled(jnp.asarray(s), ends(evidence, graph), candidates, jnp.int32(8), jnp.int32(32), graph, 8)
-    want = eviction.propagated(s, of, of, list(range(count)), 8, neighbours=5)
-    np.testing.assert_allclose(found[:count], want[:count], rtol=1e-4, atol=1e-6)
-    by_values = ends(evidence, GraphKV(edges="vv", keys=keys))
-    np.testing.assert_array_equal(by_values.receiver_NKD, v)
 
 
 def test_bfloat16_bits_are_compared_as_numbers() -> None:

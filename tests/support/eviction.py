@@ -208,7 +208,6 @@ def propagated(
     rounds: int = 1,
     signal: str = "decay",
     order: str = "ordered",
-    strength: float = 1.0,
 ) -> F:
     """Eqs. 1 to 5, round by round; `tokens` take part."""
     out = s.astype(float).copy()
@@ -219,7 +218,7 @@ def propagated(
         for i in sources:
             edges = {j: cosine(senders[i], receivers[j]) for j in tokens if j != i}
             for j in ranked_by(edges)[:neighbours]:
-                e = strength * min(1.0, max(0.0, edges[j]))
+                e = min(1.0, max(0.0, edges[j]))
                 if order == "ordered" and rank.index(j) < rank.index(i):
                     continue
                 if signal == "evict" and e > 0:

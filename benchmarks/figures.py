@@ -161,7 +161,7 @@ def answers(figure: Figure, chosen: Namespace, samples: Samples) -> list[Row]:
         for name in sets:
             work = Evaluation(
                 engine, dataset.load(chosen.data, name), chosen.limit, packaged_encoder(),
-                Style(max_tokens=figure.max_tokens), known, partial(fuse_all, progress=False),
+                Style(max_tokens=figure.max_tokens), known, fuse_all,
                 whole_corpus=not chosen.quick,
             )  # fmt: skip
             swept = len(work.questions) if sweep else 0
@@ -188,7 +188,7 @@ def timed(engine: Engine, runs: int) -> list[Row]:
     work = workload(engine.tokenizer)
     todo = jobs(work.prompt)
     engine.answer_prompt(work.before, strategy="naive", max_tokens=1)
-    digests = fuse_all(engine, todo, progress=False)
+    digests = fuse_all(engine, todo)
     prompt = marked(work.prompt, {job.chunk.id: digest for job, digest in zip(todo, digests, strict=True)})
     found: dict[Case, list[dict[str, float]]] = {case: [] for case in CASES}
     progress = Progress((runs + 1) * len(CASES))

@@ -18,7 +18,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,7 +72,7 @@ def measure(arm: Arm, questions: QuestionSet, chosen: Namespace, exact: dict[str
     with opened(arm.path, chosen.dtype, device_gb=0.5, ahead=not chosen.quick) as engine:
         work = Evaluation(
             engine, questions, chosen.limit, packaged_encoder(), Style(max_tokens=TOKENS), all_strategies(),
-            partial(fuse_all, progress=False), whole_corpus=not chosen.quick,
+            fuse_all, whole_corpus=not chosen.quick,
         )  # fmt: skip
         _warm(work, work.questions[0], arm)
         for question in work.questions:

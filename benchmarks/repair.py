@@ -61,7 +61,7 @@ def reordered(prompt: Prompt) -> Prompt:
 def prepare(engine: Engine, work: Workload, names: Sequence[str]) -> tuple[Prompt, Preprocessing]:
     """Have all KV in place; the marked prompt, and what preprocessing took."""
     todo = jobs(work.prompt)
-    fuse_all(engine, todo[:1], progress=False)  # what runs first pays for what is lazy
+    fuse_all(engine, todo[:1])  # what runs first pays for what is lazy
     engine.clear_cache()
     cold, _ = _timed(engine, todo)
     engine.clear_cache()
@@ -69,7 +69,7 @@ def prepare(engine: Engine, work: Workload, names: Sequence[str]) -> tuple[Promp
     warm, digests = _timed(engine, todo)
     if RECORDED & set(names):
         engine.clear_cache()
-        fuse_all(engine, todo, record=True, progress=False)
+        fuse_all(engine, todo, record=True)
         engine.answer_prompt(work.before, strategy="naive", max_tokens=1)
     for name in WARMED:
         if name in names:
@@ -82,7 +82,7 @@ def prepare(engine: Engine, work: Workload, names: Sequence[str]) -> tuple[Promp
 
 def _timed(engine: Engine, todo: Sequence[Job]) -> tuple[float, Sequence[bytes]]:
     began = time.perf_counter()
-    digests = fuse_all(engine, todo, progress=False)
+    digests = fuse_all(engine, todo)
     return time.perf_counter() - began, digests
 
 

@@ -31,7 +31,6 @@ import argparse
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -144,7 +143,7 @@ def run(
         limits = {"device_gb": chosen.device_cache_gb, "disk_gb": chosen.disk_cache_gb}
         with opened(chosen.model, chosen.dtype, known, ahead=not chosen.lazy, **limits) as engine:
             work = Evaluation(
-                engine, questions, chosen.limit, encoder, style, known, partial(fuse_all, progress=False),
+                engine, questions, chosen.limit, encoder, style, known, fuse_all,
                 [RIVALS[name](engine) for name in chosen.rivals], whole_corpus=not chosen.quick,
                 choices=choices(questions, chosen.options) if chosen.options else None,
             )  # fmt: skip

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 
 from ragjax.commands.flags import Parser, add_engine_flags, engine_options, exit_code, integer
 from ragjax.engine import Engine
-from ragjax.engine.preprocessing import fuse, preprocess
+from ragjax.engine.preprocessing import preprocess
 from ragjax.reuse.fusion import NEIGHBOURS
-
-__all__ = ["fuse", "main", "preprocess"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -203,7 +203,6 @@ class Engine:
 
     @property
     def default_strategy(self) -> str:
-        """Its strategy."""
         return self.contract.setting.strategy
 
     @property
@@ -250,7 +249,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters since the start, and the present queue and pool."""
-        figures = stats_of(self._loop, self._cache, self._runner, self.contract, self._parts.disk, self._parts.shared)
+        figures = stats_of(self._loop, self._parts)
         figures["programs_left"] = self.programs_left
         progress = self.preprocessed()
         return figures if progress is None else figures | passages_of(progress)
@@ -278,10 +277,7 @@ class Engine:
 
         Tenants see what is their own alone. The tenant "" sees what was computed for no tenant, and how full tiers are.
         """
-        parts = self._parts
-        return inventory_of(
-            self._loop, self._cache, parts.disk, parts.shared, self.options.storage, self.tokenizer, tenant, most
-        )
+        return inventory_of(self._loop, self._parts, self.options.storage, tenant, most)
 
     @property
     def shares(self) -> bool | None:

@@ -93,7 +93,6 @@ class Composer:
         return self.grounding.context_length
 
     def checked(self, check: Callable[[], None]) -> Composer:
-        """The same with another `check`."""
         tokenizer, grounding = self.tokenizer.checked(check), self.grounding.checked(check)
         return replace(self, tokenizer=tokenizer, grounding=grounding, check=check)
 

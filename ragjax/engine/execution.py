@@ -268,7 +268,6 @@ class Execution:
             self._note_first_token(state)  # it is chosen already: scores are none of the time that it took
 
     def _take_first(self, state: RequestState) -> None:
-        """Go on with the token behind the prompt."""
         assert state.plan is not None
         self._take(state, self._first_of(state, state.plan.logits), state.plan.logits)
 
@@ -303,7 +302,6 @@ class Execution:
         state.generation.push(chosen)
 
     def _finish(self, state: RequestState) -> None:
-        """The last token was chosen."""
         self._tell(state)
         decoding.note_proposal(state)
         answer = make_answer(state, self._contract, self._runner.fallbacks)

@@ -40,7 +40,6 @@ class Grounding:
     check: Callable[[], None] = lambda: None
 
     def checked(self, check: Callable[[], None]) -> Grounding:
-        """The same with another `check`."""
         return replace(self, chunker=self.chunker.checked(check), check=check)
 
     def hits(self, request: Request) -> tuple[Hit, ...] | None:

@@ -14,10 +14,10 @@ from ragjax.cache.hierarchy import HEAD, LeftNode
 from ragjax.cache.node import PUBLIC, Node
 from ragjax.core import Departure, Holding, Inventory, SharedTierState, StorageOptions
 from ragjax.core.tiers import Tier
+from ragjax.engine.build import Parts
 from ragjax.engine.loop import Loop
-from ragjax.models.tokenizer import Tokenizer
 from ragjax.store.disk import DiskStore
-from ragjax.store.shared import SharedTier
+from ragjax.store.shared import Standing
 
 SEEN = 5_000
 """Nodes that one inventory walks over, at most: requests wait meanwhile."""
@@ -26,52 +26,48 @@ ID_CHARS = 16
 """Of a node's key, in hexadecimal."""
 
 
-def inventory_of(
-    loop: Loop,
-    cache: KnowledgeCache,
-    disk: DiskStore | None,
-    shared: SharedTier | None,
-    storage: StorageOptions,
-    tokenizer: Tokenizer,
-    tenant: str,
-    most: int,
-) -> Inventory:
+def inventory_of(loop: Loop, parts: Parts, storage: StorageOptions, tenant: str, most: int) -> Inventory:
     """List the cache for a tenant; of its nodes the `most` largest.
 
     Raises:
         ClosedError: if nothing is served any more.
     """
-    made: list[Inventory] = []
-    departed: list[LeftNode] = []
+    cache, shared = parts.cache, parts.shared if tenant == PUBLIC else None
 
-    def look() -> None:
+    def look() -> tuple[Inventory, list[bytes], list[LeftNode]]:
         sizes, whole = _sizes(cache.tree.root, tenant)
         # a parent has no fewer tokens than its child and comes before it: it is among the largest if the child is
         largest = {node: sizes[node] for node in nlargest(most, sizes, key=sizes.__getitem__)}
         for node in largest:
             cache.on_disk(node)  # it may have left since
-        departed.extend(left for left in cache.departures if left.tenant == tenant)
-        made.append(
-            Inventory(
-                policy=storage.policy,
-                tokens={tier.label: cache.tree.held[tier][tenant] for tier in (Tier.DEVICE, Tier.HOST)},
-                used=_used(cache, disk, shared, storage) if tenant == PUBLIC else {},
-                shared=_sharing(shared) if shared is not None and tenant == PUBLIC else None,
-                nodes=len(sizes),
-                holdings=tuple(_holding(node, largest) for node in largest),
-                whole=whole,
-                departures=(),
-                requests=loop.requests.recent_of(tenant),
-            )
+        standing, sharing = None if shared is None else shared.standing(), None
+        if standing is not None:
+            sharing = SharedTierState(standing.address, standing.on, standing.error, standing.entries, standing.bytes)
+        made = Inventory(
+            policy=storage.policy,
+            tokens={tier.label: cache.tree.held[tier][tenant] for tier in (Tier.DEVICE, Tier.HOST)},
+            used=_used(cache, parts.disk, standing, storage) if tenant == PUBLIC else {},
+            shared=sharing,
+            nodes=len(sizes),
+            holdings=tuple(_holding(node, largest) for node in largest),
+            whole=whole,
+            departures=(),
+            requests=loop.requests.recent_of(tenant),
         )
-        heads.extend(node.raw[: 4 * HEAD] for node in largest)
+        left = [one for one in cache.departures if one.tenant == tenant]
+        return made, [node.raw[: 4 * HEAD] for node in largest], left
 
-    heads: list[bytes] = []
-    loop.call(look)
-    titled = (replace(one, text=_text(raw, tokenizer)) for one, raw in zip(made[0].holdings, heads, strict=True))
-    now = time.monotonic()
-    departures = tuple(_departure(left, now, tokenizer) for left in departed)
-    return replace(made[0], holdings=tuple(titled), departures=departures)
+    made, heads, left = loop.call(look)
+
+    def text(raw: bytes) -> str:
+        return "".join(parts.tokenizer.pieces(np.frombuffer(raw, "<i4")))
+
+    holdings = tuple(replace(one, text=text(raw)) for one, raw in zip(made.holdings, heads, strict=True))
+    departures, now = [], time.monotonic()
+    for one in left:
+        kept = None if one.kept is None else one.kept.label
+        departures.append(Departure(now - one.at, one.tokens, one.tier.label, kept, text(one.head)))
+    return replace(made, holdings=holdings, departures=tuple(departures))
 
 
 def _sizes(root: Node, tenant: str) -> tuple[dict[Node, int], bool]:
@@ -112,28 +108,13 @@ def _id(node: Node) -> str:
     return node.key.hex()[:ID_CHARS]
 
 
-def _departure(left: LeftNode, now: float, tokenizer: Tokenizer) -> Departure:
-    kept = None if left.kept is None else left.kept.label
-    return Departure(now - left.at, left.tokens, left.tier.label, kept, _text(left.head, tokenizer))
-
-
-def _text(raw: bytes, tokenizer: Tokenizer) -> str:
-    return "".join(tokenizer.pieces(np.frombuffer(raw, "<i4")))
-
-
-def _sharing(shared: SharedTier) -> SharedTierState:
-    standing = shared.standing()
-    return SharedTierState(standing.address, standing.on, standing.error, standing.entries, standing.bytes)
-
-
 def _used(
-    cache: KnowledgeCache, disk: DiskStore | None, shared: SharedTier | None, storage: StorageOptions
+    cache: KnowledgeCache, disk: DiskStore | None, shared: Standing | None, storage: StorageOptions
 ) -> dict[str, float]:
     """Share of each tier's room that is taken."""
     used = cache.used
     if disk is not None:
         used[Tier.DISK.label] = disk.stats().bytes / (storage.disk_gb * 2**30)
     if shared is not None:
-        standing = shared.standing()
-        used[Tier.REMOTE.label] = standing.bytes / standing.max_bytes
+        used[Tier.REMOTE.label] = shared.bytes / shared.max_bytes
     return used

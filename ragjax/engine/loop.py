@@ -8,7 +8,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Answer, ClosedError, DeadlineError, RequestError, StepLimits
@@ -27,6 +29,8 @@ from ragjax.schedule.state import RequestState
 from ragjax.store.transfer import KVTransfer
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 REPLICATE_STEPS = 64
 """Steps after which hot nodes are copied to the tiers below even though requests are running."""
@@ -122,7 +126,6 @@ class Loop:
 
     @property
     def limits(self) -> StepLimits:
-        """Limits of one step."""
         return self._scheduler.limits
 
     def prefill_seconds(self, tokens: int) -> float | None:
@@ -188,29 +191,26 @@ class Loop:
         state.cancelled = True
         self.wake()
 
-    def call(self, function: Callable[[], object]) -> None:
-        """Run a function in this thread and wait for it; its errors are raised.
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function in this thread and wait for what it returns; its errors are raised.
 
         Raises:
             ClosedError: if nothing is served any more.
             RequestError: in this thread itself.
         """
         self.check_caller()
-        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        done: Future[T] = Future()
 
         def run() -> None:
             try:
-                function()
-                done.put(None)
+                done.set_result(function())
             except BaseException as error:
-                done.put(error)
+                done.set_exception(error)
 
         with self._lock:
             self._check_open()
             self._inbox.put(run)
-        error = done.get()
-        if error is not None:
-            raise error
+        return done.result()
 
     def close(self) -> None:
         """Stop: running requests end with an error, and what only memory holds goes to disk. Safe to call twice.
@@ -266,7 +266,9 @@ class Loop:
     def _iterate(self) -> bool:
         """One iteration; whether anything was done. The device computes the last step until it lands."""
         moved = self._receive()
-        self._start_waiting()
+        self._start()
+        if not self.requests.paused:
+            self._admission.prefetch()  # KV of the next ones is loaded ahead
         landed = self._land()
         return self._launch() or landed or moved or self._tune()
 
@@ -280,12 +282,6 @@ class Loop:
             self.requests.blocked = False
         self._watch.look()
         return moved or released
-
-    def _start_waiting(self) -> None:
-        """Start as many requests as there is room for, and have KV of the next ones loaded ahead."""
-        self._start()
-        if not self.requests.paused:
-            self._admission.prefetch()
 
     def _start(self) -> None:
         """Resume paused requests, then start new ones."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tqdm import tqdm
 
 from ragjax.cache.cache import neighbours_digest
-from ragjax.core import Answer, Chunk, ClosedError, Hit, Message, Preprocessed, Prompt, RequestError, Segment
+from ragjax.core import Answer, ClosedError, Hit, Message, Preprocessed, Prompt, RequestError, Segment
 from ragjax.prompting.chat import chat_prompt, chunk_segment
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.base import Strategy
@@ -59,7 +59,6 @@ class Job:
 
     @property
     def prompt(self) -> Prompt:
-        """The prompt that it is computed from."""
         return Prompt((self.system, *self.neighbours, self.chunk))
 
     @property
@@ -104,13 +103,8 @@ class PreprocessReport:
 # ------------------------------------------------------------------------------------ given segments
 
 
-def fuse(engine: Engine, system: Segment, chunk: Segment, neighbours: Sequence[Segment]) -> bytes:
-    """Compute a chunk behind its neighbours (most similar first), and keep its KV; returns its `Segment.behind`."""
-    return fuse_all(engine, [Job(system, chunk, tuple(neighbours))], progress=False)[0]
-
-
-def fuse_all(engine: Engine, jobs: Sequence[Job], *, record: bool = False, progress: bool = True) -> list[bytes]:
-    """Compute chunks behind their neighbours, and keep their KV; returns the `Segment.behind` of each.
+def fuse_all(engine: Engine, jobs: Sequence[Job], *, record: bool = False) -> list[bytes]:
+    """Compute chunks behind their neighbours, most similar first, and keep their KV; returns each `Segment.behind`.
 
     What is kept already is not computed again. Neighbours that the engine's context has no room for are left out, the
     least similar first, and are not in the digest.
@@ -122,11 +116,10 @@ def fuse_all(engine: Engine, jobs: Sequence[Job], *, record: bool = False, progr
     """
     digests: list[bytes] = []
     work = _Work(engine, Fuse(record=record))
-    with tqdm(total=len(jobs), desc="fusing", unit="chunk", disable=not progress) as bar:
-        for begin in range(0, len(jobs), _GROUP):
-            group = [job.fitted(engine.context_length) for job in jobs[begin : begin + _GROUP]]
-            work.do(group, bar.update)
-            digests += [job.behind for job in group]
+    for begin in range(0, len(jobs), _GROUP):
+        group = [job.fitted(engine.context_length) for job in jobs[begin : begin + _GROUP]]
+        work.do(group)
+        digests += [job.behind for job in group]
     return digests
 
 
@@ -139,20 +132,18 @@ class _Work:
     tenant: str = ""
     background: bool = False
 
-    def do(self, jobs: Sequence[Job], step: Callable[[], object] = lambda: None) -> int:
-        """Compute what is missing of the jobs' KV; returns how many were computed. step: called after each."""
+    def do(self, jobs: Sequence[Job]) -> int:
+        """Compute what is missing of the jobs' KV; returns how many were computed."""
         todo = [job for job, is_held in zip(jobs, self.held(jobs), strict=True) if not is_held]
-        for _ in range(len(jobs) - len(todo)):
-            step()
         # chunks near each other share neighbours: each is computed once by itself, not by every job that needs it
         alone = {job.system.tokens.tobytes() + segment.tokens.tobytes(): Job(job.system, segment, ())
                  for job in todo if job.neighbours for segment in (*job.neighbours, job.chunk)}  # fmt: skip
         singles = list(alone.values())
         absent = [job for job, is_held in zip(singles, self.held(singles), strict=True) if not is_held]
-        for _ in self._answers(absent):
-            pass
-        for _ in self._answers(todo):
-            step()
+        for missing in (absent, todo):
+            prompts = [job.prompt for job in missing]
+            for _ in answers_of(self.engine, prompts, self.strategy, background=self.background, tenant=self.tenant):
+                pass
         if todo:  # a process that is killed loses no more than what is not written yet
             self.engine.write_soon([job.prompt for job in todo], self.strategy, self.tenant)
         return len(todo)
@@ -164,12 +155,7 @@ class _Work:
         return [a if not job.neighbours else b for job, a, b in zip(jobs, there, noted, strict=True)]
 
     def key(self, job: Job) -> bytes:
-        """The key of what a job computes."""
         return self.engine.key_of(job.prompt, self.strategy, self.tenant)
-
-    def _answers(self, jobs: Iterable[Job]) -> Iterator[Answer]:
-        prompts = [job.prompt for job in jobs]
-        return answers_of(self.engine, prompts, self.strategy, background=self.background, tenant=self.tenant)
 
 
 def answers_of(
@@ -232,13 +218,16 @@ def preprocess(
     fused, cut = 0, 0
     with tqdm(total=len(base.numbers), desc="fusing", unit="chunk", disable=not progress) as bar:
         for group in run.groups(base.numbers):
-            fused += run.prepare(group, bar.update)
+            fused += run.prepare(group)
+            bar.update(len(group.lists))
             seen |= group.lists
             cut += sum(len(job.neighbours) < len(group.lists[number]) for number, job in group.jobs.items())
     if cut:
         _log.warning("%d chunks have less than %d neighbours: the context of %d tokens holds no more of them",
                      cut, n, engine.context_length)  # fmt: skip
-    lost = sum(run.lost(dict(some)) for some in _parts(seen.items()))
+    rest, lost = iter(seen.items()), 0
+    while some := dict(islice(rest, _GROUP)):
+        lost += run.lost(some)
     if lost:
         _log.warning("the KV of %d chunks was driven out again: give the engine a disk cache, or a larger one", lost)
     return PreprocessReport(len(seen), fused, len(seen) - fused, lost, time.perf_counter() - began)
@@ -279,11 +268,9 @@ class _Run:
             lists = self.base.neighbours(self.n, some)
             yield _Group(self._jobs(lists), lists)
 
-    def prepare(self, group: _Group, step: Callable[[], object] = lambda: None) -> int:
+    def prepare(self, group: _Group) -> int:
         """Compute what is missing of a group, and mark what is there; returns how many chunks were computed."""
-        computed = self.work.do(list(group.jobs.values()), step)
-        for _ in range(len(group.lists) - len(group.jobs)):
-            step()
+        computed = self.work.do(list(group.jobs.values()))
         known = self.base.chunks(group.jobs)
         held = self.work.held(group.jobs.values())
         for (own, job), is_held in zip(group.jobs.items(), held, strict=True):
@@ -299,24 +286,13 @@ class _Run:
     def _jobs(self, lists: Lists) -> dict[int, Job]:
         """A job for each chunk that is still there with all its neighbours."""
         chunks = self.base.chunks({number for own, others in lists.items() for number in (own, *others)})
+        segments = {number: chunk_segment(Hit(chunk, 1.0, self.public)) for number, chunk in chunks.items()}
+        context = self.work.engine.context_length
         return {
-            own: self._job(chunks[own], [chunks[number] for number in others])
+            own: Job(self.head, segments[own], tuple(segments[number] for number in others)).fitted(context)
             for own, others in lists.items()
-            if chunks.keys() >= {own, *others}
+            if segments.keys() >= {own, *others}
         }
-
-    def _job(self, chunk: Chunk, others: Sequence[Chunk]) -> Job:
-        job = Job(self.head, self._segment(chunk), tuple(self._segment(other) for other in others))
-        return job.fitted(self.work.engine.context_length)
-
-    def _segment(self, chunk: Chunk) -> Segment:
-        return chunk_segment(Hit(chunk, 1.0, self.public))
-
-
-def _parts(items: Iterable[tuple[int, tuple[int, ...]]]) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
-    rest = iter(items)
-    while some := list(islice(rest, _GROUP)):
-        yield some
 
 
 def head_of(engine: Engine, system: str | None) -> Segment:

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Preprocessed
+from ragjax.engine.build import Parts
 from ragjax.engine.loop import Loop
-from ragjax.quality.contract import Contract
-from ragjax.runner.runner import Runner
 from ragjax.store.disk import DiskStore
 from ragjax.store.shared import SharedTier
 
 Stats = dict[str, float | dict[str, float]]
 
 
-def stats_of(
-    loop: Loop,
-    cache: KnowledgeCache,
-    runner: Runner,
-    contract: Contract,
-    disk: DiskStore | None,
-    shared: SharedTier | None,
-) -> Stats:
+def stats_of(loop: Loop, parts: Parts) -> Stats:
     """Counters since the start, and the present queue and pool."""
     return {
         **_requests(loop),
-        **_cache(cache),
-        "attention_calls_total": dict(runner.calls),
-        "attention_fallbacks_total": dict(runner.fallbacks),
-        **contract.stats(),
-        **({} if disk is None else _disk(disk)),
-        **({} if shared is None else _shared(shared, loop)),
+        **_cache(parts.cache),
+        "attention_calls_total": dict(parts.runner.calls),
+        "attention_fallbacks_total": dict(parts.runner.fallbacks),
+        **parts.contract.stats(),
+        **({} if parts.disk is None else _disk(parts.disk)),
+        **({} if parts.shared is None else _shared(parts.shared, loop)),
     }
 
 

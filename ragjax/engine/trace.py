@@ -57,7 +57,6 @@ class Recorder:
             self.close()
 
     def close(self) -> None:
-        """No more requests."""
         with suppress(OSError):  # what could not be written was told already
             self._file.close()
 

@@ -31,7 +31,7 @@ from ragjax.core import (
     Segment,
 )
 from ragjax.engine import Engine
-from ragjax.engine.preprocessing import Job, PreprocessReport, fuse, fuse_all, preprocess
+from ragjax.engine.preprocessing import Job, PreprocessReport, fuse_all, preprocess
 from ragjax.prompting.chat import chat_prompt
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.base import Allocation
@@ -498,7 +498,7 @@ def test_a_document_deleted_meanwhile(engine: Engine, monkeypatch: pytest.Monkey
 def test_given_segments(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     system, *chunks = segments(11, (20, 30, 17, 41, 25, 33))
     jobs = [Job(system, chunk, tuple(c for c in chunks if c is not chunk)[:i]) for i, chunk in enumerate(chunks)]
-    digests = fuse_all(engine, jobs, progress=False)
+    digests = fuse_all(engine, jobs)
     assert digests == [neighbours_digest(n.tokens for n in job.neighbours) for job in jobs] and digests[0] == b""
     for job, behind in zip(jobs[1:], digests[1:], strict=True):
         node = node_of(engine._cache, job.chunk, METHOD, behind)
@@ -507,15 +507,16 @@ def test_given_segments(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None
         for got, expected in zip(engine._runner.read(node.run.slots(tiny.PAGE)), (k, v), strict=True):
             np.testing.assert_allclose(got, expected, atol=2e-4)
     begun = Begun(engine, monkeypatch)
-    assert fuse_all(engine, jobs, progress=False) == digests and begun.prompts == []
-    assert fuse(engine, system, chunks[0], chunks[1:]) == neighbours_digest(c.tokens for c in chunks[1:])
+    assert fuse_all(engine, jobs) == digests and begun.prompts == []
+    (behind,) = fuse_all(engine, [Job(system, chunks[0], tuple(chunks[1:]))])
+    assert behind == neighbours_digest(c.tokens for c in chunks[1:])
     assert begun.fused == [chunks[0].id]
 
 
 def test_a_chunk_beyond_the_context_is_an_error(engine: Engine) -> None:
     system, chunk = segments(12, (20, 1100))
     with pytest.raises(RequestError, match="the context holds 1024"):
-        fuse(engine, system, chunk, ())
+        fuse_all(engine, [Job(system, chunk, ())])
     engine.audit()
 
 

@@ -240,8 +240,8 @@ class Simulator:
             self._forget(block)
 
     def _save(self, block: Block) -> None:
-        """Copy a run that leaves the device, unless host memory has it or will not take it."""
-        if block.there[Tier.HOST] or not self._policy.admit(block, Tier.HOST):
+        """Copy a run that leaves the device, unless host memory has it or no room for it."""
+        if block.there[Tier.HOST]:
             return
         if self._make_room(Tier.HOST, block.size):
             self._put(block, Tier.HOST)

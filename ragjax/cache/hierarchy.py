@@ -165,9 +165,9 @@ class Hierarchy:
         self.tree.lift(node)
 
     def _keep(self, node: Node) -> bool:
-        """Order a host copy of a node of the device, if it deserves one and room can be made."""
+        """Order a host copy of a node of the device, if room can be made."""
         storage = self.storage
-        if storage is None or not storage.host_bytes or not self.policy.admit(node, Tier.HOST):
+        if storage is None or not storage.host_bytes:
             return False
         size = storage.transfer.size(len(node))
         if not self._make_host_room(size, node):
@@ -201,11 +201,9 @@ class Hierarchy:
             node.shelved = False
 
     def _shelve(self, node: Node, last: bool = False) -> None:
-        """Order a node to be put on disk, if it deserves it and is not there. last: it leaves memory."""
+        """Order a node to be put on disk, if it is not there. last: it leaves memory."""
         storage = self.storage
         if storage is None or storage.disk_index is None or self.on_disk(node):
-            return
-        if not self.policy.admit(node, Tier.DISK):
             return
         if storage.transfer.backlog > BACKLOG:
             self.metrics.unwritten_tokens += len(node) if last else 0

@@ -132,33 +132,6 @@ def test_host_memory_is_never_exceeded_and_splits_share_their_entry():
     bench.audit()
 
 
-def test_a_policy_may_refuse_host_memory():
-    class Proud(LRU):
-        def admit(self, node, tier):
-            return tier is not Tier.HOST
-
-    bench = tiers(policy=Proud(), disk_index=FakeDiskIndex())
-    bench.put(A)
-    bench.squeeze()
-    bench.settle()
-    assert bench.transfer.calls == {"save": 1, "write": 1} and bench.cache.metrics.host_bytes == 0
-    assert label(bench, A) == "disk"
-    bench.audit()
-
-
-def test_a_policy_may_refuse_the_disk():
-    class Careful(LRU):
-        def admit(self, node, tier):
-            return tier is not Tier.DISK
-
-    bench = tiers(policy=Careful(), disk_index=FakeDiskIndex(), host=4)
-    for ids in (A, B):
-        bench.put(ids)
-        bench.squeeze()
-    bench.flush()
-    assert [bench.length(ids) for ids in (A, B)] == [0, 4] and not bench.disk_index.entries
-
-
 def test_what_leaves_host_memory_goes_to_disk_and_comes_back():
     bench = tiers(host=4, disk_index=FakeDiskIndex())
     for ids in (A, B):

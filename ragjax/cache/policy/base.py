@@ -45,10 +45,6 @@ class Policy:
         """A fresh policy for a device with this cost profile, which few look at. settings: of the class."""
         return cls(**settings)
 
-    def admit(self, node: Node, tier: Tier) -> bool:
-        """Decide if a node that leaves the tier above is worth a place in `tier` (the device takes all)."""
-        return True
-
     def on_access(self, node: Node, access: Access) -> None:
         """The node was admitted, or a request matched it."""
 

@@ -210,14 +210,10 @@ def test_a_score_that_fell_is_read_again() -> None:
 
 
 def test_copies_below_a_block_that_is_forgotten_go_too() -> None:
-    class Picky(LRU):
-        def admit(self, node: Any, tier: Tier) -> bool:
-            return bool(node.number != 0)
-
     forest = Forest()
-    top = forest.child(-1, "top", 10)
-    made = [Request((top, forest.child(top, "below", 10))), Request((forest.child(-1, "other", 20),))]
-    simulator = Simulator(forest.workload("three", [*made, made[0]]), Picky(), 20, 100)
+    top = forest.child(-1, "top", 30)  # more than host memory holds
+    made = [Request((top, forest.child(top, "below", 10))), Request((forest.child(-1, "other", 40),))]
+    simulator = Simulator(forest.workload("three", [*made, made[0]]), LRU(), 40, 10)
     served = simulator.run()
     simulator.audit()
     assert [one.hit for one in served] == [0, 0, 0]

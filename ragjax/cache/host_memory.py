@@ -14,8 +14,6 @@ from ragjax.core.tiers import Copy, Record, Save, TransferEngine, Write
 
 @dataclass
 class SavedEntry:
-    """An entry of host memory."""
-
     size: int  # bytes
     tenant: str
     nodes: int = 1  # that lie in it; a split leaves two

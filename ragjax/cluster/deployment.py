@@ -62,8 +62,6 @@ class ChosenReplica(RequestRouter):  # type: ignore[misc] # Ray has no types her
 
 
 class ReplicaServer:
-    """The process of a replica."""
-
     def __init__(self, options: EngineOptions):
         logging.getLogger("ragjax").setLevel(logging.INFO)
         context = serve.get_replica_context()

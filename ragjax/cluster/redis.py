@@ -47,7 +47,6 @@ class Parcel:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
         return len(self.head) + len(self.body)
 
 

@@ -101,9 +101,7 @@ class Transport(Protocol):
         """Description of the model by any replica; waits until one runs."""
         ...
 
-    def statuses(self) -> Sequence[Status]:
-        """Current status of each replica."""
-        ...
+    def statuses(self) -> Sequence[Status]: ...
 
     def inventories(self, tenant: str) -> Mapping[int, Inventory]:
         """KV of a tenant in each replica's cache, by rank."""

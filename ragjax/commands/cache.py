@@ -131,8 +131,12 @@ def _shares(ages: Sequence[Sequence[tuple[int, int]]], limit: int) -> list[int]:
 
 
 def _stats(directory: _Directory, as_json: bool) -> int:
-    models = [_model(store) for store in directory.stores]
-    totals = {name: sum(model[name] for model in models) for name in ("entries", "bytes", "aside_files", "aside_bytes")}
+    names, models = ("entries", "bytes", "aside_files", "aside_bytes"), list[dict[str, Any]]()
+    for store in directory.stores:
+        stats = asdict(store.stats())
+        held = {name: stats[name] for name in names}
+        models.append({"folder": store.folder.name, "about": dict(store.about), **held})
+    totals = {name: sum(model[name] for model in models) for name in names}
     foreign = [{"folder": folder, "reason": reason} for folder, reason in directory.foreign]
     if as_json:
         print(json.dumps({"directory": str(directory.path), **totals, "models": models, "foreign": foreign}, indent=2))
@@ -143,12 +147,6 @@ def _stats(directory: _Directory, as_json: bool) -> int:
     _print_foreign(directory)
     print(f"total: {_summary(totals)}")
     return 0
-
-
-def _model(store: DiskStore) -> dict[str, Any]:
-    stats = asdict(store.stats())
-    held = {name: stats[name] for name in ("entries", "bytes", "aside_files", "aside_bytes")}
-    return {"folder": store.folder.name, "about": dict(store.about), **held}
 
 
 def _summary(held: dict[str, Any]) -> str:

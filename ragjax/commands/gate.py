@@ -194,7 +194,6 @@ def count_answers(questions: int, settings: Sequence[Setting]) -> int:
 
 
 def _first_of_each(settings: Sequence[Setting]) -> list[Setting]:
-    """One setting of each strategy."""
     return list({setting.strategy: setting for setting in reversed(settings)}.values())
 
 
@@ -258,17 +257,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if chosen else 1
 
 
-def _engine(options: argparse.Namespace) -> Engine:
-    """The model over the documents. KV is kept fused and isolated, and in host memory where the device has no room."""
-    storage = StorageOptions(host_gb=HOST_GB)
-    return Engine.load(engine_options(options), knowledge=knowledge(options.knowledge), storage=storage)
-
-
 def _measured(options: argparse.Namespace) -> Report:
     """Load, measure, and keep the report where the server looks for it."""
     known = strategies(wrapper=Wrapper.of(0, 1, 1))
     settings = settings_of(known, options.strategies, options.ratios)
-    with _engine(options) as engine:
+    storage = StorageOptions(host_gb=HOST_GB)  # for KV, fused and isolated, that the device has no room for
+    with Engine.load(engine_options(options), knowledge=knowledge(options.knowledge), storage=storage) as engine:
         settings = _known(engine, settings, options.strategies is not None)
         names = {setting.strategy for setting in settings}
         if any(known[name].preprocessed for name in names):

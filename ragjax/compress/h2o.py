@@ -16,7 +16,6 @@ class H2O(Scorer):
     needs_mass = True
 
     def score(self, evidence: Evidence) -> Score:
-        """Score the tokens."""
         if evidence.mass_NK is None:
             raise ValueError("h2o needs the attention that keys received (Evidence.mass_NK)")
         return uniform(jnp.where(evidence.valid_N[:, None], evidence.mass_NK, 0.0))

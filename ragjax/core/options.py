@@ -139,8 +139,6 @@ class StorageOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of an engine."""
-
     model: Annotated[Place, Flag(FIRST, "packaged name, folder, .gguf, adapter or Hugging Face id (docs/models.md)")]
     knowledge: Annotated[Sources, Flag(FIRST, "folder or .jsonl of documents, 'demo' or 'none'", "PATH")] = None
     graph: Annotated[

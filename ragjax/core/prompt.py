@@ -131,8 +131,6 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Hit:
-    """A chunk for a prompt."""
-
     chunk: Chunk
     score: float  # cosine similarity to the question
     public: bool = False  # its KV may serve every tenant

@@ -80,13 +80,11 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._values)
 
     def add(self, name: str, value: T) -> None:
-        """Register a value."""
         if name in self._values:
             raise ValueError(f"the {self._kind} {name!r} is registered already")
         self._values[name] = value
 
     def lookup(self, name: str) -> T:
-        """The value of this name."""
         if name not in self._values:
             raise ConfigError(f"unknown {self._kind} {name!r}; {meant(name, self._values)}")
         return self._values[name]

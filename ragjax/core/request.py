@@ -189,7 +189,6 @@ class Rag:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The knowledge bases that the request names."""
         return tuple(source.knowledge for source in self.searched if source.knowledge is not None)
 
 

@@ -65,7 +65,6 @@ class Copy:
     record: Record | None = None
 
     def slice(self, begin: int, end: int) -> Copy:
-        """Tokens [begin, end) of this copy."""
         if not 0 <= begin <= end <= self.length:
             raise ValueError(f"[{begin}, {end}) is outside a copy of {self.length} tokens")
         return Copy(self.entry, self.begin + begin, end - begin, self.record)

@@ -75,7 +75,6 @@ class Monitor:
 
     @property
     def setting(self) -> Setting:
-        """The current rung."""
         return self.ladder[self._rung]
 
     def add(self, setting: Setting, seen: Divergence) -> Verdict:

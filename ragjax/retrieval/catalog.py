@@ -168,7 +168,6 @@ class Catalog:
         return [_store(row) for row in self._part(sql, "stores where id = :id", {"tenant": tenant}, part)]
 
     def owners(self) -> dict[str, str]:
-        """The tenant of each store."""
         return dict(self._rows("select id, tenant from stores order by number"))
 
     def store(self, tenant: str, store: str) -> Store | None:
@@ -234,7 +233,6 @@ class Catalog:
         return next(map(_attachment, rows), None)
 
     def attached(self, file: str) -> list[str]:
-        """The stores that a file is attached to."""
         return [store for (store,) in self._rows("select store from attachments where file = ?", file)]
 
     def detach(self, store: str, file: str) -> None:

@@ -187,12 +187,10 @@ def measure(database: sqlite3.Connection, document_ids: Iterable[str]) -> None:
 
 
 def numbers(database: sqlite3.Connection, document_id: str) -> list[int]:
-    """Numbers of a document's chunks."""
     return [row[0] for row in database.execute("select number from chunks where document_id = ?", (document_id,))]
 
 
 def chunk_of(row: tuple[Any, ...]) -> tuple[int, Chunk]:
-    """A chunk and its number, from a row of `CHUNK`."""
     number, chunk_id, document_id, title, text, tokens, *about = row
     return number, Chunk(chunk_id, document_id, title, text, np.frombuffer(tokens, np.int32), *about)
 

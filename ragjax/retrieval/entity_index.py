@@ -65,21 +65,25 @@ class EntityIndex:
     def names(self) -> frozenset[str]:
         return frozenset(self._numbers)
 
-    def add_names(self, names: Iterable[str], progress: Callable[[int], None] | None = None) -> int:
-        """Embed those names that are new, and say how many they were. progress: called with the number done.
+    def add_names(self, names: Iterable[str], progress: Callable[[int], None] | None = None) -> None:
+        """Embed those names that are new. progress: called with the number done.
 
         Raises:
             ConfigError: the file cannot be written.
         """
         fresh = [name for name in dict.fromkeys(names) if name not in self._numbers]
+        sql = "insert into names (name, embedding, checksum) values (?, ?, ?)"
         done = 0
         with self._writing:
             for batch in batches(fresh, _BATCH):
-                self._store(batch, self._encoder.encode(batch))
+                vectors = self._encoder.encode(batch)
+                known = [(name, row.tobytes()) for name, row in zip(batch, vectors, strict=True)]
+                with transaction(self._database):
+                    found = [self._database.execute(sql, (*values, checksum(values))) for values in known]
+                self._keep([(one.lastrowid or 0, name) for one, name in zip(found, batch, strict=True)], vectors)
                 done += len(batch)
                 if progress is not None:
                     progress(done)
-        return done
 
     def remove_names(self, names: Iterable[str]) -> None:
         """Forget names; those that are not there do not matter. Raises ConfigError if the file cannot be written."""
@@ -102,13 +106,6 @@ class EntityIndex:
     def close(self) -> None:
         with self._writing:
             self._database.close()
-
-    def _store(self, names: list[str], vectors: Vectors) -> None:
-        known = [(name, row.tobytes()) for name, row in zip(names, vectors, strict=True)]
-        sql = "insert into names (name, embedding, checksum) values (?, ?, ?)"
-        with transaction(self._database):
-            numbers = [self._database.execute(sql, (*values, checksum(values))).lastrowid or 0 for values in known]
-        self._keep(list(zip(numbers, names, strict=True)), vectors)
 
     def _keep(self, numbered: list[tuple[int, str]], vectors: Vectors) -> None:
         self._names.update(numbered)  # before they can be found

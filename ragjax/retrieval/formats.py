@@ -33,14 +33,6 @@ _DRAWING = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
 _LEFT_OUT = frozenset(("index", "toctree"))  # directives whose content is names of files
 
 
-def _read_plain(data: bytes, path: Path) -> Reading:
-    return Reading("", (FilePart(decode(data, path)),))
-
-
-def _read_code(data: bytes, path: Path) -> Reading:
-    return Reading(path.name, (FilePart(decode(data, path)),))
-
-
 def read_docx(data: bytes, limits: ReadingLimits) -> Reading:
     """The text of a Word document with its headings, without text that is hidden or struck out."""
     import mammoth  # here as below, so that the server does not load it
@@ -242,9 +234,9 @@ _CODE = (
 
 READERS: Mapping[str, Callable[[bytes, Path], Reading]] = {
     **dict.fromkeys((".md", ".markdown"), read_markdown),
-    **dict.fromkeys((".txt", ".text", ".log"), _read_plain),
+    **dict.fromkeys((".txt", ".text", ".log"), lambda data, path: Reading("", (FilePart(decode(data, path)),))),
     **dict.fromkeys((".html", ".htm", ".xhtml"), read_html),
-    **dict.fromkeys(_CODE, _read_code),
+    **dict.fromkeys(_CODE, lambda data, path: Reading(path.name, (FilePart(decode(data, path)),))),
 }
 """Readers that run where they are called."""
 

@@ -125,7 +125,6 @@ class KnowledgeGraph:
 
     @property
     def entities(self) -> int:
-        """Number of entities."""
         return len(self._index)
 
     def add(self, items: Iterable[Triple | Alias]) -> int:

@@ -375,7 +375,6 @@ class IndexStage:
 
     @classmethod
     def from_results(cls, found: Found, *, final: bool = False) -> IndexStage:
-        """A stage of these results."""
         return cls(found[1], found[0], final)
 
 

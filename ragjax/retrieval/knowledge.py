@@ -414,7 +414,8 @@ class KnowledgeBase:
             return ()
         least = -math.inf if min_score is None else min_score
         if within is not None:
-            return self._chosen(query, self._nearest(self._vector(query), max(count, POOL), within, least), count)
+            nearest = self._nearest(self._vector(query), max(count, POOL), within, least)
+            return tuple(hit for _, hit in self._best(query, nearest, count))
         # the earlier questions of a conversation are searched in each turn
         key = hashlib.blake2b(repr((query.tenant, query.questions, count, least)).encode()).digest()
         known, age = self._found.get(key), self._found.age
@@ -445,9 +446,6 @@ class KnowledgeBase:
             numbers = np.array([n for one in wanted for n in chunk_store.numbers(self._database, one)], np.int64)
         return _fitting(self._hits(*self._index.search_among(vector, count, numbers)), least) if len(numbers) else []
 
-    def _chosen(self, query: Query, nearest: Sequence[tuple[int, Hit]], count: int) -> tuple[Hit, ...]:
-        return tuple(hit for _, hit in self._best(query, nearest, count))
-
     def _best(self, query: Query, nearest: Sequence[tuple[int, Hit]], count: int) -> list[tuple[int, Hit]]:
         """Choose those of the nearest chunks that fit the question best, by meaning and words; nearest first."""
         best = sorted(fused_order([hit.chunk.text for _, hit in nearest], weights_of(query.questions, FADING))[:count])
@@ -464,10 +462,8 @@ class KnowledgeBase:
         if not (count := self._searchable(query, k)):
             return iter((SearchStage((), True),))
         stages = self._index.stages(self._vector(query), min(max(count, POOL), len(self._index)), n)
-        return (
-            SearchStage(self._chosen(query, self._hits(stage.ids, stage.scores), count), stage.final)
-            for stage in stages
-        )
+        found = ((self._best(query, self._hits(stage.ids, stage.scores), count), stage.final) for stage in stages)
+        return (SearchStage(tuple(hit for _, hit in best), final) for best, final in found)
 
     def _vector(self, query: Query) -> Vectors:
         """The vector of a query, float32 [E]."""

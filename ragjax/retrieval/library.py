@@ -410,7 +410,6 @@ class Library:
         return sorted(best.values(), key=lambda passage: -passage.score)[:k]
 
     def attributes(self, store: str, file: str) -> Attributes:
-        """Attributes of a file in a store; none if it is not there."""
         attachment = self._catalog.attachment(store, file)
         return {} if attachment is None else attachment.attributes
 

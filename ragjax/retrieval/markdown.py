@@ -27,8 +27,6 @@ _ATTRIBUTES = re.compile(r"\{[#.:][^{}]*\}\s*$")
 
 
 class _Heading(NamedTuple):
-    """A heading and its lines."""
-
     begin: int
     end: int
     level: int

@@ -126,7 +126,6 @@ def _from_jsonl(line: str, where: str, first: bool) -> Iterator[Triple]:
 
 
 def _entries(entry: object, where: str) -> list[list[object]]:
-    """Triples of a line, as lists."""
     if isinstance(entry, list):
         return [entry]
     if isinstance(entry, dict) and isinstance(entry.get("triples"), list):

@@ -72,7 +72,6 @@ class RelationPath:
 
     @property
     def entities(self) -> tuple[str, ...]:
-        """The entities, in order."""
         return self.steps[::2]
 
     @property
@@ -114,7 +113,6 @@ def subgraphs_of(paths: Iterable[RelationPath]) -> tuple[Subgraph, ...]:
 
 
 def path_text(steps: Iterable[str]) -> str:
-    """The text of a path with these steps."""
     return "".join(f" -{step}-> " if i % 2 else step for i, step in enumerate(steps))
 
 

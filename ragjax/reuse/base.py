@@ -386,5 +386,4 @@ def report(
 
 
 def segments_of(prompt: Prompt, kind: Kind) -> tuple[int, ...]:
-    """Indexes of the segments of a kind."""
     return tuple(i for i, segment in enumerate(prompt.segments) if segment.kind is kind)

@@ -261,7 +261,6 @@ class Mending:
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """Indexes of the prompt's chunks."""
         return segments_of(self.stitched.prompt, Kind.CHUNK)
 
     @property
@@ -275,7 +274,6 @@ class Mending:
         )
 
     def ask(self, rows: Tokens, measures: Iterable[Measure], layers: tuple[int, int] | None = None) -> Pass:
-        """The pass over some rows and layers."""
         measures = frozenset(measures)
         logits = (len(self.stitched.prompt) - 1,) if Measure.LOGITS in measures else ()
         return Pass(rows, rows, self.spans, measures, logits, layers)

@@ -24,7 +24,6 @@ from ragjax.cache.match import Match, Totals
 from ragjax.cache.node import raw_of
 from ragjax.cache.tree import Provenance
 from ragjax.core import (
-    Intervals,
     Kind,
     Measure,
     Pass,
@@ -295,16 +294,11 @@ def _account(
     return tuple(_together([one for one, _ in group]) for _, group in groups)
 
 
-def _joined(parts: Sequence[SegmentReport]) -> Intervals:
-    """Recomputed tokens of consecutive segments, as places from the first segment's first token."""
+def _together(parts: Sequence[SegmentReport]) -> SegmentReport:
     places, start = [indices(0, 0)], 0
     for part in parts:
         places += [indices(start + begin, start + end) for begin, end in part.recomputed_at]
         start += part.tokens
-    return intervals(np.concatenate(places))
-
-
-def _together(parts: Sequence[SegmentReport]) -> SegmentReport:
     coldest = max((Tier[part.tier.upper()] for part in parts if part.tier is not None), default=None)
     return replace(
         parts[0],
@@ -312,5 +306,5 @@ def _together(parts: Sequence[SegmentReport]) -> SegmentReport:
         reused=sum(part.reused for part in parts),
         recomputed=sum(part.recomputed for part in parts),
         tier=None if coldest is None else coldest.label,
-        recomputed_at=_joined(parts),
+        recomputed_at=intervals(np.concatenate(places)),
     )

@@ -14,8 +14,6 @@ No request can name this strategy: `ragjax.engine.preprocessing` gives it to the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.match import Match, Totals
 from ragjax.cache.tree import Provenance
@@ -115,10 +113,6 @@ def _head(prompt: Prompt) -> int:
     return prompt.starts[system]
 
 
-def _neighbours(prompt: Prompt) -> Sequence[Segment]:
-    return [segment for segment in prompt.segments[:-1] if segment.kind is Kind.CHUNK]
-
-
 def _isolated(prompt: Prompt) -> tuple[int, ...]:
     """Chunks whose isolated KV is needed: all, if there are neighbours."""
     chunks = segments_of(prompt, Kind.CHUNK)
@@ -126,7 +120,7 @@ def _isolated(prompt: Prompt) -> tuple[int, ...]:
 
 
 def _behind(prompt: Prompt) -> bytes:
-    return neighbours_digest(segment.tokens for segment in _neighbours(prompt))
+    return neighbours_digest(one.tokens for one in prompt.segments[:-1] if one.kind is Kind.CHUNK)
 
 
 def _name(behind: bytes) -> tuple[Provenance, str]:

@@ -141,6 +141,5 @@ def _keep(
 
 
 def _segments(prompt: Prompt) -> int:
-    """Number of segments of the head."""
     kinds = (i for i, segment in enumerate(prompt.segments) if segment.kind in (Kind.CHUNK, Kind.NODE))
     return next(kinds, len(prompt.segments))

@@ -167,7 +167,6 @@ def variant_digest(before: Sequence[bytes]) -> bytes:
 
 
 def digest(tokens: Tokens) -> bytes:
-    """Digest of a segment's tokens, 16 bytes."""
     return hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=_DIGEST).digest()
 
 

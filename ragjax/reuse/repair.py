@@ -127,7 +127,6 @@ def _choice(selector: Selector, stitched: Stitched, count: int) -> Choice:
 
 
 def chunk_tokens(prompt: Prompt) -> int:
-    """Tokens of all chunks."""
     return sum(len(prompt.segments[i]) for i in segments_of(prompt, Kind.CHUNK))
 
 

@@ -54,7 +54,6 @@ class Allocations:
     reach: int = 0
 
     def make(self, state: RequestState, kind: type[A]) -> A:
-        """An allocation of this kind."""
         in_front = self.requests.in_front
         return kind(
             self.cache,

@@ -48,15 +48,12 @@ class _Search:
         """The groups of some requests that together save most."""
         common = _common([self.lasting[i] for i in members])
         apart = [group for part in self._split(members, common) for group in self.best(part)]
-        together = self._group(members, common)
+        rows = sum(self.rows[i] for i in members)
+        blocks = -(-rows // self.block)
+        together = Group(tuple(members), common, blocks, common * (rows - BLOCK_READS * blocks))
         if together.saved > sum(group.saved for group in apart):
             return [together]
         return apart
-
-    def _group(self, members: Sequence[int], entries: int) -> Group:
-        rows = sum(self.rows[i] for i in members)
-        blocks = -(-rows // self.block)
-        return Group(tuple(members), entries, blocks, entries * (rows - BLOCK_READS * blocks))
 
     def _split(self, members: Sequence[int], at: int) -> list[list[int]]:
         """Requests with the same entry at a place, two or more each."""
@@ -109,8 +106,6 @@ def rows_of(state: RequestState) -> PendingRows:
 
 @dataclass(frozen=True)
 class ScheduledRows:
-    """A request's rows in a batch."""
-
     state: RequestState
     placed: Placed
     rows: PendingRows

@@ -119,7 +119,7 @@ class Pauses:
         requests = self._requests
         for state in sorted(requests.in_front or requests.running, key=_rank):
             while state.running and state.decoding and not self._grown(state, tokens):
-                victim = max(requests.running, key=lambda other: (other.background, other.speculative, *age(other)))
+                victim = max(requests.running, key=_rank)
                 if victim is state and len(requests.running) == 1:
                     if self._cache.give_up():
                         continue
@@ -147,16 +147,13 @@ class Pauses:
         elif self.pages >= self._cache.pool.capacity:
             self._stop(state, RECOMPUTED)
         else:
-            self._pause(state)
-
-    def _pause(self, state: RequestState) -> None:
-        try:
-            suspend(state, self._copier)
-        except Exception as error:
-            self._not_copied(error)
-            self._stop(state, RECOMPUTED)
-            return
-        self._requests.pause(state)
+            try:
+                suspend(state, self._copier)
+            except Exception as error:
+                self._not_copied(error)
+                self._stop(state, RECOMPUTED)
+            else:
+                self._requests.pause(state)
 
     def _not_copied(self, error: Exception) -> None:
         """A request's KV could not be copied, for want of memory as a rule: it is nobody else's affair."""

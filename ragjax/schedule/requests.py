@@ -63,7 +63,6 @@ class Counters:
     overhead_ms_last: float = 0.0  # of the last request: time to its first token without retrieval and steps
 
     def count_answered(self, state: RequestState) -> None:
-        """Count a request that has its answer."""
         reports = state.reports
         self.requests[state.strategy.name] += 1
         self.prompt_tokens += len(state.prompt)
@@ -196,12 +195,10 @@ class Requests:
 
     @property
     def in_front(self) -> list[RequestState]:
-        """Running requests that are not in the background."""
         return [state for state in self.running if not state.background]
 
     @property
     def in_background(self) -> list[RequestState]:
-        """Running requests in the background."""
         return [state for state in self.running if state.background]
 
     @property
@@ -290,7 +287,6 @@ class Requests:
             self.restart(state, notice)
 
     def finish(self, state: RequestState, answer: Answer) -> None:
-        """End a request that has its answer."""
         if state.speculative:  # it counts once its documents are confirmed
             state.answer = answer
         else:
@@ -298,7 +294,6 @@ class Requests:
         self.end(state, answer)
 
     def fail(self, state: RequestState, error: Exception) -> None:
-        """End a request with an error."""
         if not isinstance(error, RequestError):  # such a one is the client's
             self.counters.errors += not (state.speculative or state.background)
             _log.error("request failed", exc_info=error)

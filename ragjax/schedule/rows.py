@@ -193,7 +193,6 @@ class Placed:
 
     @property
     def count(self) -> int:
-        """Rows."""
         return self.end - self.begin
 
     @property
@@ -203,7 +202,6 @@ class Placed:
 
     @property
     def rows(self) -> slice:
-        """The rows, of the batch's."""
         return slice(self.row, self.row + self.count)
 
 

@@ -24,7 +24,6 @@ from ragjax.core import (
     Measure,
     Move,
     OutOfPages,
-    Pass,
     Plan,
     Prefill,
     Prompt,
@@ -232,11 +231,6 @@ class RequestState(Waiting):
         return Setting(self.strategy.name, self.ratio, kept)
 
     @property
-    def has_graph(self) -> bool:
-        """True if it asked for facts of a graph."""
-        return self.request.rag is not None and self.request.rag.graph is not None
-
-    @property
     def generated(self) -> Tokens:
         """All generated tokens, int32 [n]."""
         return np.array([] if self.generation is None else self.generation.tokens, np.int32)
@@ -399,7 +393,7 @@ class RequestState(Waiting):
     def _go_on(self, results: Results | None) -> None:
         """Hand the prefill what it waits for (None: it begins), and take what it asks for next, or the plan."""
         assert self._prefill is not None
-        self._note_loss()  # before the prefill may give back what it found
+        self.lossy = self.lossy or self.held.lossy  # before the prefill may give back what it found
         try:
             asked = next(self._prefill) if results is None else self._prefill.send(results)
             while isinstance(asked, Known):
@@ -407,17 +401,11 @@ class RequestState(Waiting):
         except StopIteration as stop:
             self.plan = stop.value
             self.rows = self.move = self._before = None
-            self._note_loss()
+            self.lossy = self.lossy or self.held.lossy
             if not self.reports:
                 said = len(self.full_prompt.segments) - len(self.prompt.segments)  # before it was started again
                 self.reports = stop.value.reports[: len(stop.value.reports) - said]
             return
-        self._take(asked)
-
-    def _note_loss(self) -> None:
-        self.lossy = self.lossy or self.held.lossy
-
-    def _take(self, asked: Pass | Move | Compaction) -> None:
         if isinstance(asked, Move):
             self.rows, self.move = None, read_move(self, asked)
         elif isinstance(asked, Compaction):

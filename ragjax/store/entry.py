@@ -140,7 +140,6 @@ class Reader:
             hashed = there
 
     def _fill(self, data: Bytes, offset: int) -> Bytes:
-        """Fill the array with the bytes from `offset` on."""
         self._content.seek(offset)
         got = 0
         while got < len(data):

@@ -76,7 +76,6 @@ class Folder:
         return self.path / "entries" / name[:2] / (name + _SUFFIX)
 
     def name(self, path: Path) -> str:
-        """A file's path relative to the folder."""
         return str(path.relative_to(self.path))
 
     def key(self, path: Path) -> bytes | None:

@@ -28,7 +28,6 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from ragjax import core
 from ragjax.commands.flags import DEMO, Parser, add_engine_flags, engine_options, error_line, integer, knowledge
 from ragjax.core import (
     Answer,
@@ -91,18 +90,14 @@ class Question:
     def turned(self) -> Prompt:
         """The same with the chunks in reversed order."""
         chunks = [segment for segment in self.prompt.segments if segment.kind is Kind.CHUNK]
-        return self._with([chunks.pop() if s.kind is Kind.CHUNK else s for s in self.prompt.segments])
+        return Prompt(tuple(chunks.pop() if s.kind is Kind.CHUNK else s for s in self.prompt.segments))
 
     @property
     def alone(self) -> Question:
         """The same with the first chunk alone."""
         chunks = [segment for segment in self.prompt.segments if segment.kind is Kind.CHUNK]
         kept = [s for s in self.prompt.segments if s.kind is not Kind.CHUNK or s is chunks[0]]
-        return replace(self, prompt=self._with(kept))
-
-    @staticmethod
-    def _with(segments: Sequence[core.Segment]) -> Prompt:
-        return Prompt(tuple(segments))
+        return replace(self, prompt=Prompt(tuple(kept)))
 
 
 def demo_questions(engine: Engine, limit: int | None = None, file: Path = BUNDLED) -> tuple[Question, ...]:
@@ -266,7 +261,12 @@ def _measured(options: argparse.Namespace) -> Report:
         settings = _known(engine, settings, options.strategies is not None)
         names = {setting.strategy for setting in settings}
         if any(known[name].preprocessed for name in names):
-            _preprocess(engine, record="fusion+craft" in names)
+            lost = preprocess(engine, record="fusion+craft" in names).lost
+            if lost:  # nothing that is measured without them would hold
+                raise ConfigError(
+                    f"the KV of {lost} preprocessed chunks has no room, not in {HOST_GB:g} GiB of host memory either: "
+                    "raise --device-cache-gb"
+                )
         questions = demo_questions(engine, options.limit, options.questions)
         if len(questions) < LEAST:
             raise ConfigError(f"{options.questions}: a report takes at least {LEAST} questions, not {len(questions)}")
@@ -295,20 +295,6 @@ def _known(engine: Engine, settings: tuple[Setting, ...], named: bool) -> tuple[
     if lacking and named:
         raise ConfigError(f"{lacking[0]} needs {NEEDED[lacking[0]]}")
     return tuple(setting for setting in settings if setting.strategy in engine.strategies)
-
-
-def _preprocess(engine: Engine, record: bool = False) -> None:
-    """Preprocess the documents.
-
-    Raises:
-        ConfigError: if there is no room for the KV of all of them, so that nothing measured would hold for it.
-    """
-    lost = preprocess(engine, record=record).lost
-    if lost:
-        raise ConfigError(
-            f"the KV of {lost} preprocessed chunks has no room, not in {HOST_GB:g} GiB of host memory either: raise "
-            "--device-cache-gb"
-        )
 
 
 def _table(report: Report, budget: Budget, chosen: Setting | None) -> Iterator[str]:

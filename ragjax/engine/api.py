@@ -182,7 +182,8 @@ class Engine:
         check_documents(asked)  # before the minute that compiling takes
         engine = cls(build(asked, strategies, early=early), asked)
         try:
-            engine.knowledge.fill(asked, engine._serves, early=early)
+            loop = engine._loop
+            engine.knowledge.fill(asked, lambda: bool(loop.running or loop.waiting), early=early)
             if asked.preprocess:
                 engine.begin_preprocessing()
         except BaseException:
@@ -268,9 +269,6 @@ class Engine:
     def indexing(self) -> Indexing | None:
         """Progress of reading the documents of the options."""
         return self.knowledge.indexing
-
-    def _serves(self) -> bool:
-        return bool(self._loop.running or self._loop.waiting)
 
     def inventory(self, tenant: str = "", most: int = 200) -> Inventory:
         """List a tenant's KV in the cache, its `most` largest nodes, and what of it left and which requests ran lately.

@@ -123,7 +123,8 @@ class Pipeline:
     def _follow(self, stages: Iterator[SearchStage]) -> None:
         for stage in stages:
             self._composer.check()
-            documents = _documents(stage.hits)
+            # what tells the prompts of two stages apart
+            documents = tuple((hit.chunk.id, hit.chunk.behind, hit.chunk.tokens.tobytes()) for hit in stage.hits)
             self._known.append((documents, time.perf_counter()))
             if not stage.final:
                 self._carry_out(self._speculation.stage(documents), stage.hits)
@@ -137,7 +138,10 @@ class Pipeline:
 
     def _carry_out(self, decision: Decision, hits: tuple[Hit, ...]) -> None:
         if decision.cancel:
-            self._refute()
+            with self._lock:
+                state, self._state, self._held = self._state, None, None
+            if state is not None:
+                self._loop.post(partial(self._loop.requests.refute, state))
         if decision.offer:
             self._offer(hits)
         if decision.start:
@@ -146,12 +150,6 @@ class Pipeline:
             assert self._held is not None
             self._put(self._state, self._confirm)
             self._held.release()
-
-    def _refute(self) -> None:
-        with self._lock:
-            state, self._state, self._held = self._state, None, None
-        if state is not None:
-            self._loop.post(partial(self._loop.requests.refute, state))
 
     def _offer(self, hits: tuple[Hit, ...]) -> None:
         held = Withheld(self._sink, self._finish)
@@ -208,8 +206,3 @@ class Pipeline:
             total=max(answer.timings.total, self._state.times.ttft_ms),
         )
         return replace(answer, timings=timings)
-
-
-def _documents(hits: tuple[Hit, ...]) -> tuple[Hashable, ...]:
-    """Key that tells the prompts of two stages apart."""
-    return tuple((hit.chunk.id, hit.chunk.behind, hit.chunk.tokens.tobytes()) for hit in hits)

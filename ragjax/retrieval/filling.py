@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -159,7 +159,7 @@ class Filling:
         """Note that these files were read and their documents stored."""
         now, held = time.time_ns(), self.base.document_ids
         self.base.note_files({
-            file.name: _note_of(file, self._skipped.get(file.name, []), held)
+            file.name: json.dumps([*_state(file, held), [astuple(one) for one in self._skipped.get(file.name, [])]])
             for file in files
             if now - file.modified > _SETTLED_NS and os.access(file.path, os.R_OK)
         })  # fmt: skip
@@ -257,11 +257,6 @@ def _readers() -> str:
     return hashlib.blake2b(code, digest_size=16).hexdigest()
 
 
-def _note_of(file: SourceFile, skipped: Sequence[Skipped], held: Set[str]) -> str:
-    told = [[one.name, one.reason, one.empty] for one in skipped]
-    return json.dumps([*_state(file, held), told])
-
-
 def _state(file: SourceFile, held: Set[str]) -> list[object]:
     """What is noted of a file; of one with many documents, also all that the base holds: others may have added some."""
     ids = file.document_id or hashlib.blake2b(json.dumps(sorted(held)).encode(), digest_size=16).hexdigest()
@@ -275,7 +270,7 @@ def _skipped_before(file: SourceFile, note: str | None, held: Set[str]) -> list[
     *known, told = json.loads(note)
     if known != _state(file, held):
         return None
-    return [Skipped(name, reason, empty) for name, reason, empty in told]
+    return [Skipped(*one) for one in told]
 
 
 class Filler:

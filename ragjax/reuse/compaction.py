@@ -6,8 +6,8 @@ that are kept are copied to pages of the request's own, and everything else is g
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -78,8 +78,12 @@ def compressed(prefill: Prefill, prompt: Prompt, allocation: Allocation, compres
     size = compression.budget
     watch = _Watch(len(prompt), compression.method in BY_MASS)
     with closing(prefill):
-        with _room_for_window(allocation, compression.window):
+        limits = allocation.limits  # lower while the prefill matches, so that a step has room for the window's rows
+        allocation.limits = replace(limits, entries=limits.entries - limits.entries_for(compression.window, 1))
+        try:
             first = _begin(prefill)
+        finally:
+            allocation.limits = limits
         if isinstance(first, Plan) and watch.measures:
             reason = (
                 f"{compression.method} measures the prompt's passes, and KV that is held needs none; choose another"
@@ -141,17 +145,6 @@ def _keep(allocation: Allocation, room: _Room, found: Results) -> Span:
     least = len(room.kept.pages) - len(room.spare)
     allocation.keep_only(room.run, *room.spare[: needed - least])
     return Span.laid(layout, room.kept.pages[:needed], page_size)
-
-
-@contextmanager
-def _room_for_window(allocation: Allocation, window: int) -> Iterator[None]:
-    """Lower the limits while a prefill matches, so that a step has room for the window's rows."""
-    limits = allocation.limits
-    allocation.limits = replace(limits, entries=limits.entries - limits.entries_for(window, 1))
-    try:
-        yield
-    finally:
-        allocation.limits = limits
 
 
 def _begin(prefill: Prefill) -> Asked | Plan:

@@ -138,7 +138,9 @@ class Dependency(Strategy):
         known = self._match(scene, allocation, context)
         kept = limits.densest({i: part.spans for i, part in known.items()}, room)
         found = {i: part for i, part in known.items() if i in kept}
-        have = {i: part.tokens for i, part in found.items()} | _covered(prompt, hit)
+        starts = enumerate(prompt.starts[:-1])
+        covered = {i: min(hit - start, len(prompt.segments[i])) for i, start in starts if start < hit}
+        have = {i: part.tokens for i, part in found.items()} | covered
         own = allocation.reserve_with_tail(len(prompt) - sum(have.values()))
 
         fresh, used = _lay(scene, have, own, size)
@@ -248,11 +250,6 @@ def _cut(match: Match, begin: int, end: int, page_size: int) -> Iterator[tuple[R
         if low < high:
             yield run.slice(low, high, page_size), local_start + low
         at += run.length
-
-
-def _covered(prompt: Prompt, hit: int) -> dict[int, int]:
-    """Tokens of each segment among the first `hit` of the prompt."""
-    return {i: min(hit - start, len(prompt.segments[i])) for i, start in enumerate(prompt.starts[:-1]) if start < hit}
 
 
 def _lay(scene: Scene, have: Mapping[int, int], own: Run, page_size: int) -> tuple[dict[int, Span], int]:

@@ -120,7 +120,8 @@ class Stitched:
     @cached_property
     def chunks(self) -> Tokens:
         """Indexes of all chunk tokens, ascending, int32 [n]."""
-        return _indices_of(self.prompt, Kind.CHUNK)
+        parts = [indices(*self.prompt.bounds(i)) for i in segments_of(self.prompt, Kind.CHUNK)]
+        return np.concatenate(parts) if parts else indices(0, 0)
 
     @cached_property
     def queries(self) -> Tokens:
@@ -438,8 +439,3 @@ def asking(prompt: Prompt) -> Tokens:
 def _behind_head(prompt: Prompt) -> tuple[int, ...]:
     """The query segments that may see a chunk."""
     return tuple(i for i in segments_of(prompt, Kind.QUERY) if prompt.starts[i] >= head_length(prompt))
-
-
-def _indices_of(prompt: Prompt, kind: Kind) -> Tokens:
-    parts = [indices(*prompt.bounds(i)) for i in segments_of(prompt, kind)]
-    return np.concatenate(parts) if parts else indices(0, 0)

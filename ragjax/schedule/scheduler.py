@@ -409,8 +409,7 @@ def _whole(states: Sequence[RequestState]) -> list[tuple[RequestState, int]]:
 def _pace(lefts: Sequence[int], shape: RowShape) -> float:
     """Prefill rows of a step of this shape that are of use, over what it costs, in rows."""
     takes = _takes(lefts, shape)
-    blocks = sum(-(-take // shape.block) for take in takes)
-    return sum(takes) / (shape.rows + STEP_ROWS + BLOCK_ROWS * blocks)
+    return sum(takes) / (shape.rows + STEP_ROWS + BLOCK_ROWS * _blocks(takes, shape))
 
 
 def _takes(lefts: Sequence[int], shape: RowShape) -> list[int]:

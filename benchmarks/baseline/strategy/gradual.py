@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ragjax.core import Measure, Move, Pass, Prefill, Prompt, Span, Tokens
 from ragjax.reuse import STRATEGIES, ModelTraits
 from ragjax.reuse.base import LOGITS, Allocation
-from ragjax.reuse.blend import PROBED, Deviation, Of, combined
+from ragjax.reuse.blend import PROBED, Deviation
 from ragjax.reuse.repair import RATIO, chunk_tokens, share, top
 from ragjax.reuse.stitch import Isolated, SourceStrategy, Stitched, prepare
 
@@ -32,17 +32,16 @@ class Gradual(SourceStrategy):
     measures = LOGITS | Deviation.measures
     selective = True
 
-    def __init__(self, of: Of = "key", ratio: float = RATIO):
+    def __init__(self, ratio: float = RATIO):
         self.ratio = ratio
         self._source = Isolated()
-        self._of: Of = of
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """Passes over missing KV and two layers of everything, then stage by stage over fewer tokens."""
         total = chunk_tokens(prompt)
         ends = [end for end in allocation.stages[1:-1] if end >= PROBED]
         first, *fewer = narrowing(share(self.ratio if ratio is None else ratio, total), total, len(ends) + 1)
-        probing, selector = 0 < first < total, Deviation(self._of)
+        probing, selector = 0 < first < total, Deviation()
         scratch = total if probing else 0
         stitched = yield from prepare(prompt, allocation, self._source, repaired=first, scratch=scratch)
         if not first:
@@ -79,8 +78,7 @@ class Gradual(SourceStrategy):
     ) -> tuple[Tokens, Tokens]:
         """The tokens that deviate most in the stage's last layer, and the others."""
         rows = np.union1d(kept, stitched.queries)
-        there = deviation[:, -1, np.searchsorted(rows, kept)]
-        narrowed = top(combined(there, self._of), kept, count)
+        narrowed = top(deviation[0, -1, np.searchsorted(rows, kept)], kept, count)
         return narrowed, np.setdiff1d(kept, narrowed).astype(np.int32)
 
 

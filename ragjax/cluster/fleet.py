@@ -23,6 +23,7 @@ from ragjax.cluster.replica import Begun, Call, Card, Status, Transport
 from ragjax.cluster.router import ROUTERS, Need, Router, forget, found_of
 from ragjax.core import (
     Answer,
+    CallForm,
     ClosedError,
     Divergence,
     Embedded,
@@ -205,6 +206,11 @@ class Fleet:
     @property
     def default_strategy(self) -> str:
         return self.default_setting.strategy
+
+    @property
+    def call_form(self) -> CallForm:
+        """How the model writes calls of tools."""
+        return self._composer.tokenizer.call_form
 
     def pieces(self, tokens: Tokens) -> list[str]:
         return self._composer.tokenizer.pieces(tokens)

@@ -70,7 +70,9 @@ from ragjax.core.prompt import (
     readable,
 )
 from ragjax.core.request import (
+    CALL_ID,
     Answer,
+    CallForm,
     Citation,
     Delta,
     Divergence,

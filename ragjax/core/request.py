@@ -49,20 +49,51 @@ class Message:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the answer may call. parameters: JSON Schema of its arguments, an object, as JSON text."""
+    """A function that the answer may call. parameters: JSON Schema of its arguments, an object, as JSON text.
+
+    strict: refuse a schema that a grammar cannot hold, rather than leave out of it what it cannot.
+    """
 
     name: str
     description: str
     parameters: str
+    strict: bool = False
 
 
 @dataclass(frozen=True)
 class Tools:
-    """Functions that the answer may call, one of them and once. required: it must. named: it must call this one."""
+    """Functions that the answer may call. required: it must. named: it must call this one. several: also more than one
+    time, if the model can.
+    """
 
     offered: tuple[Tool, ...]
     required: bool = False
     named: str | None = None
+    several: bool = True
+
+
+CALL_ID = "\U000f8ff4" * 9
+"""Stands for the id of a call in a `CallForm`: nine letters and digits."""
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a model writes calls: head, name, middle, arguments, tail.
+
+    between: stands in place of the tail and the next call's head; None: an answer makes one call. mark: what the head
+    begins with and no text has, so that a text may stand before it; empty: an answer is a text or calls. thinks: the
+    model may think first, also where it must call.
+    """
+
+    head: str = '{"name": "'
+    middle: str = '", "arguments": '
+    tail: str = "}"
+    between: str | None = None
+    mark: str = ""
+    thinks: bool = False
+
+    def spelled(self, call: ToolCall) -> str:
+        return f"{self.head}{call.name}{self.middle}{call.arguments or '{}'}{self.tail}"
 
 
 @dataclass(frozen=True)
@@ -89,6 +120,8 @@ class Sampling:
     repetition_penalty: Annotated[float, Gt(0), Lt(float("inf"))] = 1.0
     json_schema: str | None = None
     """JSON Schema, as JSON text, of which the answer is an instance in JSON."""
+    strict: bool = False
+    """Whether a schema that a grammar cannot hold is refused."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -263,6 +296,7 @@ class Request:
     background: runs only while no other request waits or runs, and is left out of the counters.
     tools: functions that the answer to messages may call; the call is its text (`prompting/tools.py`).
     grounded: the request's prompt, if it is made already; nothing is retrieved then.
+    template: variables of the model's chat template, such as `enable_thinking`.
     """
 
     messages: tuple[InstanceOf[Message], ...] = ()
@@ -275,6 +309,7 @@ class Request:
     background: bool = False
     tools: InstanceOf[Tools] | None = None
     grounded: InstanceOf[Grounded] | None = None
+    template: Mapping[str, bool] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_fields(self, lambda name, reason: _invalid(reason, name), unchecked=("prompt", "continuation"))

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from ragjax.core import (
     Answer,
+    CallForm,
     ClosedError,
     Compression,
     ConfigError,
@@ -219,6 +220,11 @@ class Engine:
     def strategies(self) -> tuple[str, ...]:
         """Names of the reuse strategies a request may ask for."""
         return (AUTO, *self._strategies)
+
+    @property
+    def call_form(self) -> CallForm:
+        """How the model writes calls of tools."""
+        return self.tokenizer.call_form
 
     def pieces(self, tokens: Tokens) -> list[str]:
         """The text that each token of a prompt (int32 [n]) completes, control tokens by name; joined they are the

@@ -137,7 +137,11 @@ class Composer:
             RequestError: if it cannot be served as asked.
         """
         build = partial(
-            chat.chat_prompt, self.tokenizer, request.messages, public=self.grounding.share, tools=request.tools
+            chat.chat_prompt,
+            self.tokenizer.speaking(request.template),
+            request.messages,
+            public=self.grounding.share,
+            tools=request.tools,
         )
         if hits is None or self._recognises(request):
             prompt, found = self._recognised(request, partial(build, hits)), hits or ()
@@ -183,8 +187,9 @@ class Composer:
         self._check_paths(asked.relation_paths or ())
         graph = None if asked.relation_paths is not None else self.graphs.get(asked.name)
         strategy = self._resolve(replace(rag, strategy=self.strategy_of(rag))).strategy
+        tokenizer = self.tokenizer.speaking(request.template)
         build = partial(
-            chat.graph_prompt, self.tokenizer, request.messages, trees=strategy.name in DEPENDENCY,
+            chat.graph_prompt, tokenizer, request.messages, trees=strategy.name in DEPENDENCY,
             public=self.grounding.share, share=self.grounding.share and asked.relation_paths is None,
             tools=request.tools,
         )  # fmt: skip

@@ -132,18 +132,21 @@ class Preparation:
         if unknown:
             reason = f"logit_bias: the model has no token {unknown[0]}; its highest is {tokenizer.vocab_size - 1}"
             raise RequestError(reason, param="logit_bias", code="invalid_value")
-        generation = AnswerText(request.sampling, tokenizer, self.eos_ids, room, continued=raw)
+        generation = AnswerText(
+            request.sampling, tokenizer, self.eos_ids, room, continued=raw, shown=tools.shown(request, tokenizer)
+        )
         compression = self._compression(request, strategy)
         name = f"request-{next(self._numbers)}"
         times = Times(arrival - made.spent_ms / 1e3, retrieve_ms=made.retrieve_ms)
         ratio = chosen.ratio
         state = RequestState(name, request, prompt, plain, strategy, ratio, compression, generation, sink, times)
         state.by_default, state.picked = left, chosen.picked
-        grammar = tools.grammar(request, tokenizer.knows_tools)
-        constraint = None if grammar is None else self.grammars.constraint(*grammar)
+        grammar = tools.grammar(request, tokenizer)
+        constraint = None if grammar is None else self.grammars.constraint(*grammar, tenant=request.tenant)
         state.sampler = Sampler(request.sampling, plain.tokens, constraint)
         state.facts, state.sources = made.facts, made.sources
         state.notices += [*([] if chosen.notice is None else [chosen.notice]), *made.notices]
+        state.notices += [] if constraint is None else constraint.notices
         if self.lookup:
             state.lookup = Lookup(self.lookup)
         self._check_length(state)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -16,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ragjax.core import ConfigError, Message, RequestError
+from ragjax.core import CALL_ID, CallForm, ConfigError, Message, RequestError, ToolCall
 
 CONTEXT = "\U000f8ff0context\U000f8ff1"
 """Stands in a message's content for the retrieved chunks; `ChatTemplate.pieces` cuts there. Text that users send must
@@ -29,14 +31,22 @@ class ChatTemplate:
     A system message for which the template has no place stands before the text of the first user message instead.
     """
 
-    def __init__(self, source: str, special: Mapping[str, str]):
-        """special: texts of special tokens by role, such as `bos_token`. Raises ConfigError if it cannot be parsed."""
-        self._template = _compile(source)
+    def __init__(self, source: str, special: Mapping[str, str], control: Collection[str] = ()):
+        """Raises ConfigError if it cannot be parsed.
+
+        Args:
+            source: in Jinja2.
+            special: texts of special tokens by role, such as `bos_token`.
+            control: texts of control tokens, which no JSON that the template writes may hold.
+        """
+        self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
+        self._template = _compile(source, self._json)
         self._special = special
+        self._thinks = "</think>" in source
 
     def render(self, messages: Sequence[Message], generation_prompt: bool, variables: Mapping[str, object]) -> str:
         """The text of a chat; `variables` are passed to the template. Raises RequestError if it refuses them."""
-        messages, _ = self._seated(messages)
+        messages, _ = self._seated(messages, variables)
         return self._render(messages, [message.content for message in messages], generation_prompt, variables)
 
     def pieces(self, messages: Sequence[Message], generation_prompt: bool, variables: Mapping[str, object]) -> Pieces:
@@ -49,14 +59,15 @@ class ChatTemplate:
             RequestError: as `render`, and if the template repeats, drops or rewrites the content of a message, so that
                 the two cannot be told apart.
         """
-        messages, head = self._seated(messages)
+        messages, head = self._seated(messages, variables)
         content = [message.content for message in messages]
         whole = self._render(messages, content, generation_prompt, variables)
-        hidden = list(map(sentinel, range(len(messages))))
-        frame = Frame.of(self._render(messages, hidden, generation_prompt, variables), len(messages))
+        spared = {i for i, message in enumerate(messages) if message.tool_calls or _is_bare(message)}
+        frame = Frame.of(self._render(messages, hidden(messages), generation_prompt, variables), len(messages), spared)
         even, odd = (self._render(messages, frame.half(content, i), generation_prompt, variables) for i in (0, 1))
         pieces: Pieces = []
-        for text, is_template in frame.align(whole, (even, odd), content):
+        escaped = [self._json(text)[1:-1] for text in content]
+        for text, is_template in frame.align(whole, (even, odd), content, escaped):
             if is_template:
                 pieces.append((text, True))
                 continue
@@ -67,26 +78,65 @@ class ChatTemplate:
         return [piece for piece in pieces if piece[0]]
 
     @cached_property
-    def _seats_system(self) -> bool:
-        """True if the template shows system messages; some refuse them, some drop them."""
-        return self._shows(0, (Message("system", ""), Message("user", "")), {})
-
-    @cached_property
     def knows_tools(self) -> bool:
         """True if the template lists the tools that it is given."""
         tool = {"type": "function", "function": {"name": sentinel(9), "description": "", "parameters": {}}}
-        return self._shows(9, (Message("user", ""),), {"tools": [tool]})
+        return self._shows(9, (Message("user", "?"),), {"tools": [tool]})
+
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        """How the template writes calls of tools; None if it writes none, or not as a name before an object of JSON."""
+        name, given = sentinel(7), {sentinel(8): f'{sentinel(9)}"'}
+        call, shown = ToolCall(CALL_ID, name, self._json(given)), self._json(given)
+
+        def chat(calls: int, *behind: Message) -> tuple[Message, ...]:
+            return Message("user", "?"), Message("assistant", "" if calls else name, (call,) * calls), *behind
+
+        def said(messages: Sequence[Message]) -> str:
+            return self._render(messages, [message.content for message in messages], False, {})
+
+        try:
+            asked = self._render(chat(0)[:1], ["?"], True, {})
+            called, last, plain = said(chat(1, Message("tool", "?", (), CALL_ID))), said(chat(1)), said(chat(0))
+        except RequestError:
+            return None
+        head, named, rest = called.removeprefix(asked).partition(name)
+        middle, argued, _ = rest.partition(shown)
+        if not called.startswith(asked) or not named or not argued:
+            return None
+        tail = last.rpartition(shown)[2].removesuffix(plain.rpartition(name)[2])  # without what ends a turn
+        try:
+            between = said(chat(2)).split(shown)[1].partition(name)[0]
+        except RequestError:  # it takes one call
+            between = None
+        mark = re.match(r"(.*?)\s*(\[?\{|$)", head.lstrip(), re.DOTALL)
+        return CallForm(head.lstrip(), middle, tail, between, mark[1] if mark else "", self._thinks)
+
+    @cached_property
+    def _without_tools(self) -> Mapping[str, object]:
+        """What tells the template that there are no tools; some ask only if the variable is there."""
+        try:
+            self._template.render({**self._special, "tools": None, "messages": [{"role": "user", "content": "?"}]})
+        except _REFUSALS:
+            return {}
+        return {"tools": None}
 
     def _shows(self, index: int, messages: Sequence[Message], variables: Mapping[str, object]) -> bool:
         try:
-            return sentinel(index) in self._render(messages, [*map(sentinel, range(len(messages)))], True, variables)
+            return sentinel(index) in self._render(messages, hidden(messages), True, variables)
         except RequestError:
             return False
 
-    def _seated(self, messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
-        """The messages as the template takes them, and the text put before the first user message, if any."""
+    def _seated(self, messages: Sequence[Message], variables: Mapping[str, object]) -> tuple[Sequence[Message], str]:
+        """The messages as the template takes them, and the text put before the first user message, if any.
+
+        Some templates refuse a system message, and some drop it, a few only behind the answer of a tool.
+        """
         first = next((i for i, message in enumerate(messages) if message.role == "user"), None)
-        if first is None or messages[0].role != "system" or self._seats_system:
+        if first is None or messages[0].role != "system":
+            return messages, ""
+        probed = (replace(messages[0], content=messages[0].content or "?"), *messages[1:])
+        if self._shows(0, probed, variables):
             return messages, ""
         system = messages[0].content.strip()
         head = f"{system}\n\n" if system else ""
@@ -96,12 +146,57 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], content: Sequence[str], prompt: bool, variables: Mapping[str, object]
     ) -> str:
-        given = [{"role": m.role, "content": text} for m, text in zip(messages, content, strict=True)]
-        defaults: dict[str, object] = {"tools": None, "documents": None, **self._special}
+        given = [_as_given(message, text) for message, text in zip(messages, content, strict=True)]
+        defaults: dict[str, object] = {"documents": None, **self._special}
+        known = {name: value for name, value in variables.items() if name != "tools" or value is not None}
+        if "tools" not in known:
+            defaults |= self._without_tools
         try:
-            return self._template.render({**defaults, **variables, "messages": given, "add_generation_prompt": prompt})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+            return self._template.render({**defaults, **known, "messages": given, "add_generation_prompt": prompt})
+        except _REFUSALS as error:
             raise RequestError(f"the model's chat template refuses the messages: {error}", param="messages") from error
+
+    def _json(self, value: object, **options: Any) -> str:
+        """The value as JSON; what would be a control token is spelled otherwise, and reads the same."""
+        text = json.dumps(value, **{"ensure_ascii": False, **options})
+        return self._control.sub(lambda found: f"\\u{ord(found[0][0]):04x}{found[0][1:]}", text)
+
+
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError)
+"""What a template raises that cannot take what it is given."""
+
+
+def _as_given(message: Message, content: str) -> dict[str, object]:
+    """A message as templates take it, in OpenAI's form with arguments that are parsed."""
+    found: dict[str, object] = {"role": message.role, "content": content}
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": _short(call.id),
+                "type": "function",
+                "function": {"name": call.name, "arguments": _parsed(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = _short(message.tool_call_id)
+    return found
+
+
+def _parsed(arguments: str) -> object:
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):  # of a call that was cut
+        return arguments
+
+
+def _short(call: str) -> str:
+    """The id of a call in nine letters and digits, which Mistral's templates insist on."""
+    return (
+        call
+        if call == CALL_ID or re.fullmatch("[a-zA-Z0-9]{9}", call)
+        else hashlib.sha256(call.encode()).hexdigest()[:9]
+    )
 
 
 class _Generation(Extension):
@@ -114,11 +209,11 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _compile(template: str) -> jinja2.Template:
+def _compile(template: str, tojson: Callable[..., str]) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
@@ -142,6 +237,16 @@ def sentinel(index: int) -> str:
     return f"\U000f8ff2{index}\U000f8ff3"
 
 
+def hidden(messages: Sequence[Message]) -> list[str]:
+    """Sentinels in place of all contents."""
+    return ["" if _is_bare(message) else sentinel(index) for index, message in enumerate(messages)]
+
+
+def _is_bare(message: Message) -> bool:
+    """True for a message that may be without content, which a template may ask for."""
+    return not message.content and message.role != "user"
+
+
 @dataclass(frozen=True)
 class Frame:
     """The template's own text, told apart from the messages'.
@@ -158,8 +263,10 @@ class Frame:
     runs: tuple[str, ...]
 
     @classmethod
-    def of(cls, rendered: str, count: int) -> Frame:
+    def of(cls, rendered: str, count: int, spared: Collection[int] = ()) -> Frame:
         """The frame of a chat of `count` messages that was rendered with sentinels alone.
+
+        spared: messages whose content may be dropped.
 
         Raises:
             RequestError: if a message is repeated or dropped.
@@ -168,21 +275,25 @@ class Frame:
         order = tuple(map(int, parts[1::2]))
         times = Counter(order)
         for index in (*range(count), *order):
-            if times[index] != 1 or index >= count:
+            if index >= count or times[index] > 1 or not (times[index] or index in spared):
                 raise _misfit(index)
         return cls(order, tuple(parts[::2]))
 
     def half(self, content: Sequence[str], parity: int) -> list[str]:
         """The contents with sentinels for every other one: those at places of this parity stay."""
-        shown = set(self.order[parity::2])
-        return [text if index in shown else sentinel(index) for index, text in enumerate(content)]
+        hid = set(self.order[1 - parity :: 2])
+        return [sentinel(index) if index in hid else text for index, text in enumerate(content)]
 
-    def align(self, whole: str, halves: tuple[str, str], content: Sequence[str]) -> Pieces:
+    def align(
+        self, whole: str, halves: tuple[str, str], content: Sequence[str], escaped: Sequence[str] | None = None
+    ) -> Pieces:
         """Cut `whole` into the template's text and what it took over of each message.
 
-        That must be a part of the message's content: templates may trim it, or leave out an earlier answer's reasoning.
+        That must be a part of the message's content but for white space: templates may trim it, or leave out an earlier
+        answer's reasoning.
 
-        halves: what `half` gives for parity 0 and 1, rendered.
+        halves: what `half` gives for parity 0 and 1, rendered. escaped: contents as they stand in JSON, which a
+        template may write instead.
 
         Raises:
             RequestError: if the content of a message is rewritten, or the template's own text depends on it; or if a
@@ -194,7 +305,7 @@ class Frame:
         taken = dict(self._taken(halves[0], 0)) | dict(self._taken(halves[1], 1))
         pieces: Pieces = [(self.runs[0], True)]
         for index, after in zip(self.order, self.runs[1:], strict=True):
-            if taken[index] not in content[index]:
+            if not any(_within(taken[index], one[index]) for one in (content, escaped or content)):
                 raise _misfit(index)
             pieces += [(taken[index], False), (after, True)]
         at = 0
@@ -227,6 +338,10 @@ class Frame:
     def _near(self, place: int) -> int:
         """The message of a piece, or the one before it."""
         return self.order[max(0, (place - 1) // 2)] if self.order else 0
+
+
+def _within(part: str, text: str) -> bool:
+    return part in text or "".join(part.split()) in "".join(text.split())
 
 
 def _misfit(index: int) -> RequestError:

@@ -10,14 +10,15 @@ import codecs
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ragjax.core import ConfigError, Message, RequestError, Tokens
+from ragjax.core import CallForm, ConfigError, Message, RequestError, Tokens
 from ragjax.models.chat_template import ChatTemplate, Pieces
 from ragjax.models.config import ModelConfig
 from ragjax.models.gguf import read_gguf
@@ -29,6 +30,13 @@ from ragjax.models.tokenizer_files import (
     settings_of_gguf,
     vocab_size,
     without_added,
+)
+
+HERMES = CallForm(
+    '<tool_call>\n{"name": "',
+    tail="}\n</tool_call>",
+    between='}\n</tool_call>\n<tool_call>\n{"name": "',
+    mark="<tool_call>",
 )
 
 
@@ -74,7 +82,9 @@ class Tokenizer:
         probe = self._parsing.encode("", add_special_tokens=True).ids
         self.add_bos = self.bos_id is not None and (probe[:1] == [self.bos_id] if add_bos is None else add_bos)
         names = {role: self.id_to_text(token) for role, token in special.items()}
-        self._template = None if chat_template is None else ChatTemplate(chat_template, names)
+        control = [self._added[token] for token in self._control if self._added[token]]
+        self._template = None if chat_template is None else ChatTemplate(chat_template, names, control)
+        self._variables: Mapping[str, object] = {}
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -107,6 +117,12 @@ class Tokenizer:
         """The same tokenizer, which calls `check` before each text that it encodes; an error of it ends the work."""
         other = copy.copy(self)
         other._check = check
+        return other
+
+    def speaking(self, variables: Mapping[str, object]) -> Tokenizer:
+        """The same tokenizer, which gives its chat template these variables."""
+        other = copy.copy(self)
+        other._variables = variables
         return other
 
     def check(self, config: ModelConfig) -> None:
@@ -203,6 +219,23 @@ class Tokenizer:
         """A control token that the text spells, if any."""
         return next((name for token, name in self._added.items() if token in self._control and name in text), None)
 
+    def controls(self, text: str) -> list[str | int]:
+        """A text that may name control tokens, as texts and the ids of these."""
+        ids = {self._added[token]: token for token in self._control if self._added[token]}
+        runs = re.split(f"({'|'.join(map(re.escape, sorted(ids, key=len, reverse=True))) or '(?!)'})", text)
+        return [ids.get(run, run) for run in runs if run]
+
+    @cached_property
+    def shows_calls(self) -> bool:
+        """True if the chat template writes calls of tools."""
+        return self.knows_tools and self._template is not None and self._template.call_form is not None
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """How the model writes calls of tools: as its template does; as Hermes models do if that lists tools alone."""
+        found = self._template.call_form if self._template is not None and self.knows_tools else None
+        return found or (HERMES if self.knows_tools else CallForm())
+
     @property
     def knows_tools(self) -> bool:
         """True if the chat template lists tools, given by the variable `tools`."""
@@ -214,7 +247,7 @@ class Tokenizer:
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: object) -> str:
         """Render messages with the model's own chat template; raises as `chat_pieces`."""
-        return self._chat_template().render(messages, add_generation_prompt, variables)
+        return self._chat_template().render(messages, add_generation_prompt, {**self._variables, **variables})
 
     def chat_pieces(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: object
@@ -226,7 +259,7 @@ class Tokenizer:
         Raises:
             RequestError: if the model has no template, or as `ChatTemplate.pieces`.
         """
-        return self._chat_template().pieces(messages, add_generation_prompt, variables)
+        return self._chat_template().pieces(messages, add_generation_prompt, {**self._variables, **variables})
 
     @property
     def has_template(self) -> bool:
@@ -243,15 +276,19 @@ class Tokenizer:
 class Stream:
     """Decodes a running generation token by token, at a cost that does not grow with its length."""
 
-    def __init__(self, tokenizer: Tokenizer, *, continued: bool = False):
-        """Start at the first generated token; continued: it goes on from a text, so that a space in front counts."""
+    def __init__(self, tokenizer: Tokenizer, *, continued: bool = False, shown: Collection[int] = ()):
+        """Start at the first generated token.
+
+        continued: it goes on from a text, so that a space in front counts. shown: control tokens that give their names.
+        """
+        self._shown = frozenset(shown)
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = tokenizer._form.strips_space and not continued
 
     def push(self, token: int) -> str:
         """Text that is complete with this token; the bytes of an unfinished character are held back."""
-        if self._tokenizer.is_control(token):
+        if self._tokenizer.is_control(token) and token not in self._shown:
             return ""
         data = self._tokenizer.token_bytes(token)
         if self._strip and data:

@@ -27,13 +27,21 @@ class AnswerText:
     A token is taken at once (`push`), so that it can be computed; its text may be made later (`deltas`), while the
     device works. If stop strings may end the answer, the text is made at once.
 
-    continued: it goes on from a raw prompt's text, and keeps the space that it may begin with.
+    continued: it goes on from a raw prompt's text, and keeps the space that it may begin with. shown: control tokens
+    that stand in the text by name.
 
     tokens: those generated, without an end of text. finish_reason: set once all text is made.
     """
 
     def __init__(
-        self, sampling: Sampling, tokenizer: Tokenizer, eos_ids: Collection[int], limit: int, *, continued: bool = False
+        self,
+        sampling: Sampling,
+        tokenizer: Tokenizer,
+        eos_ids: Collection[int],
+        limit: int,
+        *,
+        continued: bool = False,
+        shown: Collection[int] = (),
     ):
         self.tokens: list[int] = []
         self.text = ""
@@ -43,7 +51,7 @@ class AnswerText:
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_ids)
         self.limit = min(limit, sampling.max_tokens)
-        self._stream = Stream(tokenizer, continued=continued)
+        self._stream = Stream(tokenizer, continued=continued, shown=shown)
         self._pending = ""
         self._held: list[_Held] = []
         self._ended = False  # by an end of text

@@ -7,13 +7,17 @@ grammars are in a dialect of Lark, in which a rule may be a JSON Schema.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,14 +103,16 @@ Bits = NDArray[np.uint32]
 class Constraint:
     """The tokens that one answer may go on with. It is told the tokens generated so far, so a restart needs nothing.
 
-    eos_ids: tokens that end an answer; one that cannot be completed otherwise may end.
+    eos_ids: tokens that end an answer; one that cannot be completed otherwise may end. notices: what of its schemas it
+    leaves out.
 
     Attributes:
         failure: why the grammar was given up before the answer's end; empty if it was not.
     """
 
-    def __init__(self, matcher: LLMatcher, eos_ids: Collection[int], vocabulary: int):
+    def __init__(self, matcher: LLMatcher, eos_ids: Collection[int], vocabulary: int, notices: Sequence[str] = ()):
         self._matcher = matcher
+        self.notices = tuple(notices)
         self._eos = frozenset(eos_ids)
         self._vocabulary = vocabulary
         self._followed = 0
@@ -176,17 +182,26 @@ class Grammars:
         self._table: LLTokenizer | None = None
         self._lock = threading.Lock()
         self._checking = threading.Lock()
-        self._readable: OrderedDict[str, None] = OrderedDict()
+        self._readable: OrderedDict[bytes, None] = OrderedDict()  # digests, salted by tenant: nobody learns of others'
 
-    def constraint(self, grammar: str, param: str) -> Constraint:
-        """The constraint of one answer. grammar: in Lark, its schemas checked; param: the field it comes from.
+    def constraint(
+        self, grammar: str, param: str, schemas: Sequence[tuple[str, str, bool]] = (), *, tenant: str = ""
+    ) -> Constraint:
+        """The constraint of one answer.
+
+        Args:
+            grammar: in Lark, with `@0` where the first schema stands.
+            param: the field it comes from.
+            schemas: of each what it belongs to, its JSON text, and whether it must be followed in all it says. What no
+                grammar holds of any other is left out, with a notice.
+            tenant: who asks.
 
         Raises:
             RequestError: if the grammar cannot be followed, naming why, or takes too much to be read; or llguidance is
                 not installed.
         """
         try:
-            from llguidance import LLMatcher
+            import llguidance  # noqa: F401
         except ImportError as error:
             reason = "JSON answers and tools need the package llguidance: pip install '.[serve]' in ragjax's folder"
             raise RequestError(reason, param=param) from error
@@ -194,29 +209,111 @@ class Grammars:
             if self._table is None:
                 self._table = _table(self._tokenizer, self._eos)
             table = self._table
-        self._check(grammar, param)
+        matcher, notices = self._read(table, grammar, param, schemas, tenant)
+        return Constraint(matcher, self._eos, table.vocab_size, notices)
+
+    def _read(
+        self, table: LLTokenizer, grammar: str, param: str, schemas: Sequence[tuple[str, str, bool]], tenant: str
+    ) -> tuple[LLMatcher, list[str]]:
+        """Read a grammar, and each of its schemas alone if something is wrong with one of them."""
+        matcher, wrong, missed = self._attempt(table, _filled(grammar, [text for _, text, _ in schemas]), param, tenant)
+        if not wrong and not missed:
+            return matcher, []
+        notices, kept = [], []
+        for name, text, strict in schemas:
+            _, wrong, missed = self._attempt(table, _filled("start: @0\n", [text]), param, tenant)
+            if wrong and not strict:
+                missed = [*missed, f"({wrong})"]
+                text = json.dumps(_plain(json.loads(text), looking=False))
+                _, wrong, more = self._attempt(table, _filled("start: @0\n", [text]), param, tenant)
+                missed += more
+            if wrong or (missed and strict):
+                reason = wrong or ", ".join(missed)
+                raise RequestError(f"{name} cannot be followed: {reason}", param=param, code="invalid_schema")
+            notices += [f"{name}: left out what no grammar holds: {', '.join(missed)}"] if missed else []
+            kept.append(text)
+        matcher, wrong, _ = self._attempt(table, _filled(grammar, kept), param, tenant)
+        if wrong:
+            raise RequestError(f"the schema cannot be followed: {wrong}", param=param, code="invalid_schema")
+        return matcher, notices
+
+    def _attempt(self, table: LLTokenizer, grammar: str, param: str, tenant: str) -> tuple[LLMatcher, str, list[str]]:
+        """Read a grammar; returns what is wrong with it (empty: nothing), and what of its schemas it does not hold."""
+        from llguidance import LLMatcher
+
+        self._check(grammar, param, tenant)
+
+        def read() -> tuple[LLMatcher, str, list[str]]:
+            matcher = LLMatcher(table, LLMatcher.grammar_from_lark(grammar), log_level=0)
+            wrong = matcher.get_error()
+            if not wrong:
+                begun = matcher.deep_copy()
+                with suppress(ValueError):
+                    begun.compute_bitmask()
+                wrong = begun.get_error() and "it has no instance"
+            # by the standard a format only annotates
+            return matcher, wrong, [one for one in matcher.get_grammar_warnings() if not one.startswith("Unknown form")]
+
         with ThreadPoolExecutor(1, "ragjax-grammar") as reader:
             with self._lock:  # the size is the whole process's
                 usual = threading.stack_size(STACK)
                 try:
-                    reading = reader.submit(LLMatcher, table, LLMatcher.grammar_from_lark(grammar), log_level=0)
+                    reading = reader.submit(read)
                 finally:
                     threading.stack_size(usual)
-            matcher = reading.result()
-        if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())[:500]
-            raise RequestError(f"the schema cannot be followed: {reason}", param=param, code="invalid_schema")
-        return Constraint(matcher, self._eos, table.vocab_size)
+            matcher, wrong, missed = reading.result()
+        return matcher, " ".join(wrong.split("\n   1 |")[0].split())[:500], missed
 
-    def _check(self, grammar: str, param: str) -> None:
+    def _check(self, grammar: str, param: str, tenant: str) -> None:
         """Read a grammar in a process of its own, unless it was lately; one at a time, so that few cores are enough."""
+        key = hashlib.sha256(f"{tenant}\0{grammar}".encode()).digest()
         with self._checking:
-            if grammar not in self._readable:
+            if key not in self._readable:
                 check_readable(grammar, param)
-                self._readable[grammar] = None
-            self._readable.move_to_end(grammar)
+                self._readable[key] = None
+            self._readable.move_to_end(key)
             if len(self._readable) > KEPT:
                 self._readable.popitem(last=False)
+
+
+SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How JSON is spelled: white space without end would be an answer without end."""
+LENIENT = {**SPELLING, "lenient": True, "coerce_one_of": True}
+"""The same, for a schema of which the reader is to leave out what it does not hold."""
+_LOOKS = re.compile(r"\(\?<?[=!]|\\[1-9]")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+def _filled(grammar: str, schemas: Sequence[str]) -> str:
+    """A grammar with its schemas."""
+
+    def filled(found: re.Match[str]) -> str:
+        schema = _plain(json.loads(schemas[int(found[1])]), looking=True)
+        return f"%json {json.dumps({**schema, 'x-guidance': LENIENT})}"
+
+    return re.sub("(?<=: )@([0-9]+)", filled, grammar) if schemas else grammar
+
+
+def _plain(schema: Any, looking: bool) -> Any:
+    """A schema without `uniqueItems: false`, which says nothing.
+
+    looking: keep references to elsewhere, and patterns that look around or back.
+    """
+    if isinstance(schema, list):
+        return [_plain(one, looking) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        elsewhere = isinstance(value, str) and key == "$ref" and value[:1] != "#"
+        looks = isinstance(value, str) and key == "pattern" and _LOOKS.search(value)
+        if (key == "uniqueItems" and value is False) or (not looking and (elsewhere or looks)):
+            continue
+        if key in _NAMED and isinstance(value, dict):
+            found[key] = {name: _plain(one, looking) for name, one in value.items()}
+        else:
+            found[key] = value if key in ("enum", "const", "default", "examples") else _plain(value, looking)
+    return found
 
 
 class _Vocabulary:

@@ -181,18 +181,22 @@ class ToolForm(ChatForm):
 
     def __init__(self, engine: Service, want_logprobs: bool, choices: int, n: int, notices: Sequence[str]):
         super().__init__(engine, want_logprobs, choices, n, notices)
-        self._readers = [CallReader() for _ in range(choices)]
-        self._ids = [f"call_{uuid.uuid4().hex}" for _ in range(choices)]
+        self._readers = [CallReader(engine.call_form) for _ in range(choices)]
 
     def _message(self, number: int, answer: core.Answer) -> Json:
         reader = self._readers[number]
         pieces = [*reader.push(answer.text), *reader.finish()]
         said = "".join(piece.said for piece in pieces)
         message: Json = {"role": "assistant", "content": said, "refusal": None}
-        if reader.name is not None:
-            function = {"name": reader.name, "arguments": "".join(piece.arguments for piece in pieces)}
-            call = {"id": self._ids[number], "type": "function", "function": function}
-            message |= {"content": None, "tool_calls": [call]}
+        calls: list[Json] = []
+        for piece in pieces:
+            if piece.name:
+                function = {"name": piece.name, "arguments": ""}
+                calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
+            elif calls:
+                calls[-1]["function"]["arguments"] += piece.arguments
+        if calls:
+            message |= {"content": said or None, "tool_calls": calls}
         return {"message": message}
 
     def _reason(self, number: int, answer: core.Answer) -> str:
@@ -200,20 +204,28 @@ class ToolForm(ChatForm):
         return "tool_calls" if whole else answer.finish_reason
 
     def _deltas(self, number: int, text: str) -> list[Json]:
-        return [self._put(number, piece) for piece in self._readers[number].push(text)]
+        reader = self._readers[number]
+        before = len(reader.names)
+        return self._put(before, reader.push(text))
 
     def _left(self, number: int) -> list[Json]:
-        return [self._put(number, piece) for piece in self._readers[number].finish()]
+        return self._put(0, self._readers[number].finish())
 
-    def _put(self, number: int, piece: Piece) -> Json:
-        if piece.said:
-            return self._delta(piece.said)
-        if piece.name:
-            function = {"name": piece.name, "arguments": ""}
-            call: Json = {"index": 0, "id": self._ids[number], "type": "function", "function": function}
-        else:
-            call = {"index": 0, "function": {"arguments": piece.arguments}}
-        return {"delta": {"tool_calls": [call]}}
+    def _put(self, calls: int, pieces: Sequence[Piece]) -> list[Json]:
+        """Makes deltas of pieces; calls: how many came before."""
+        made = []
+        for piece in pieces:
+            if piece.said:
+                made.append(self._delta(piece.said))
+            elif piece.name:
+                function = {"name": piece.name, "arguments": ""}
+                call = {"index": calls, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+                calls += 1
+                made.append({"delta": {"tool_calls": [call]}})
+            else:
+                said = {"index": calls - 1, "function": {"arguments": piece.arguments}}
+                made.append({"delta": {"tool_calls": [said]}})
+        return made
 
 
 class TextForm(Form):

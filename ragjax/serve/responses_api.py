@@ -58,6 +58,8 @@ class Output:
         if piece.said:
             yield from self.say(piece.said, logprobs)
         elif piece.name:
+            if self._open("message") or self._open("function_call"):
+                yield from self.end("completed", ())
             call = {"id": new_id("fc"), "type": "function_call", "status": "in_progress", "arguments": ""}
             yield from self._add({**call, "call_id": new_id("call"), "name": piece.name})
         else:
@@ -142,7 +144,7 @@ class Reply:
         self._request = request
         self._notices = notices
         self._output = Output()
-        self._reader = CallReader() if request.tools is not None else None
+        self._reader = CallReader(engine.call_form) if request.tools is not None else None
         self._unsaid: list[Json] = []  # log-probabilities of tokens that the reader holds back
         self._number = 0
         self._head = {"id": new_id("resp"), "object": "response", "created_at": int(time.time())}
@@ -208,7 +210,7 @@ class Reply:
             return
         for piece in self._reader.finish():
             yield from self._put(piece)
-        if self._unsaid and self._reader.name is None:  # of tokens without a text of their own
+        if self._unsaid and not self._reader.names:  # of tokens without a text of their own
             yield from self._output.say("", self._unsaid)
 
     def _ending(self, answer: core.Answer, results: Sequence[Json] | None) -> Iterator[Json]:
@@ -265,7 +267,7 @@ class Reply:
             "max_output_tokens": body.max_output_tokens,
             "model": self._engine.model_name,
             "output": [dict(item) for item in self._output.items],
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,

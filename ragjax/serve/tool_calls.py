@@ -1,17 +1,16 @@
-"""Reads calls of tools from the text of an answer as it comes; its form is that of `prompting/tools.py`."""
+"""Reads calls of tools from the text of an answer as it comes; their form is the model's (`core.CallForm`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-OPEN = "<tool_call>\n"
-"""As `prompting.tools.OPEN`, which this room does not import; a test holds the two together."""
-NAME, ARGUMENTS = '{"name": "', '", "arguments": '
+from ragjax.core import CALL_ID, CallForm
 
 
 class Piece(NamedTuple):
-    """New text: something said, or the name of a call, once, or a part of its arguments."""
+    """New text: something said, or the name of the next call, or a part of its arguments."""
 
     said: str = ""
     name: str = ""
@@ -20,10 +19,14 @@ class Piece(NamedTuple):
 
 @dataclass
 class CallReader:
-    """Reads the text of one answer."""
+    """Reads the text of one answer.
 
-    name: str | None = None  # of the tool that it calls; None: it calls none, or that is not known yet
-    ended: bool = False  # its arguments are complete
+    names: of the tools that it calls. ended: the arguments of the last of them are complete.
+    """
+
+    form: CallForm = field(default_factory=CallForm)
+    names: list[str] = field(default_factory=list)
+    ended: bool = False
     _unread: str = ""
     _says: bool = False
     _depth: int = 0
@@ -34,49 +37,63 @@ class CallReader:
         """Reads more text; returns the pieces that are certain by now."""
         if self._says:
             return [Piece(said=text)] if text else []
-        if self.name is not None:
+        if self.names and not self.ended:
             return self._arguments(text)
         self._unread += text
-        return self._decide()
+        return self._between() if self.names else self._text()
 
     def finish(self) -> list[Piece]:
-        """Returns the unread rest: the beginning of a call that has no name yet."""
+        """Returns the unread rest of a text: the beginning of a call that has no name yet."""
         left, self._unread = self._unread, ""
-        return [Piece(said=left)] if left else []
+        return [Piece(said=left)] if left and not self.names else []
 
-    def _decide(self) -> list[Piece]:
-        """Decides if the text is a call, once enough of it is there."""
-        rest = self._unread
-        for part in (OPEN, NAME):
-            if part == OPEN and not rest.startswith(OPEN[:1]):
-                continue
-            if part.startswith(rest):
-                return []
-            if not rest.startswith(part):
-                return self._say()
-            rest = rest[len(part) :]
-        name, quote, behind = rest.partition('"')
-        found = quote + behind
-        if not quote or ARGUMENTS.startswith(found):
-            return []
-        if not found.startswith(ARGUMENTS):
-            return self._say()
-        self.name, self._unread = name, ""
-        return [Piece(name=name), *self._arguments(found[len(ARGUMENTS) :])]
+    def _text(self) -> list[Piece]:
+        """Looks for the first call: behind a text if the form has a mark, else where the text begins."""
+        at = 0
+        if mark := self.form.mark:
+            at = self._unread.find(mark)
+            if at < 0:  # what may be the white space before a mark, or the beginning of one, waits
+                kept = next(i for i in range(len(mark), -1, -1) if self._unread.endswith(mark[:i]))
+                at = len(self._unread[: len(self._unread) - kept].rstrip())
+                said, self._unread = self._unread[:at], self._unread[at:]
+                return [Piece(said=said)] if said else []
+        said = self._unread[:at].rstrip()
+        self._unread = self._unread[at:]
+        found = self._call(self.form.head)
+        if found is None:
+            self._says = True
+            left, self._unread = self._unread, ""
+            return [Piece(said=said + left)]
+        return [*([Piece(said=said)] if said else []), *found]
 
-    def _say(self) -> list[Piece]:
-        self._says = True
-        return self.finish()
+    def _between(self) -> list[Piece]:
+        found = None if self.form.between is None else self._call(self.form.between)
+        if found is None:
+            self._unread = ""
+        return found or []
+
+    def _call(self, lead: str) -> list[Piece] | None:
+        """Reads the lead and name of a call; none while they may still come, None if they cannot."""
+        behind = _behind(lead, self._unread)
+        if not behind:
+            return None if behind is None else []
+        name = re.match(r"[\w-]*", behind)
+        assert name is not None
+        arguments = _behind(self.form.middle, behind[name.end() :])
+        if not arguments:  # the name may go on
+            return None if arguments is None else []
+        self.names.append(name[0])
+        self._unread, self.ended = "", False
+        return [Piece(name=name[0]), *self._arguments(arguments)]
 
     def _arguments(self, text: str) -> list[Piece]:
         """The part of the text that belongs to the arguments: an object, up to the brace that closes it."""
-        end = len(text) if not self.ended else 0
-        for i, character in enumerate(text[:end]):
+        for i, character in enumerate(text):
             self._step(character)
             if self.ended:
-                end = i + 1
-                break
-        return [Piece(arguments=text[:end])] if end else []
+                self._unread = text[i + 1 :]
+                return [Piece(arguments=text[: i + 1]), *self._between()]
+        return [Piece(arguments=text)] if text else []
 
     def _step(self, character: str) -> None:
         if self._escaped:
@@ -90,3 +107,9 @@ class CallReader:
         elif character in "}]":
             self._depth -= 1
             self.ended = self._depth == 0
+
+
+def _behind(lead: str, text: str) -> str | None:
+    """The text behind a lead; empty while it may still come to an end, None if the text is another."""
+    same = all(a == b or (a == CALL_ID[0] and b.isalnum()) for a, b in zip(lead, text, strict=False))
+    return text[len(lead) :] if same else None

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragjax.core import Message, RequestError
-from ragjax.models.chat_template import ChatTemplate, Frame, sentinel
+from ragjax.models.chat_template import ChatTemplate, Frame, hidden, sentinel
 from tests.support.growth import Scanned, assert_linear, calls
 from tests.support.vocabulary import CHATML, GOLDENS, LLAMA2
 
@@ -19,7 +19,9 @@ def rendered(
     template: ChatTemplate, messages: Sequence[Message], content: Sequence[str]
 ) -> tuple[str, Frame, tuple[str, str]]:
     """A chat, its frame and its halves."""
-    frame = Frame.of(template._render(messages, list(map(sentinel, range(len(messages)))), True, {}), len(messages))
+    shown = hidden(messages)
+    bare = {i for i, text in enumerate(shown) if not text}
+    frame = Frame.of(template._render(messages, shown, True, {}), len(messages), bare)
     even, odd = (template._render(messages, frame.half(content, i), True, {}) for i in (0, 1))
     return template._render(messages, content, True, {}), frame, (even, odd)
 
@@ -106,7 +108,9 @@ def test_goldens_align(template: str) -> None:
     whole, frame, halves = rendered(made, messages, texts)
     taken = [text for text, is_template in frame.align(whole, halves, texts) if not is_template]
     assert taken == [
-        text if template == CHATML else trimmed(m.role, text) for m, text in zip(messages, texts, strict=True)
+        text if template == CHATML else trimmed(m.role, text)
+        for m, text in zip(messages, texts, strict=True)
+        if text or m.role == "user"
     ]
 
 

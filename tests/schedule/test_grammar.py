@@ -11,6 +11,7 @@ import pytest
 
 from ragjax.core import RequestError
 from ragjax.schedule.grammar import Constraint, Grammars, check_readable
+from tests.support import tiny
 from tests.support.vocabulary import gapped
 
 EOS, VOCABULARY = 37, 40
@@ -132,7 +133,7 @@ def test_a_schema_that_takes_too_much_is_refused(grammar: str) -> None:
 
 @pytest.mark.parametrize("grammar", [chained(300), doubled(8), lark({"type": "object"})])
 def test_an_ordinary_schema_is_read(grammar: str) -> None:
-    Grammars(gapped(), {1}).constraint(grammar, "response_format")
+    Grammars(tiny.byte_tokenizer(), {257}).constraint(grammar, "response_format")
 
 
 def test_a_grammar_is_checked_before_it_is_read_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +141,12 @@ def test_a_grammar_is_checked_before_it_is_read_and_once(monkeypatch: pytest.Mon
     monkeypatch.setattr("ragjax.schedule.grammar.check_readable", lambda grammar, param: checked.append(grammar))
     monkeypatch.setattr("ragjax.schedule.grammar.KEPT", 2)
     grammars = Grammars(gapped(), {1})
-    for text in ("a", "b", "a", "c", "a", "b"):
+    for text in ("a", "b", "a", "ab", "a", "b"):
         grammars.constraint(f'start: "{text}"', "tools")
-    assert checked == [f'start: "{text}"' for text in "abcb"]
+    assert checked == [f'start: "{text}"' for text in ("a", "b", "ab", "b")]
+    grammars.constraint('start: "b"', "tools", tenant="acme")
+    assert checked[4:] == ['start: "b"'], "no tenant learns what others have asked for"
+    assert all(len(key) == 32 for key in grammars._readable), "digests, whatever a schema's size"
 
 
 def test_a_process_that_cannot_start_is_no_fault_of_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:

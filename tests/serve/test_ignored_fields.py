@@ -15,7 +15,6 @@ from tests.support.serving import CHAT, MESSAGES, TEXT, Caught, Served, error_of
 WITHOUT_EFFECT: dict[str, Any] = {
     "metadata": {"run": "7"},
     "store": True,
-    "parallel_tool_calls": False,
     "service_tier": "auto",
     "user": "someone",
     "reasoning_effort": "low",
@@ -106,6 +105,20 @@ def test_within_rag_an_unknown_field_is_an_error(shared: Served) -> None:
     assert (error["param"], error["code"]) == ("rag.frobnicate", "unknown_parameter")
 
 
+CONSTRAINING: dict[str, Any] = {
+    **{name: {"type": "object"} for name in ("guided_json", "json_schema", "grammar", "structured_outputs")},
+    "bad_words": ["a"],
+    "stop_token_ids": [3],
+    "truncate_prompt_tokens": 8,
+    "prompt_logprobs": 1,
+    "echo": True,
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "typical_p": 0.5,
+}
+"""Fields of other servers that constrain an answer."""
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
@@ -115,7 +128,7 @@ def test_within_rag_an_unknown_field_is_an_error(shared: Served) -> None:
         ("/v1/chat/completions", {"modalities": ["text", "audio"]}, "modalities"),
         ("/v1/chat/completions", {"audio": {"voice": "x"}}, "audio"),
         ("/v1/chat/completions", {"min_p": 0.1}, "min_p"),
-        ("/v1/chat/completions", {"guided_json": {}}, "guided_json"),
+        *(("/v1/chat/completions", {name: given}, name) for name, given in CONSTRAINING.items()),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
     ],
 )
@@ -127,9 +140,7 @@ def test_what_would_change_the_answer_is_refused(shared: Served, path: str, fiel
     assert len(error["message"]) > len(f"{param} cannot be had: "), "it says what to change"
 
 
-@pytest.mark.parametrize(
-    "name", ["metadata", "reasoning_effort", "parallel_tool_calls", "frobnicate", "functions", "prompt_cache_key"]
-)
+@pytest.mark.parametrize("name", ["metadata", "reasoning_effort", "frobnicate", "functions", "prompt_cache_key"])
 def test_strict_refuses_what_has_no_effect(strict: Served, name: str) -> None:
     error = error_of(strict.post(json={**CHAT, name: None}))
     assert (error["param"], error["code"]) == (name, "unknown_parameter")

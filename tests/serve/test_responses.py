@@ -73,7 +73,7 @@ def test_fields_reach_the_engine(caught: Caught) -> None:
         rag={"knowledge": "demo", "top_k": 2, "strategy": "naive", "recompute_ratio": 0.5},
     )
     assert request.messages[0] == core.Message("system", "Be brief.")
-    assert request.sampling == core.Sampling(3, 1, 0.5, logprobs=2, json_schema='{"type": "integer"}')
+    assert request.sampling == core.Sampling(3, 1, 0.5, logprobs=2, json_schema='{"type": "integer"}', strict=True)
     assert request.tools is not None and request.tools.named == "weather" and request.tools.required
     assert request.rag == core.Rag("demo", 2, "naive", None, 0.5)
     assert asked(caught, rag=None).rag is None

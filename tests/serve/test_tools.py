@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import openai
@@ -10,8 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from ragjax import core
-from ragjax.prompting import tools
-from ragjax.serve import tool_calls
+from ragjax.models.tokenizer import HERMES
 from ragjax.serve.tool_calls import CallReader
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, MESSAGES, TEXT, Caught, Served, serving
@@ -20,7 +20,9 @@ PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "req
 TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": PARAMETERS}}
 SAID = '{"name": "weather", "arguments": {"city": "\\"{Ghent}\\\\", "x": [{}]}}'
 ARGUMENTS = SAID[len('{"name": "weather", "arguments": ') : -1]
-CUTS = [(SAID,), tuple(SAID), ("<tool_call>\n", SAID, "\n</tool_call>"), tuple(f"<tool_call>\n{SAID}\n</tool_call>")]
+MARKED = f"<tool_call>\n{SAID}\n</tool_call>"
+CALLING = f"I will look.\n{MARKED}\n{MARKED}"
+CUTS = [(SAID,), tuple(SAID), ("<tool_call>\n", SAID, "\n</tool_call>"), tuple(MARKED)]
 
 
 class City(BaseModel):
@@ -50,7 +52,8 @@ def test_schemas_reach_the_engine(caught: Caught) -> None:
 
 @pytest.mark.parametrize("said", CUTS, ids=["whole", "characters", "marked", "marked characters"])
 def test_a_call_stands_in_tool_calls(said: tuple[str, ...]) -> None:
-    with serving(FakeEngine(tokens=said)) as served:
+    form = HERMES if said[0][0] == "<" else core.CallForm()
+    with serving(FakeEngine(tokens=said, call_form=form)) as served:
         client = served.client()
         choice = client.chat.completions.create(**CHAT, tools=[TOOL]).choices[0]
         (call,) = choice.message.tool_calls
@@ -69,10 +72,27 @@ def test_a_call_stands_in_tool_calls(said: tuple[str, ...]) -> None:
     "text", [TEXT, "", "<b>", "<tool", '{"name": 5}', '{"name": "x", "age": 3}', '{"na', "{}", ' {"name": "f"', "[1]"]
 )
 def test_what_is_no_call_is_a_text(text: str) -> None:
-    for cuts in ([text], list(text)):
-        reader = CallReader()
+    for cuts, form in product(([text], list(text)), (core.CallForm(), HERMES)):
+        reader = CallReader(form)
         pieces = [piece for cut in cuts for piece in reader.push(cut)] + reader.finish()
-        assert "".join(piece.said for piece in pieces) == text and reader.name is None
+        assert "".join(piece.said for piece in pieces) == text and not reader.names
+
+
+@pytest.mark.parametrize("cuts", [(CALLING,), tuple(CALLING)])
+def test_a_text_and_several_calls_are_told_apart(cuts: tuple[str, ...]) -> None:
+    flat: Any = {"type": "function", **TOOL["function"]}
+    with serving(FakeEngine(tokens=cuts, call_form=HERMES, context_length=1000)) as served:
+        client = served.client()
+        choice = client.chat.completions.create(**CHAT, tools=[TOOL], max_tokens=400).choices[0]
+        with client.chat.completions.stream(**CHAT, tools=[TOOL], max_tokens=400) as stream:
+            streamed = stream.get_final_completion().choices[0]
+        whole = client.responses.create(model="fake", input="?", max_output_tokens=400, tools=[flat])
+    for found in (choice, streamed):
+        assert (found.finish_reason, found.message.content) == ("tool_calls", "I will look.")
+        assert [call.function.arguments for call in found.message.tool_calls] == [ARGUMENTS] * 2
+        assert len({call.id for call in found.message.tool_calls}) == 2
+    assert [item.type for item in whole.output] == ["message", "function_call", "function_call"]
+    assert whole.output[0].content[0].text == "I will look." and whole.output[2].arguments == ARGUMENTS
 
 
 def test_a_text_beside_tools_streams_at_once(shared: Served) -> None:
@@ -149,12 +169,18 @@ def test_parse_of_openai() -> None:
             client.chat.completions.parse(**CHAT, response_format=City, max_tokens=1)
 
 
-def test_the_reader_looks_for_what_the_grammar_makes() -> None:
-    assert tool_calls.OPEN == tools.OPEN
-    offered = core.Tools((core.Tool("now", "", '{"type": "object"}'),))
-    asked = core.Request((core.Message("user", "?"),), tools=offered)
-    for native in (False, True):
-        found = tools.grammar(asked, native)
-        assert found is not None
-        head = (tool_calls.OPEN if native else "") + tool_calls.NAME + "now" + tool_calls.ARGUMENTS
-        assert json.dumps(head) in found[0]
+def test_what_other_servers_call_a_schema_is_one(caught: Caught) -> None:
+    form = {"type": "json_object", "schema": PARAMETERS}
+    assert json.loads(caught.request(response_format=form).sampling.json_schema) == PARAMETERS
+    strict = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": PARAMETERS}}
+    assert (
+        caught.request(response_format=strict).sampling.strict
+        and not caught.request(response_format=form).sampling.strict
+    )
+    assert caught.request(tools=[TOOL], parallel_tool_calls=False).tools.several is False
+    assert caught.request(chat_template_kwargs={"enable_thinking": False}).template == {"enable_thinking": False}
+
+
+def test_values_that_stand_for_off_are_taken(caught: Caught) -> None:
+    assert caught.request(seed=-1, top_k=-1, stop="", min_p=0).sampling == caught.request().sampling
+    assert caught.request(top_p=0, temperature=1).sampling.top_k == 1

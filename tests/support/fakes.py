@@ -52,6 +52,7 @@ class FakeEngine:
     progress: core.Preprocessed | None = None
     programs_left: int = 2
     indexing: core.Indexing | None = None
+    call_form: core.CallForm = field(default_factory=core.CallForm)
 
     @classmethod
     def load(cls, options: core.EngineOptions, early: bool = False) -> FakeEngine:

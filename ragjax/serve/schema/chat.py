@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 
 NO_EFFECT = frozenset(
     {
-        *("metadata", "store", "parallel_tool_calls", "service_tier", "user", "reasoning_effort", "verbosity"),
+        *("metadata", "store", "service_tier", "user", "reasoning_effort", "verbosity"),
         *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "prediction"),
     }
 )
 """Fields of OpenAI's API that have no effect here, whatever they say."""
 TEXT_ONLY = "this server reads and answers text: leave it out"
 _GRAMMAR = Refusal("use response_format with a json_schema instead")
+_SAMPLING = Refusal("use temperature, top_p and top_k instead", (0, 0.0, False))
 _CHAT = Refusal("use /v1/chat/completions", ([],))
 REFUSED: Mapping[str, Refusal] = {
     "functions": Refusal("use tools instead", ([],)),
@@ -53,6 +54,17 @@ REFUSED: Mapping[str, Refusal] = {
     "min_tokens": Refusal("use logit_bias on the end of text instead", (0,)),
     "ignore_eos": Refusal("use logit_bias on the end of text instead", (False,)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _GRAMMAR),
+    **dict.fromkeys(("json_schema", "grammar", "format", "structured_outputs"), _GRAMMAR),
+    **dict.fromkeys(("typical_p", "mirostat", "xtc_probability", "dry_multiplier", "use_beam_search"), _SAMPLING),
+    "stop_token_ids": Refusal("use stop with the tokens' texts instead", ([],)),
+    "bad_words": Refusal("use logit_bias instead", ([],)),
+    "truncate_prompt_tokens": Refusal("send what fits the context"),
+    "prompt_logprobs": Refusal("log-probabilities are of the answer: use logprobs", (0,)),
+    "include_stop_str_in_output": Refusal("an answer ends before its stop string", (False,)),
+    "skip_special_tokens": Refusal("control tokens are no part of a text", (True,)),
+    "chat_template": Refusal("chats are written with the model's own template, which takes chat_template_kwargs"),
+    "add_generation_prompt": Refusal("the assistant answers in any case", (True,)),
+    "continue_final_message": Refusal("use /v1/completions to go on with a text", (False,)),
 }
 """Fields that would change the answer and cannot be had."""
 MOST_BIASES = 2**10
@@ -132,7 +144,10 @@ class ChatMessage(RefusingBody):
 
 
 class FunctionTool(Body):
-    """A function that an answer may call. parameters: JSON Schema of its arguments; it is followed in any case."""
+    """A function that an answer may call. parameters: JSON Schema of its arguments.
+
+    strict: it is an error if no grammar holds all that the schema says.
+    """
 
     name: FunctionName
     description: Text | None = None
@@ -146,7 +161,7 @@ class FunctionTool(Body):
         if schema["type"] != "object":
             reason = f"the parameters of the tool {self.name} must be an object"
             raise core.RequestError(reason, param="tools", code="invalid_value")
-        return core.Tool(self.name, self.description or "", as_json(schema, "tools"))
+        return core.Tool(self.name, self.description or "", as_json(schema, "tools"), bool(self.strict))
 
 
 class ChatTool(Body):
@@ -182,8 +197,8 @@ def idle_tools(tools: Sequence[Body] | None, choice: ToolChoice | ResponseChoice
         yield "tool_choice"
 
 
-def tools_of(tools: Sequence[core.Tool], choice: ToolChoice | None) -> core.Tools | None:
-    """The tools that an answer may call; None: it calls none."""
+def tools_of(tools: Sequence[core.Tool], choice: ToolChoice | None, parallel: bool | None = None) -> core.Tools | None:
+    """The tools that an answer may call, only once if `parallel` is false; None: it calls none."""
     choice = choice or ToolChoice(type="auto")
     if choice.type != "function":
         refuse_beside(choice.type, "tool_choice", function=choice.function)
@@ -200,7 +215,7 @@ def tools_of(tools: Sequence[core.Tool], choice: ToolChoice | None) -> core.Tool
         raise core.RequestError(reason, param="tool_choice", code="invalid_value")
     if choice.type == "none" or not tools:
         return None
-    return core.Tools(tuple(tools), choice.type != "auto", named)
+    return core.Tools(tuple(tools), choice.type != "auto", named, parallel is not False)
 
 
 def schema_text(kind: str, schema: dict[str, Any] | None, param: str, needs: str) -> str | None:
@@ -215,7 +230,7 @@ def schema_text(kind: str, schema: dict[str, Any] | None, param: str, needs: str
 
 
 class JsonSchema(Body):
-    """The JSON Schema of an answer; it is followed, whatever `strict` says. Its name changes nothing."""
+    """The JSON Schema of an answer, strict as that of a tool. Its name changes nothing."""
 
     name: Name | None = None
     description: Text | None = None
@@ -224,15 +239,20 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """Form of an answer: text, a JSON object, or an instance of a JSON Schema."""
+    """Form of an answer: text, a JSON object (of a schema, if there is one), or an instance of a JSON Schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
     def to_core(self) -> str | None:
         """The JSON Schema of the answer, as JSON text; None: it is text."""
         if self.type != "json_schema":
             refuse_beside(self.type, "response_format", json_schema=self.json_schema)
+        if self.type != "json_object":
+            refuse_beside(self.type, "response_format", schema=self.schema_)
+        elif self.schema_ is not None:
+            return as_json(self.schema_, "response_format.schema")
         schema = None if self.json_schema is None else self.json_schema.schema_
         needs = 'response_format of type json_schema needs json_schema: {"name": …, "schema": {…}}'
         return schema_text(self.type, schema, "response_format.json_schema", needs)
@@ -240,8 +260,13 @@ class ResponseFormat(Body):
 
 def _strings(stop: object) -> object:
     if isinstance(stop, str):
-        return (stop,)
+        return (stop,) if stop else ()
     return tuple(stop) if isinstance(stop, list) else stop
+
+
+def _unless_off(value: object) -> object:
+    """A value of which -1 says that there is none."""
+    return None if type(value) is int and value == -1 else value
 
 
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
@@ -265,7 +290,7 @@ class GenerationBody(RefusingBody):
     max_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int | None, BeforeValidator(_unless_off)] = None
     n: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -277,7 +302,7 @@ class GenerationBody(RefusingBody):
         ]
         | None
     ) = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[Annotated[int, Field(ge=0, lt=2**63)] | None, BeforeValidator(_unless_off)] = None
     logit_bias: (
         Annotated[
             dict[TokenId, float],
@@ -304,6 +329,8 @@ class GenerationBody(RefusingBody):
         given["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         if max_tokens is not None:
             given["max_tokens"] = max_tokens
+        if self.top_p == 0:  # the likeliest token alone
+            given |= {"top_p": 1.0, "top_k": 1}
         return core.Sampling(**given, logprobs=logprobs)
 
 
@@ -330,7 +357,11 @@ def choices(requests: Sequence[core.Request], n: int) -> tuple[core.Request, ...
 class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions. `rag: null` turns retrieval off."""
 
-    refused: ClassVar[Mapping[str, Refusal]] = {**REFUSED, "prompt": Refusal("use messages, or /v1/completions")}
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        **REFUSED,
+        "prompt": Refusal("use messages, or /v1/completions"),
+        "echo": Refusal("an answer has its own text alone", (False,)),
+    }
 
     messages: Annotated[
         list[ChatMessage],
@@ -357,6 +388,8 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[ChatTool], Field(fail_fast=True), FEW_TOOLS] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Annotated[dict[FunctionName, bool], Field(max_length=16)] | None = None
     tool_choice: Annotated[ToolChoice, BeforeValidator(typed, json_schema_input_type=str | ToolChoice)] | None = None
     rag: ChatRag | None = Field(default_factory=ChatRag)
 
@@ -371,12 +404,17 @@ class ChatBody(GenerationBody):
             raise core.RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         alternatives = (self.top_logprobs or 0) if self.logprobs else None
         sampling = self._sampling(self.max_tokens or self.max_completion_tokens, alternatives)
-        schema = None if self.response_format is None else self.response_format.to_core()
+        form = self.response_format
+        schema = None if form is None else form.to_core()
+        strict = form is not None and form.json_schema is not None and bool(form.json_schema.strict)
         request = core.Request(
             messages=tuple(message.to_core() for message in self.messages),
-            sampling=replace(sampling, json_schema=schema),
+            sampling=replace(sampling, json_schema=schema, strict=strict),
             rag=None if self.rag is None else self.rag.to_core(),
-            tools=tools_of([tool.function.to_core() for tool in self.tools or ()], self.tool_choice),
+            tools=tools_of(
+                [tool.function.to_core() for tool in self.tools or ()], self.tool_choice, self.parallel_tool_calls
+            ),
+            template=self.chat_template_kwargs or {},
         )
         return choices([request], self.n or 1)
 

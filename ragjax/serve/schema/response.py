@@ -262,6 +262,7 @@ class ResponseBody(RefusingBody):
     stream: bool | None = None
     text: TextConfig | None = None
     tools: Annotated[list[AnyTool], Field(fail_fast=True), FEW_TOOLS] | None = None
+    parallel_tool_calls: bool | None = None
     tool_choice: (
         Annotated[ResponseChoice, BeforeValidator(typed, json_schema_input_type=str | ResponseChoice)] | None
     ) = None
@@ -307,10 +308,12 @@ class ResponseBody(RefusingBody):
         said = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_output_tokens}
         given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
         wanted = self.top_logprobs is not None or LOGPROBS in (self.include or ())
-        schema = None if self.text is None or self.text.format is None else self.text.format.to_core()
+        form = None if self.text is None else self.text.format
+        schema, strict = (None, False) if form is None else (form.to_core(), bool(form.strict))
+        logprobs = (self.top_logprobs or 0) if wanted else None
         return core.Request(
             messages=messages_of(self.input, self.instructions),
-            sampling=core.Sampling(**given, logprobs=(self.top_logprobs or 0) if wanted else None, json_schema=schema),
+            sampling=core.Sampling(**given, logprobs=logprobs, json_schema=schema, strict=strict),
             rag=self._rag(sources),
             tools=self._functions(),
         )
@@ -336,10 +339,10 @@ class ResponseBody(RefusingBody):
         functions = [tool.to_core() for tool in self.tools or () if isinstance(tool, ResponseTool)]
         choice = self.tool_choice
         if choice is None or (choice.type == "required" and not functions and self.search is not None):
-            return tools_of(functions, None)
+            return tools_of(functions, None, self.parallel_tool_calls)
         if choice.type == "file_search":
             return None
         if choice.type != "function":
             refuse_beside(choice.type, "tool_choice", name=choice.name)
         named = NamedFunction(name=choice.name) if choice.name is not None else None
-        return tools_of(functions, ToolChoice(type=choice.type, function=named))
+        return tools_of(functions, ToolChoice(type=choice.type, function=named), self.parallel_tool_calls)

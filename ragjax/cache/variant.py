@@ -31,6 +31,8 @@ class Variants:
 
     @property
     def full(self) -> bool:
+        if len(self._reuse) >= self._limit:  # variants that left the tree by themselves no longer count; O(limit)
+            self._reuse = {node: reuse for node, reuse in self._reuse.items() if not node.dead}
         return len(self._reuse) >= self._limit
 
     def reuse(self, node: Node) -> float:
@@ -49,13 +51,12 @@ class Variants:
 
     def victim(self) -> Node | None:
         """The variant to leave next for a new one, the least reused that nobody uses now; None if there is room."""
-        if self.full:  # variants that left the tree by themselves no longer count; O(limit)
-            self._reuse = {node: reuse for node, reuse in self._reuse.items() if not node.dead}
+        if self.full:
             self._heap = [entry for entry in self._heap if entry[2] in self._reuse]
             heapq.heapify(self._heap)
         kept: list[Node] = []
         found = None
-        while found is None and self.full and self._heap:
+        while found is None and len(self._reuse) >= self._limit and self._heap:
             reuse, _, node = heapq.heappop(self._heap)
             if self._reuse[node] > reuse:
                 self._push(node)

@@ -25,6 +25,7 @@ from ragjax.core import (
     Answer,
     CallForm,
     ClosedError,
+    CraftVariants,
     Divergence,
     Embedded,
     EngineOptions,
@@ -453,7 +454,7 @@ def fleet_of(options: EngineOptions, transport: Transport, router: str) -> Fleet
     card = transport.card()
     local = resolve(options.model)
     tokenizer = Tokenizer.load(local.path)
-    strategies = strategies_of(local)
+    strategies = strategies_of(local, CraftVariants.parse(options.craft_variants))
     contract = contract_of(options, strategies, local.name, card.identity, card.dtype)
     knowledge = Knowledge.open(options, tokenizer)
     composer = Composer.of(options, knowledge, tokenizer, strategies, contract, card.limits, card.context_length)

@@ -36,7 +36,17 @@ from ragjax.core.library import (
     State,
     Store,
 )
-from ragjax.core.options import DTYPES, ENCODER, INDEXES, AtRest, EngineOptions, Guesses, StorageOptions
+from ragjax.core.options import (
+    DTYPES,
+    ENCODER,
+    INDEXES,
+    NO_VARIANTS,
+    AtRest,
+    CraftVariants,
+    EngineOptions,
+    Guesses,
+    StorageOptions,
+)
 from ragjax.core.passes import (
     Asked,
     Compaction,

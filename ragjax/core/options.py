@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Gt, Le
-from pydantic import AfterValidator
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from ragjax.core.check import check_fields, put
 from ragjax.core.compression import Compression
@@ -86,6 +86,47 @@ class Guesses:
         return Guesses(**{"stages": int(name_of(text)), **settings})
 
 
+VariantMode = Literal["off", "above", "fill", "background"]
+
+
+@dataclass(frozen=True)
+class CraftVariants:
+    """When Cache-Craft computes a chunk whole that has no variant for its prefix (section 3.3), and its focus.
+
+    when: off: never; above: if mending the best variant takes more than tau, before alpha; fill: always until there are
+    as many variants as are kept, from then on as above; background: as fill, but behind the answer, which is mended.
+    focus: whether `craft` stops early too (Algorithm 1). window: layers in a row that must agree on the focus; the
+    paper names no value.
+    """
+
+    when: VariantMode
+    tau: Share = 0.5
+    focus: bool = False
+    window: AtLeastOne = 3
+
+    @staticmethod
+    def parse(text: str) -> CraftVariants:
+        """From "WHEN:tau=SHARE,focus=on,window=N", where "above=SHARE" is short for "above:tau=SHARE"."""
+        text = text.replace("above=", "above:tau=", 1)
+        when = TypeAdapter[VariantMode](VariantMode)
+        try:
+            known = when.validate_python(name_of(text))
+        except ValidationError:
+            raise ConfigError("must be off, fill, above=TAU or background, with tau=, focus= or window=") from None
+        return CraftVariants(known, **settings_of("craft-variants", text, CraftVariants))
+
+
+NO_VARIANTS = CraftVariants("off")
+
+
+def _readable_variants(given: str) -> str:
+    try:
+        CraftVariants.parse(given)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return given
+
+
 def _readable_guesses(given: int | str) -> int | str:
     try:
         Guesses.parse(given)
@@ -154,6 +195,11 @@ class EngineOptions:
         str, Flag(REUSE, 'what auto may be off: "KL=0.05", "TOP1=0.95" or both (docs/reuse.md)', "BOUND")
     ] = "KL=0.05"
     shadow_rate: Annotated[Share, Flag(REUSE, "share of requests replayed in full attention (docs/reuse.md)")] = 0.0
+    craft_variants: Annotated[
+        str,
+        AfterValidator(_readable_variants),
+        Flag(REUSE, "when craft keeps a chunk anew: off, fill, above=TAU, background (docs/reuse.md)", "WHEN"),
+    ] = "off"
     dtype: Annotated[Dtype, Flag(REUSE, "weights and KV; auto suits the device (docs/kernels.md)")] = "auto"
     top_k: Annotated[Count, Flag(FIRST, "chunks retrieved, if a request says nothing of it")] = 3
     retrieve: Annotated[

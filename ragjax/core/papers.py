@@ -37,6 +37,7 @@ PAPERS: Mapping[PaperName, tuple[PaperOption, ...]] = {
     ),
     "cachecraft": (
         PaperOption("strategy", "craft-focus", "3.2", "formulas 3 to 15; Algorithm 1 stops early"),
+        PaperOption("craft_variants", "fill", "3.3", "a variant for each new prefix, until there are N times M"),
         PaperOption("policy", "craft", "3.3", "what is reused least, by f_r, leaves"),
         PaperOption("top_k", 5, "5", "chunks of a request in Sys-X"),
     ),

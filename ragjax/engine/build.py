@@ -17,7 +17,16 @@ from ragjax.cache.hierarchy import Storage
 from ragjax.cache.policy.base import Policy, make_policy
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
-from ragjax.core import Compression, ConfigError, EngineOptions, Grid, RequestError, StorageOptions
+from ragjax.core import (
+    NO_VARIANTS,
+    Compression,
+    ConfigError,
+    CraftVariants,
+    EngineOptions,
+    Grid,
+    RequestError,
+    StorageOptions,
+)
 from ragjax.core.compression import BY_LAYER
 from ragjax.core.registry import meant, name_of
 from ragjax.engine.knowledge import Knowledge
@@ -126,7 +135,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     kept_as = identity if decoder.kernels is None else hashlib.sha256(identity + decoder.kernels.encode()).digest()
     if strategies is None:
-        chosen = strategies_of(local)
+        chosen = strategies_of(local, CraftVariants.parse(options.craft_variants))
     contract = contract_of(options, chosen, local.name, identity, dtype)
     compression = compression_of(options, [chosen[name] for name in contract.strategies])
     disk = _disk(storage, kept_as, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
@@ -195,9 +204,9 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     )
 
 
-def strategies_of(local: LocalModel) -> dict[str, Strategy]:
-    """The strategies that a model can be served by."""
-    return all_strategies(wrapper=wrapper_of(local), blocks=reads_blocks(local))
+def strategies_of(local: LocalModel, craft: CraftVariants = NO_VARIANTS) -> dict[str, Strategy]:
+    """The strategies that a model can be served by. craft: settings of Cache-Craft's."""
+    return all_strategies(wrapper=wrapper_of(local), blocks=reads_blocks(local), craft=craft)
 
 
 def contract_of(

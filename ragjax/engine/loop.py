@@ -306,14 +306,18 @@ class Loop:
         return landed
 
     def _after(self, state: RequestState, answer: Answer) -> None:
-        """Record an answered request, and have it replayed if it was drawn."""
+        """Record an answered request, and have it run again if it was drawn, or for the sake of later ones."""
         if self._recorder is not None and not state.background:
             self._recorder.add(
                 state.times.arrival, state.request.tenant, state.strategy.name, state.prompt, len(state.generated)
             )
-        again = self._replays.of(state, answer)
-        if again is not None:
-            self.requests.arrive(again)
+        again = [self._replays.of(state, answer)]
+        if not state.background:
+            more = state.strategy.afterwards(state.prompt, self._cache, state.request.tenant)
+            again += [self._replays.later(state, more)] if more is not None else []
+        for one in again:
+            if one is not None:
+                self.requests.arrive(one)
 
     def _launch(self) -> bool:
         """Start the next step on the device; True if there is one, or KV was copied to the tiers below."""

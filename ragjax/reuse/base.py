@@ -18,6 +18,8 @@ from ragjax.cache.lookahead import Outlook
 from ragjax.cache.match import Candidate, Match
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
+    NO_VARIANTS,
+    CraftVariants,
     Kind,
     Measure,
     OutOfPages,
@@ -91,6 +93,10 @@ class Strategy(ABC):
         the layers that it reads of all matches have arrived, be they matched below the device.
         """
 
+    def afterwards(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Strategy | None:
+        """A strategy by which an answered prompt runs once more while no request waits, for the sake of later ones."""
+        return None
+
     def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         """Decoding has ended: keep what is worth it, nothing by default.
 
@@ -105,6 +111,7 @@ class ModelTraits:
 
     wrapper: Wrapper | None = None  # of the model's packets, if it has some
     blocks: bool = False  # trained for chunks that see the system prompt and themselves alone
+    craft: CraftVariants = NO_VARIANTS
 
 
 STRATEGIES: Registry[Callable[[ModelTraits], Strategy | None]] = Registry("strategy")

@@ -6,9 +6,10 @@ what was measured. Later its best variant is put in place and CFO * |C| tokens a
 most at what stood before them; CFO = alpha * CCI * (1 - adjusted overlap). A request's ratio sets alpha, so that the
 share of the reused chunks' tokens is that ratio exactly. All happens in one pass: mended tokens, new chunks, question.
 
-New variants (section 3.3): a chunk in a prefix that none of its variants was computed behind, the best of which has a
-CFO (before alpha) above `tau`, is computed whole, and kept. Where the request names a ratio, that alone says how much
-is computed.
+New variants (section 3.3): a chunk in a prefix that none of its variants was computed behind is computed whole, and
+kept, as `CraftVariants` says: always while there is room for variants, later if the best one's CFO (before alpha) is
+above tau. A request's ratio is a share of the other chunks. With `background` the request mends what there is, and its
+prompt runs again later to make the variants.
 
 What the paper leaves open: a chunk that was mended is a mixture of old and new KV and is not kept; a chunk whose tokens
 are all computed again is a new variant. Of variants that need equally little mending, that which was computed behind
@@ -19,7 +20,7 @@ behind the layer that tells which chunks the question looks at; from there the o
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -31,6 +32,8 @@ from ragjax.cache.lookahead import Keyed, LookaheadPart, Outlook
 from ragjax.cache.match import Candidate, Match, Totals
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
+    NO_VARIANTS,
+    CraftVariants,
     Exactness,
     Kind,
     Measure,
@@ -45,7 +48,7 @@ from ragjax.core import (
     Tokens,
 )
 from ragjax.core.passes import sections
-from ragjax.reuse.base import LOGITS, Allocation, indices, owner_of, segments_of
+from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, owner_of, segments_of
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.head import (
     ChunkStrategy,
@@ -71,12 +74,6 @@ from ragjax.reuse.influence import (
 from ragjax.reuse.repair import share
 from ragjax.reuse.stitch import Stitched, alone, check, lay_out
 
-TAU = 1.0
-"""Cache fixing overhead, before alpha, above which a chunk in a new prefix gets a variant of its own; 1: none does.
-
-CCI is at least 0.5: below that no chunk is reused in a prefix that shares nothing with those of its variants.
-"""
-
 
 @dataclass(frozen=True)
 class Reuse:
@@ -93,7 +90,7 @@ class Outcome:
 
     logits: NDArray[np.float32]
     scores: tuple[Scores, ...]
-    figures: Mapping[str, float]
+    figures: dict[str, float]
 
 
 Scores = tuple[Tokens, NDArray[np.float32]]
@@ -109,9 +106,9 @@ class Craft(ChunkStrategy):
     """Cache-Craft: the best variant of each chunk, mended where its context differs.
 
     name: as requests ask for it. alpha: scale of the Cache Fix Overhead where a request names no ratio.
-    focus: whether recomputation stops early for chunks out of focus.
+    variants: when a chunk gets a new one, and whether recomputation stops early for chunks out of focus. CCI is at
+    least 0.5: below that tau reuses no chunk in a prefix that shares nothing with its variants'.
     fused: whether preprocessed chunks are taken first; one that stands alone is not, as in `fusion`.
-    tau: overhead above which a chunk gets a new variant, in [0, 1]; 1: only where every token is computed anyhow.
     overhead: of a variant, in [0, 1]; ablations leave a factor out.
     """
 
@@ -124,16 +121,14 @@ class Craft(ChunkStrategy):
         name: str = "craft",
         *,
         alpha: float = 1.0,
-        focus: bool = False,
+        variants: CraftVariants = NO_VARIANTS,
         fused: bool = False,
-        tau: float = TAU,
         overhead: Overhead = Influence.mismatch,
     ):
         self.name = name
         self.alpha = alpha
-        self.tau = tau
+        self.variants = variants
         self._overhead = overhead
-        self._focus = focus
         self._fused = self.preprocessed = fused
 
     def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
@@ -149,7 +144,7 @@ class Craft(ChunkStrategy):
             owner = PUBLIC if _public(prompt, i) else tenant
             key_of = partial(cache.key_of, head, segment.tokens, Provenance.APPROXIMATE, VARIANT, owner)
             new = key_of(variant_digest(prior))
-            name = key_of(b"") if self.tau >= 1 else new
+            name = key_of(b"") if self._serves_to(cache) >= 1 else new
             serving = partial(self._serving, cache, segment.tokens, tenant, head, prior)
             best = partial(self._best_key, cache, segment.tokens, tenant, head, prior, new)
             parts.append(ChunkVariants(Keyed(fused, name, len(segment)), name, len(segment), serving, best))
@@ -160,14 +155,36 @@ class Craft(ChunkStrategy):
     ) -> bytes:
         """Key of the chunk's best variant, or of the one that it would get."""
         kept = cache.matcher.find_variants(tokens, VARIANT, tenant, head)
-        return next((variant.key for variant in rank(kept, prior, self._overhead, self.tau)), new)
+        return next((variant.key for variant in rank(kept, prior, self._overhead, self._serves_to(cache))), new)
 
     def _serving(
         self, cache: KnowledgeCache, tokens: Tokens, tenant: str, head: Tokens, prior: Sequence[bytes]
     ) -> bool:
         """True if memory holds a variant of the chunk that serves behind these segments."""
-        kept = cache.matcher.find_variants(tokens, VARIANT, tenant, head, cold=False)
-        return bool(kept) if self.tau >= 1 else bool(rank(kept, prior, self._overhead, self.tau))
+        kept, most = cache.matcher.find_variants(tokens, VARIANT, tenant, head, cold=False), self._serves_to(cache)
+        return bool(kept) if most >= 1 else bool(rank(kept, prior, self._overhead, most))
+
+    def _serves_to(self, cache: KnowledgeCache) -> float:
+        """Overhead up to which a variant serves behind other segments than its own; below 0: behind none."""
+        when = self.variants.when
+        if when == "fill" and not cache.matcher.variants.full:
+            return -1.0
+        return self.variants.tau if when in ("above", "fill") else 1.0
+
+    def afterwards(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Strategy | None:
+        """The same strategy in the mode `fill`, if it would make a variant of a chunk that has none for its prefix."""
+        if self.variants.when != "background":
+            return None
+        filling = Craft(
+            self.name, alpha=self.alpha, variants=replace(self.variants, when="fill"), fused=self._fused,
+            overhead=self._overhead,
+        )  # fmt: skip
+        most, head = filling._serves_to(cache), prompt.tokens[: system_length(prompt)]
+        for i in segments_of(prompt, Kind.CHUNK):
+            kept = cache.matcher.find_variants(prompt.segments[i].tokens, VARIANT, tenant, head)
+            if not self._takes_fused(prompt, i) and not rank(kept, before(prompt, i), self._overhead, most):
+                return filling
+        return None
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """One pass over what is missing or mended and the query segments; with focus, one a stage until it is known.
@@ -177,15 +194,16 @@ class Craft(ChunkStrategy):
         """
         check(prompt)
         matched, context = match_head(prompt, allocation)
-        reused = self._reused(prompt, context, allocation, 1.0 if ratio is not None else self.tau)
+        reused = self._reused(prompt, context, allocation, self._serves_to(allocation.cache))
         counts = self._counts(prompt, reused, ratio)
         mending = plan_mending(prompt, allocation, matched, reused, counts)
-        focus = self._focus and len(mending.picked) and len(mending.chunks) > 2
-        outcome = yield from _by_sections(mending) if focus else _at_once(mending)
+        focus = self.variants.focus and len(mending.picked) and len(mending.chunks) > 2
+        outcome = yield from _by_sections(mending, self.variants.window) if focus else _at_once(mending)
         _keep(mending, allocation, context, outcome.scores)
         exact_to: Exactness | None = "full" if mending.exact and not allocation.lossy else None
         account = mending.stitched.account(mending.picked)
-        return Plan(mending.spans, mending.stitched.tail, exact_to, account, outcome.logits, outcome.figures)
+        mean = {"cfo": float(np.mean([reuse.overhead for reuse in reused.values()]))} if reused else {}
+        return Plan(mending.spans, mending.stitched.tail, exact_to, account, outcome.logits, outcome.figures | mean)
 
     def _reused(self, prompt: Prompt, context: Match, allocation: Allocation, tau: float) -> dict[int, Reuse]:
         found = {}
@@ -315,7 +333,7 @@ def _at_once(mending: Mending) -> Asking:
     return Outcome(results[Measure.LOGITS][0], scores, {})
 
 
-def _by_sections(mending: Mending) -> Asking:
+def _by_sections(mending: Mending, window: int) -> Asking:
     """Section by section until the focus is known; then without the tokens of other chunks, which take their old KV."""
     stages, prompt, whole = sections(mending.stitched.stages[-1]), mending.stitched.prompt, bool(mending.stitched.fresh)
     depth, at = stages[-1], 0
@@ -330,7 +348,7 @@ def _by_sections(mending: Mending) -> Asking:
             score[:, rows >= prompt.starts[-2]][..., list(mending.chunks)].sum(1, dtype=np.float64)
             for rows, score in scores
         ]
-        focus = find_focus(np.concatenate(seen_LZ))
+        focus = find_focus(np.concatenate(seen_LZ), window)
         if focus is not None:
             break
     dropped = mending.out_of_focus(focus)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ragjax.cache.lookahead import Keyed, Look
 from ragjax.cache.tree import KnowledgeTree, Node
-from ragjax.core import Kind, Prompt, Tokens
+from ragjax.core import CraftVariants, Kind, Prompt, Tokens
 from ragjax.core.tiers import Record
 
 Floats = NDArray[np.float64]
@@ -162,8 +162,8 @@ def before(prompt: Prompt, index: int) -> tuple[bytes, ...]:
 
 
 def variant_digest(before: Sequence[bytes]) -> bytes:
-    """Digest of segments that KV was computed behind, 32 bytes, from theirs; b"" for none."""
-    return hashlib.blake2b(b"".join(before), digest_size=32).digest() if before else b""
+    """Digest of segments that KV was computed behind, 32 bytes, from those of the last ten; b"" for none."""
+    return hashlib.blake2b(b"".join(before[-10:]), digest_size=32).digest() if before else b""
 
 
 def digest(tokens: Tokens) -> bytes:
@@ -272,10 +272,6 @@ def rank(
 # ------------------------------------------------------------------------------------------------------- focus
 
 
-WINDOW = 3
-"""Layers in a row that must agree (w; the paper names no value)."""
-
-
 @dataclass(frozen=True)
 class Focus:
     """The chunks in focus, and the layer after which they were known, counted from 1 (L*)."""
@@ -284,10 +280,11 @@ class Focus:
     layer: int
 
 
-def find_focus(inter_LZ: NDArray[np.floating], window: int = WINDOW) -> Focus | None:
+def find_focus(inter_LZ: NDArray[np.floating], window: int = CraftVariants.window) -> Focus | None:
     """The first set of chunks that the window's layers agree on; None if they never do.
 
     inter_LZ: attention that the question's tokens gave to each chunk in each layer so far, [layers, chunks].
+    window: layers in a row that must agree (w).
     Fewer than three chunks are all in focus, from the start.
     """
     if inter_LZ.shape[1] < 3:

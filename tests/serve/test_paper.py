@@ -20,7 +20,10 @@ TABLE: dict[PaperName, dict[str, tuple[Any, str]]] = {
         "order": ("ratio:window=32", "5.2, 7.3"), "speculate": ("4:max_prefill=4,odds=off", "5.3, 7.1"),
         "index": ("ivf:lists=1024", "7"), "top_k": (2, "7"), "max_running": (4, "7.1"),
     },
-    "cachecraft": {"strategy": ("craft-focus", "3.2"), "policy": ("craft", "3.3"), "top_k": (5, "5")},
+    "cachecraft": {
+        "strategy": ("craft-focus", "3.2"), "craft_variants": ("fill", "3.3"), "policy": ("craft", "3.3"),
+        "top_k": (5, "5"),
+    },
     "fusionrag": {"strategy": ("fusion", "3.2, 4.1"), "recompute_ratio": (0.15, "5"), "preprocess": (True, "3.1")},
     "depcache": {
         "strategy": ("dependency-preorder", "3.1"), "policy": ("lacr:alpha=0.2,half_life=inf", "4.2.2"),

@@ -402,12 +402,15 @@ class Executor:
         entries: int = 320,
         stages: tuple[int, ...] = (0, 1, 2, 3),
         policy: str = "lru",
+        variants: int = 500,
     ):
         self.model = made or model()
         self.page_size, self.entries, self.stages = page_size, entries, stages
         assert stages[0] == 0 and stages[-1] == len(self.model.layers)
         profile = Profile((0, 1000), (1, 1000), ((0.01, 1.0), (0.02, 2.0)))
-        self.cache = KnowledgeCache(b"executor", PagePool(pages, page_size), POLICIES[policy].for_device(profile))
+        self.cache = KnowledgeCache(
+            b"executor", PagePool(pages, page_size), POLICIES[policy].for_device(profile), variants=variants
+        )
         config = self.model.config
         shape = (len(self.model.layers), pages * page_size, config.num_kv_heads, config.head_dim)
         self.k, self.v = np.full(shape, np.nan), np.full(shape, np.nan)

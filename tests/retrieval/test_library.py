@@ -491,7 +491,7 @@ def embedding(monkeypatch: pytest.MonkeyPatch) -> Holding:
     def hold(base: KnowledgeBase) -> tuple[threading.Event, threading.Event]:
         begun, goes_on, encode = threading.Event(), threading.Event(), base._encoder.encode
 
-        def slow(texts: Sequence[str]) -> object:
+        def slow(texts: Sequence[str], query: bool = False) -> object:
             if any("slow" in text for text in texts):
                 begun.set()
                 assert goes_on.wait(120)

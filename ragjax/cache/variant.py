@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 
 from ragjax.cache.node import Node
-from ragjax.cache.policy.lfu import reuse_of
+from ragjax.cache.policy.craft import reuse_of
 
 
 class Variants:

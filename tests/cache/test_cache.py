@@ -10,7 +10,6 @@ from ragjax.cache import tree
 from ragjax.cache.lookahead import Causal, Outlook
 from ragjax.cache.node import Node, Provenance, context_digest, raw_of
 from ragjax.cache.policy.base import LRU, Access, Victims
-from ragjax.cache.policy.lfu import LFU
 from ragjax.cache.pool import AuditError
 from ragjax.core import OutOfPages
 from tests.support.transfers import PAGE, Bench, causal_content, keyed_content, match_segment, tokens
@@ -198,7 +197,7 @@ def test_keys_look_and_match_of_a_prompt_share_one_walk(monkeypatch):
 
 
 def test_a_quiet_look_up_pins_and_counts_nothing():
-    bench = Bench(policy=LFU())
+    bench = Bench(policy=LRU())
     bench.put([1, 2, 3])
     before, [node] = bench.cache.metrics, bench.cache.tree.nodes()
     note, hits = node.note, node.hits

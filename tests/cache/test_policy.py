@@ -8,13 +8,14 @@ import pytest
 
 from benchmarks.baseline.policy.belady import Belady
 from benchmarks.baseline.policy.fifo import FIFO
+from benchmarks.baseline.policy.lfu import LFU, PerfectLFU
 from benchmarks.baseline.policy.s3fifo import S3FIFO
 from benchmarks.baseline.policy.sieve import SIEVE
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import FEWEST, GHOSTS_PER_NODE, LRU, Access, Victims
+from ragjax.cache.policy.craft import CraftPolicy
 from ragjax.cache.policy.gdsf import GDSF, PGDSF
 from ragjax.cache.policy.lacr import LACR
-from ragjax.cache.policy.lfu import LFU, CraftPolicy, PerfectLFU
 from ragjax.cache.profile import Profile
 from ragjax.core.tiers import Tier
 from tests.support.transfers import Bench, tokens

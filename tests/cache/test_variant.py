@@ -5,7 +5,7 @@ import pytest
 
 from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.match import Candidate
-from ragjax.cache.policy.lfu import LOWEST_CFO
+from ragjax.cache.policy.craft import LOWEST_CFO
 from ragjax.cache.tree import Node, Provenance
 from ragjax.cache.variant import Variants
 from tests.support.transfers import BYTES, Bench, FakeDiskIndex, alternatives, keyed_content, match_segment, tokens

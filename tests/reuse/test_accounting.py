@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.baseline.policy.lfu import LFU
 from benchmarks.policies.cell import modelled
 from benchmarks.policies.simulator import Simulator
 from benchmarks.policies.source import Forest, Request
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.policy.base import Access
 from ragjax.cache.policy.gdsf import PGDSF
-from ragjax.cache.policy.lfu import LFU
 from ragjax.cache.pool import PagePool
 from ragjax.core import NEVER, Kind, Prompt, Segment, intervals
 from ragjax.core.prompt import Keep

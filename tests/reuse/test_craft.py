@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import neighbours_digest
-from ragjax.cache.policy.lfu import LOWEST_CFO
+from ragjax.cache.policy.craft import LOWEST_CFO
 from ragjax.core import (
     Answer,
     ConfigError,

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.baseline.policy.belady import Belady
+from benchmarks.baseline.policy.lfu import LFU
 from benchmarks.policies import bound
 from benchmarks.policies.simulator import Simulator, key_of
 from benchmarks.policies.source import Forest, Request, Workload
 from ragjax.cache.policy.base import LRU, Policy
-from ragjax.cache.policy.lfu import LFU
 
 
 def flat(requests: list[tuple[int, ...]], sizes: tuple[int, ...], others: tuple[int, ...] = ()) -> Workload:

@@ -1,7 +1,4 @@
-"""Policies by frequency of use: LFU, over the nodes that are kept or all that were ever asked for, and Cache-Craft's.
-
-Cache-Craft: section 3.3 of arXiv:2502.15734.
-"""
+"""The policies that go by frequency of use alone, over the nodes that are kept or all that were ever asked for."""
 
 from __future__ import annotations
 
@@ -44,23 +41,3 @@ class PerfectLFU(Lasting, LFU):
     def on_access(self, node: Node, access: Access) -> None:
         self._recall(node)
         LFU.on_access(self, node, access)
-
-
-LOWEST_CFO = 0.01
-"""A reuse that needs (almost) no fixing counts as much as this one."""
-
-
-def reuse_of(cfo: float) -> float:
-    """Addition to f_r for one use at this cache fixing overhead, in [0, 1]."""
-    return 1 / max(cfo, LOWEST_CFO)
-
-
-@POLICIES.register("craft")
-class CraftPolicy(Policy):
-    """The lowest f_r leaves first; each access adds 1 / CFO, so what needs little fixing stays. Note: f_r."""
-
-    def on_access(self, node: Node, access: Access) -> None:
-        node.note = (node.note or 0.0) + reuse_of(access.cfo)
-
-    def score(self, node: Node, tier: Tier) -> float:
-        return node.note or 0.0

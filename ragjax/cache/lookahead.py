@@ -1,4 +1,4 @@
-"""What requests that wait will look for: the pieces they would find now, and the keys of the nodes they will use.
+"""Look-ups for requests that wait: the pieces they would find now, and the keys of the nodes they will use.
 
 Nothing is pinned, loaded or counted.
 

@@ -7,7 +7,6 @@ to two hops are retrieved from the graph, and the 30 most similar to the questio
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
@@ -19,7 +18,7 @@ import numpy as np
 from ragjax.core import ConfigError, Indexing, RequestError
 from ragjax.retrieval.entity_index import EntityIndex, Lexicon
 from ragjax.retrieval.index import Vectors
-from ragjax.retrieval.knowledge import TextEncoder
+from ragjax.retrieval.knowledge import Recent, TextEncoder
 from ragjax.retrieval.triples import (
     BATCH,
     INVERSE,
@@ -261,23 +260,15 @@ class _CachedEncoder:
 
     def __init__(self, encoder: TextEncoder, size: int):
         self._encoder = encoder
-        self._size = size
-        self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, bool], Vectors] = OrderedDict()
+        self._known = Recent[tuple[str, bool], Vectors](size)
 
     def encode(self, texts: Sequence[str], query: bool = False) -> Vectors:
-        with self._lock:
-            known = {text: self._known[text, query] for text in texts if (text, query) in self._known}
-            for text in known:
-                self._known.move_to_end((text, query))
-        absent = [text for text in dict.fromkeys(texts) if text not in known]
-        if absent:
-            fresh = dict(zip(absent, self._encoder.encode(absent, query), strict=True))
-            with self._lock:
-                self._known.update(((text, query), row.copy()) for text, row in fresh.items())
-                while len(self._known) > self._size:
-                    self._known.popitem(last=False)
-            known |= fresh
+        distinct = dict.fromkeys(texts)
+        known = {text: row for text in distinct if (row := self._known.get((text, query))) is not None}
+        absent = [text for text in distinct if text not in known]
+        for text, row in zip(absent, self._encoder.encode(absent, query) if absent else (), strict=True):
+            known[text] = row.copy()
+            self._known.keep((text, query), known[text])
         return np.stack([known[text] for text in texts])
 
 

@@ -109,10 +109,11 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class _Recent(Generic[K, V]):
-    """The values that were used last, up to `_REMEMBERED`. Any thread may use it."""
+class Recent(Generic[K, V]):
+    """The values that were used last. Any thread may use it. most: how many there are at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int):
+        self._most = most
         self._lock = threading.Lock()
         self._held: OrderedDict[K, V] = OrderedDict()
         self.age = 0  # counts the times that all was forgotten
@@ -128,7 +129,7 @@ class _Recent(Generic[K, V]):
         with self._lock:
             if age == self.age:
                 self._held[key] = value
-                while len(self._held) > _REMEMBERED:
+                while len(self._held) > self._most:
                     self._held.popitem(last=False)
 
     def clear(self) -> None:
@@ -169,8 +170,9 @@ class KnowledgeBase:
         self._closed = False
         self._asked: deque[int] = deque(maxlen=_ASKED)  # the latest first
         self.indexing: Indexing | None = None  # how far its source is read; None: it has none
-        self._vectors = _Recent[tuple[str, str], Vectors]()  # of questions, by tenant and text
-        self._found = _Recent[bytes, tuple[tuple[int, float], ...]]()  # by searches, as numbers with similarities
+        self._vectors = Recent[tuple[str, str], Vectors](_REMEMBERED)  # of questions, by tenant and text
+        # by searches, as numbers with similarities
+        self._found = Recent[bytes, tuple[tuple[int, float], ...]](_REMEMBERED)
         self.changes = 0  # counts the times that chunks came or went
 
     @classmethod

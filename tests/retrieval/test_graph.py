@@ -402,8 +402,8 @@ def test_embeddings_of_paths_are_remembered_up_to_a_limit(monkeypatch: pytest.Mo
         assert len(encoder.encoded) == 3  # the question and two paths
         assert graph.subgraphs("who?", ["Michael Mann"]) == first and len(encoder.encoded) == 3
         graph.subgraphs("who?", ["Serpico"])
-        assert len(graph._encoder._known) == 4
-        assert "Serpico -release year-> 1973" in graph._encoder._known
+        assert len(graph._encoder._known._held) == 4
+        assert graph._encoder._known.get(("Serpico -release year-> 1973", False)) is not None
 
 
 @pytest.mark.parametrize(

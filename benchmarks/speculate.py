@@ -219,7 +219,7 @@ def options(flags: Parser) -> None:
     kinds, kept = report.among(list(IndexKind), "index"), ROOT / "build" / "benchmarks" / "union"
     flags.add("--data", type=report.existing_folder, required=True, metavar="DIR", help="a folder with text/SET")
     flags.add("--sets", type=report.listed, default=["nq_open", "mmlu"], metavar="A,B", help="question sets")
-    flags.add("--indexes", type=kinds, default=list(map(str, IndexKind)), metavar="A,B", help="kinds")
+    flags.add("--indexes", type=kinds, default=["ivf", "hnsw"], metavar="A,B", help="kinds")
     flags.add("--stages", type=integer(2), default=STAGES, metavar="N", help="of a search")
     flags.add("--stage-ms", type=milliseconds, default=STAGE_MS, quick=STAGE_MS[-1:], help="sleep before each stage")
     flags.add("--top-k", type=integer(1), default=2, metavar="K", help="chunks of a prompt")

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -171,8 +170,8 @@ class VectorIndex:
     def stages(self, query: Vectors, k: int, n: int) -> Iterator[IndexStage]:
         """The search of one query [dim] in at most n stages; the last one's results are those of `search`, bit for bit.
 
-        flat: n slices of the vectors. ivf: the nearest lists in n groups, nearest first. hnsw: n searches, whose lists
-        of candidates grow to that of `search`; together they take (n + 1) / 2 times as long as the last of them.
+        flat, and ivf without lists yet: one. ivf: the nearest lists in n groups, nearest first. hnsw: n searches, whose
+        lists of candidates grow to that of `search`; together they take (n + 1) / 2 times as long as the last of them.
         When the index changes between two stages, a plain search is the last one.
         """
         query_1E = np.ascontiguousarray(query[None], np.float32)
@@ -213,10 +212,10 @@ class VectorIndex:
         return index
 
     def _cut(self, query_1E: Vectors, k: int, n: int) -> Iterator[IndexStage]:
-        if self.kind is not IndexKind.HNSW:
-            yield from (list_stages if self._trained_on else flat_stages)(self._faiss, query_1E, k, n)
+        if self._trained_on:
+            yield from list_stages(self._faiss, query_1E, k, n)
             return
-        for part in range(1, n):
+        for part in range(1, n) if self.kind is IndexKind.HNSW else ():
             scores_1K, ids_1K = self._walk(query_1E, k, math.ceil(_candidates(k) * part / n))
             yield IndexStage.from_results(by_score(scores_1K[0], ids_1K[0]))
         yield IndexStage.from_results(self._search_one(query_1E, k), final=True)
@@ -396,25 +395,6 @@ def by_score(scores_K: Vectors, ids_K: Ids) -> Found:
     scores_K = np.where(ids_K == NONE, np.float32(-np.inf), scores_K)
     order = np.lexsort((ids_K, -scores_K))
     return scores_K[order], ids_K[order]
-
-
-def flat_stages(index: Any, query_1E: Vectors, k: int, n: int) -> Iterator[IndexStage]:
-    """Equal slices of the vectors of a flat index in faiss' IndexIDMap2, at most n."""
-    inner: Any = faiss.downcast_index(index.index)
-    numbers_N = faiss.vector_to_array(index.id_map)
-    edges = np.linspace(0, inner.ntotal, min(n, max(inner.ntotal, 1)) + 1).astype(int).tolist()
-    best = _nothing(k)
-    for begin, end in pairwise(edges):
-        # a view, made anew at each stage: the vectors move when some are added
-        vectors_NE = faiss.rev_swig_ptr(inner.get_xb(), inner.ntotal * inner.d).reshape(-1, inner.d)[begin:end]
-
-        def search(wide: int, vectors_NE: Vectors = vectors_NE, begin: int = begin) -> Found:
-            scores_1K, at_1K = faiss.knn(query_1E, vectors_NE, wide, faiss.METRIC_INNER_PRODUCT)
-            known_K = np.where(at_1K[0] == NONE, NONE, numbers_N[np.maximum(at_1K[0], 0) + begin])
-            return scores_1K[0], known_K
-
-        best = _merged(best, settle(search, k, end - begin) if end > begin else _nothing(k), k)
-        yield IndexStage.from_results(best, final=end == edges[-1])
 
 
 def list_stages(index: Any, query_1E: Vectors, k: int, n: int) -> Iterator[IndexStage]:

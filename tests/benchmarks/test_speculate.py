@@ -33,7 +33,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_the_distant_index_finds_the_same_later() -> None:
-    index = VectorIndex("flat", 4)
+    index = VectorIndex("hnsw", 4)
     index.add(np.arange(9), np.eye(9, 4, dtype=np.float32))
     distant, query = speculate.Distant(index, 3, 0.01), np.eye(1, 4, dtype=np.float32)[0]
     for search in (lambda: distant.search(query, 2), lambda: list(distant.stages(query, 2, 3))):
@@ -41,7 +41,7 @@ def test_the_distant_index_finds_the_same_later() -> None:
         search()
         assert time.perf_counter() - began >= 0.03
     assert [s.ids.tolist() for s in distant.stages(query, 2, 3)] == [s.ids.tolist() for s in index.stages(query, 2, 3)]
-    assert len(distant) == 9 and distant.kind == "flat"
+    assert len(distant) == 9 and distant.kind == "hnsw"
 
 
 def test_questions_have_their_choices_and_documents_are_those_of_all_sets(data: Path) -> None:
@@ -58,7 +58,7 @@ def test_questions_have_their_choices_and_documents_are_those_of_all_sets(data: 
 @pytest.mark.slow
 def test_less_of_a_search_is_exposed_where_an_early_stage_has_the_final_chunks(data: Path, tmp_path: Path) -> None:
     chosen = Namespace(strategy="prefix", top_k=2, stages=4)
-    with tiny.engine() as engine:
+    with tiny.engine(index="hnsw") as engine:
         engine.add_documents(speculate.documents(data, None))
         base = engine.knowledge_base()
         asked = [f"isle {i} sells tar" for i in range(6)]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ragjax.commands import extract as module
 from ragjax.commands.extract import main
 from ragjax.core import Chunk, ConfigError, EndpointError
-from ragjax.retrieval import extraction as endpoints
+from ragjax.retrieval import endpoint as endpoints
 from ragjax.retrieval.extraction import INSTRUCTION, ChatEndpoint, extract, parse_triples
 from ragjax.retrieval.triple_files import read_triples
 from ragjax.retrieval.triples import Triple

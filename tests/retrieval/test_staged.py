@@ -17,6 +17,7 @@ from tests.support.shelf import ISLANDS, open_base
 
 DIM = 8
 KINDS = pytest.mark.parametrize("kind", list(IndexKind))
+STAGED = pytest.mark.parametrize("kind", [IndexKind.IVF, IndexKind.HNSW])
 
 
 @pytest.fixture(autouse=True)
@@ -85,10 +86,17 @@ def test_equal_scores_go_by_id(seed: int, n: int, k: int, twins: bool) -> None:
     assert found.tolist()[:n] == sorted(by_id, key=lambda i: (-by_id[i], i))[:k]
 
 
+def test_a_flat_index_is_searched_at_once() -> None:
+    rng = np.random.default_rng(0)
+    index = _index(IndexKind.FLAT, rng, 400, False, 0)
+    (only,) = index.stages(_vectors(rng, 1, False)[0], 3, 4)
+    assert only.final
+
+
 @pytest.mark.slow
-@KINDS
+@STAGED
 def test_a_stage_searches_its_share(kind: IndexKind) -> None:
-    """The first stage of flat and ivf has seen a part only; hnsw's candidates are fewer."""
+    """The first stage of ivf has seen a part only; hnsw's candidates are fewer."""
     rng = np.random.default_rng(0)
     index = _index(kind, rng, 400, False, 0)
     early = 0
@@ -98,7 +106,7 @@ def test_a_stage_searches_its_share(kind: IndexKind) -> None:
     assert 0 < early < 50 or kind is IndexKind.HNSW
 
 
-@KINDS
+@STAGED
 def test_index_that_changes_between_stages(kind: IndexKind) -> None:
     rng = np.random.default_rng(1)
     index = _index(kind, rng, 100, False, 10)
@@ -124,7 +132,7 @@ def test_stages_of_a_knowledge_base_end_with_its_search(kind: IndexKind) -> None
 
 
 def test_a_chunk_deleted_between_two_stages_is_not_found() -> None:
-    with open_base() as base:
+    with open_base(index_kind=IndexKind.HNSW) as base:
         base.add(ISLANDS)
         stages = base.stages("The island of Oske exports copper", 4, 2)
         next(stages)

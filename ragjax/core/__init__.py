@@ -11,6 +11,7 @@ from ragjax.core.errors import (
     DamageError,
     DeadlineError,
     DeviceFullError,
+    DiskFullError,
     EndpointError,
     LostError,
     MissingError,

@@ -48,6 +48,10 @@ class DeviceFullError(RagjaxError):
     """The device has no memory left for what a request computes."""
 
 
+class DiskFullError(RagjaxError):
+    """The disk has no room for what is to be kept."""
+
+
 class LostError(RagjaxError):
     """The replica that served a request is gone, or none is there; the same request can be sent again."""
 

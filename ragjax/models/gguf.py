@@ -166,6 +166,8 @@ class _Header:
             sizes = [self._scalar("<Q") for _ in range(self._scalar("<I"))]
             entries.append((name, tuple(reversed(sizes)), self._scalar("<I"), self._scalar("<Q")))
         alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ConfigError(f"general.alignment is {alignment!r}, not a number of bytes")
         start = -(-self._at // alignment) * alignment
         return metadata, {name: self._place(name, shape, kind, start + at) for name, shape, kind, at in entries}
 

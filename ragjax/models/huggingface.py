@@ -164,6 +164,8 @@ def storage_note(path: Path) -> bytes:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object of a model's file. Raises ConfigError that names the file."""
+    if path.exists() and not path.is_file():  # to read a pipe would wait for ever
+        raise ConfigError(f"{path}: is no file")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -312,7 +314,10 @@ def _refuse_unsupported(mapping: Mapping[str, Any], family: Family) -> None:
     if bias not in (None, family == "qwen2"):
         raise ConfigError(f"model configuration: attention_bias={bias!r} is not supported for {family}")
     own = _OWN_CODE.get(family, {})
-    foreign = {name: code for name, code in (mapping.get("auto_map") or {}).items() if own.get(name) != code}
+    auto_map = mapping.get("auto_map") or {}
+    if not isinstance(auto_map, dict):
+        raise ConfigError(f"model configuration: auto_map={auto_map!r} must be an object")
+    foreign = {name: code for name, code in auto_map.items() if own.get(name) != code}
     if foreign:
         raise ConfigError(f"model configuration: auto_map={foreign!r} is not supported, only code of transformers")
     unknown = sorted(set(mapping) - _HARMLESS - set(_MUST_BE_OFF) - known)

@@ -102,7 +102,7 @@ class Tokenizer:
         """Rebuild the tokenizer from GGUF metadata. Raises ConfigError that names the key or says what is damaged."""
         try:
             return cls(**settings_of_gguf(metadata))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise ConfigError(f"GGUF metadata: the tokenizer cannot be read: {error}") from error
 
     @cached_property

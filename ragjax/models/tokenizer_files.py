@@ -37,7 +37,9 @@ def build(definition: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """The tokenizer of a definition. Raises ConfigError if it cannot be used."""
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(definition))
-    except Exception as error:  # the package raises nothing more specific
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the package raises nothing more specific, and panics
         raise ConfigError(f"the tokenizer's definition cannot be used: {error}") from error
 
 
@@ -167,7 +169,7 @@ def settings_of_directory(path: Path) -> TokenizerSettings:
 def _directory_template(path: Path, settings: Mapping[str, Any]) -> str | None:
     """The chat template, from its own file or from tokenizer_config.json (one, or several by name)."""
     file = path / "chat_template.jinja"
-    if file.exists():
+    if file.is_file():
         return file.read_text(encoding="utf-8")
     template = settings.get("chat_template")
     try:

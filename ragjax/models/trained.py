@@ -124,7 +124,7 @@ class Adapter:
             if rank < 1 or not set(pairs) <= set(INPUTS):
                 raise ValueError(f"rank {rank}, on {', '.join(pairs)}")
             return Adapter(pairs, rank, float(values["alpha"]), about)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             raise ConfigError(f"{file}: cannot be read as a LoRA adapter: {error}") from error
 
     def merged(self, name: str, weight_LOI: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ragjax.core import WHOLE, Attachment, Counts, DamageError, File, Slice, State, Store
-from ragjax.retrieval.database import add_column, checksum, compare_schema, exclusive
+from ragjax.retrieval.database import add_column, checksum, compare_schema, exclusive, free, hold_spare, transaction
 
 _SCHEMA = """
 create table if not exists files (
@@ -75,6 +75,8 @@ class Catalog:
         self.damaged = 0
         """Times that a file was read and found damaged."""
         self._database = exclusive(place, _prepare, f"delete {place}: uploaded files are lost")
+        self._spare = None if place is None else place.with_suffix(".spare")
+        hold_spare(self._spare)
 
     def close(self) -> None:
         with self._lock:
@@ -139,9 +141,8 @@ class Catalog:
 
     def remove_file(self, file: str) -> list[str]:
         """Forget a file, and where it was attached: the stores."""
-        with self._lock, self._database as database:
-            stores = [store for (store,) in database.execute("select store from attachments where file = ?", (file,))]
-            database.execute("delete from files where id = ?", (file,))
+        stores = self.attached(file)
+        self._delete("delete from files where id = ?", file)
         return stores
 
     def add_store(self, tenant: str, store: Store, most: int) -> bool:
@@ -178,7 +179,7 @@ class Catalog:
 
     def remove_store(self, store: str) -> None:
         """Forget a store and what is attached to it."""
-        self._change("delete from stores where id = ?", store)
+        self._delete("delete from stores where id = ?", store)
 
     def attach(self, attachments: list[Attachment], quota: int, least: int) -> bool:
         """Keep attachments to a store, all or none; one that was there is replaced.
@@ -193,7 +194,8 @@ class Catalog:
             "insert or replace into attachments (store, file, created, state, usage, code, message, attributes,"
             " chunk_tokens) values (?, ?, ?, ?, ?, ?, ?, ?, ?)"
         )
-        with self._lock, self._database as database:
+        database = self._database
+        with self._lock, transaction(database):
             for one in attachments:
                 values = (one.store, one.file, one.created, one.state, one.usage, *one.error)
                 database.execute(sql, (*values, json.dumps(one.attributes), one.chunk_tokens))
@@ -236,12 +238,17 @@ class Catalog:
         return [store for (store,) in self._rows("select store from attachments where file = ?", file)]
 
     def detach(self, store: str, file: str) -> None:
-        self._change("delete from attachments where store = ? and file = ?", store, file)
+        self._delete("delete from attachments where store = ? and file = ?", store, file)
 
     def _change(self, sql: str, *values: object) -> int:
         """Carry out a statement; returns the number of rows that it changed."""
-        with self._lock, self._database:
+        with self._lock, transaction(self._database):
             return self._database.execute(sql, values).rowcount
+
+    def _delete(self, sql: str, *values: object) -> None:
+        """Carry out a statement that deletes, also where the disk is full."""
+        free(self._database, lambda: self._change(sql, *values), self._spare)
+        hold_spare(self._spare)
 
     def _rows(self, sql: str, *values: object, **named: object) -> list[Any]:
         with self._lock:

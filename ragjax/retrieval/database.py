@@ -13,10 +13,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from ragjax.core import ConfigError, DamageError
+from ragjax.core import ConfigError, DamageError, DiskFullError
 from ragjax.core.file import durable_path
+
+T = TypeVar("T")
 
 
 class HeldError(ConfigError):
@@ -69,14 +71,50 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
     """Commit what is done within it at its end; roll back if there is an error.
 
     Raises:
+        DiskFullError: the disk has no room.
         ConfigError: the file cannot be written.
     """
     try:
         with database:
             yield
     except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE):
+            reason = "the server's disk is full: delete files or vector stores, or make room on it"
+            raise DiskFullError(reason) from error
         _, _, place = database.execute("pragma database_list").fetchone()
         raise ConfigError(f"{place}: cannot be written: {error}") from error
+
+
+def free(database: sqlite3.Connection, delete: Callable[[], T], spare: Path | None = None) -> T:
+    """What `delete` returns; on a full disk it is called again with what room there is.
+
+    SQLite keeps a copy of all that it overwrites until a transaction ends. What is deleted is not overwritten then, but
+    by what comes later. spare: a file that holds room for the rest (`hold_spare`).
+    """
+    try:
+        return delete()
+    except DiskFullError:
+        if spare is not None:
+            spare.unlink(missing_ok=True)
+        database.execute("pragma secure_delete = off")
+        try:
+            return delete()
+        finally:
+            database.execute("pragma secure_delete = on")
+
+
+SPARE = 2**20
+"""Bytes of a spare file."""
+
+
+def hold_spare(spare: Path | None) -> None:
+    """Make the spare file, unless it is there or there is no room for it."""
+    if spare is None or spare.exists():
+        return
+    try:
+        spare.write_bytes(bytes(SPARE))
+    except OSError:
+        spare.unlink(missing_ok=True)
 
 
 def compare_schema(database: sqlite3.Connection, schema: str) -> None:

@@ -10,13 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from ragjax.core import Attachment, ConfigError, DamageError, EndpointError, RagjaxError, RequestError
+from ragjax.core import Attachment, ConfigError, DamageError, DiskFullError, EndpointError, RagjaxError, RequestError
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.chunking import checked
 from ragjax.retrieval.document import parse_steps
 from ragjax.retrieval.knowledge import KnowledgeBase
 
 _log = logging.getLogger(__name__)
+
+RETRY_S = 60.0
+"""Seconds until a file is read again for which the disk had no room."""
 
 
 class Bases(Protocol):
@@ -58,6 +61,7 @@ class Ingest:
         self._lock = threading.Lock()
         self._waiting: dict[str, dict[tuple[str, str], None]] = {}  # of each tenant, the next first: store, file
         self._reading: dict[str, Iterator[None]] = {}  # what is left of the file that is read for a tenant
+        self._at: dict[str, tuple[str, str]] = {}  # that file, and its store
         self.running = False
         self._closed = False
 
@@ -65,7 +69,7 @@ class Ingest:
         """Queue a file to be read into its store, if it is in progress there; the catalog is told the outcome."""
         with self._lock:
             self._waiting.setdefault(tenant, {})[store, file] = None
-            if not self.running:
+            if not self.running and not self._closed:
                 self._worker.submit(self._run)
                 self.running = True
 
@@ -99,6 +103,12 @@ class Ingest:
                 next(self._reading[tenant])
             except StopIteration:
                 del self._reading[tenant]
+            except DiskFullError as error:
+                _log.warning("a file is read again in %g seconds: %s", RETRY_S, error)
+                del self._reading[tenant]
+                retry = threading.Timer(RETRY_S, self.start, (tenant, *self._at[tenant]))
+                retry.daemon = True
+                retry.start()
             except Exception:
                 _log.exception("a file could not be read; the next start tries again")
                 del self._reading[tenant]
@@ -115,7 +125,7 @@ class Ingest:
             tenant = next(iter(self._waiting))
             waiting = self._waiting[tenant] = self._waiting.pop(tenant)
             if tenant not in self._reading:
-                store, file = next(iter(waiting))
+                self._at[tenant] = store, file = next(iter(waiting))
                 del waiting[store, file]
                 self._reading[tenant] = self._read(store, file)
         return tenant
@@ -131,6 +141,8 @@ class Ingest:
             settled = yield from self._fill(attachment, content)
         except _DetachedError:
             return
+        except DiskFullError:
+            raise
         except (DamageError, EndpointError) as error:
             settled = replace(attachment, state="failed", error=("server_error", str(error)))
         except RagjaxError as error:

@@ -35,7 +35,7 @@ from ragjax.core import CHUNK_TOKENS, Chunk, Document, Hit, Indexing, RequestErr
 from ragjax.retrieval import chunk_store
 from ragjax.retrieval.chunk_store import nearest_chunks
 from ragjax.retrieval.chunking import Chunker, finish
-from ragjax.retrieval.database import FairLock
+from ragjax.retrieval.database import FairLock, free, transaction
 from ragjax.retrieval.index import NONE, Ids, VectorIndex, Vectors
 from ragjax.retrieval.words import POOL, fused_order, weights_of
 
@@ -280,9 +280,12 @@ class KnowledgeBase:
             for document_id in ids:
                 if document_id not in known:
                     raise self._unknown(document_id)
-            with self._transaction() as database:
-                gone = self._forget(database, ids)
-            self._update_index(gone)
+
+            def forget() -> list[int]:
+                with self._transaction() as database:
+                    return self._forget(database, ids)
+
+            self._update_index(free(self._database, forget))
             self._save_index()
         return len(ids)
 
@@ -370,7 +373,7 @@ class KnowledgeBase:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._opened(), self._database:
+        with self._opened(), transaction(self._database):
             self._database.execute("begin immediate")
             yield self._database
 

@@ -19,6 +19,7 @@ ERRORS = {
     500: "internal error",
     503: "the server is stopping; see retry-after",
     504: "no progress for too long",
+    507: "the disk of the server is full",
 }
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 NAMING = (*GENERATING, "/v1/embeddings", "/v1/vector_stores")
@@ -106,6 +107,8 @@ def _sent(path: str, method: str, route: Json) -> set[int]:
         found.add(413)
     if "{" in path or path in NAMING or asks:  # a list's `after` names an entry
         found.add(404)
+    if path.startswith(("/v1/files", "/v1/vector_stores")) and method in ("post", "delete"):
+        found.add(507)
     if path == "/v1/embeddings":
         found.add(429)
     return found | {429, 504} if path in GENERATING else found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -16,7 +17,6 @@ from pydantic import BeforeValidator, Field
 
 from ragjax import core
 from ragjax.core.cancellation import Cancellation
-from ragjax.serve.response import Json
 from ragjax.serve.schema.body import Count, Filled, Name, RefusingBody, Text
 from ragjax.serve.schema.chat import NO_EFFECT, REFUSED
 
@@ -110,16 +110,10 @@ class EmbeddingQueue:
             finally:
                 cancellation.cancel()  # of effect only if the thread is still at work
 
-    async def answer(self, tenant: str, body: EmbeddingBody, notices: Sequence[str]) -> Json:
+    async def answer(self, tenant: str, body: EmbeddingBody, notices: Sequence[str]) -> bytes:
         """Embeds the texts; returns the response's body, whose field `rag` holds the notices if there are any."""
         embedded = await self.embed(tenant, body)
-        rows = embedded.vectors.astype("<f4")
-        coded = body.encoding_format == "base64"
-        made = [base64.b64encode(row.tobytes()).decode() if coded else row.tolist() for row in rows]
-        data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(made)]
-        usage = {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens}
-        told = {"rag": {"notices": list(notices)}} if notices else {}
-        return {"object": "list", "data": data, "model": body.model, "usage": usage, **told}
+        return await asyncio.to_thread(_written, embedded, body, notices)
 
     def _embed(self, body: EmbeddingBody, check: Callable[[], None]) -> core.Embedded:
         begun = time.perf_counter()
@@ -137,3 +131,14 @@ class EmbeddingQueue:
         """End the thread, after the batch at hand; what waits is cancelled."""
         self._turns.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _written(embedded: core.Embedded, body: EmbeddingBody, notices: Sequence[str]) -> bytes:
+    """The body of a response; vector by vector, so that other threads run between them."""
+    rows, coded = embedded.vectors.astype("<f4"), body.encoding_format == "base64"
+    made = (base64.b64encode(row.tobytes()).decode() if coded else row.tolist() for row in rows)
+    data = (json.dumps({"object": "embedding", "index": i, "embedding": one}) for i, one in enumerate(made))
+    usage = {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens}
+    told = {"rag": {"notices": list(notices)}} if notices else {}
+    rest = json.dumps({"object": "list", "model": body.model, "usage": usage, **told})
+    return f'{rest[:-1]}, "data": [{", ".join(data)}]}}'.encode()

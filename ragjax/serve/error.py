@@ -27,6 +27,7 @@ FAILURES: Mapping[type[BaseException], tuple[int, str]] = {
     core.EndpointError: (502, "endpoint"),
     core.DamageError: (500, "damaged"),
     core.DeviceFullError: (500, "device_full"),
+    core.DiskFullError: (507, "disk_full"),
 }
 """Status and code of failures that are not the request's."""
 
@@ -73,7 +74,7 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
     if isinstance(error, core.RequestError):
         status = 404 if isinstance(error, core.MissingError) else 400
         return ApiError(status, str(error), param=error.param, code=error.code)
-    if isinstance(error, core.RagjaxError):
+    if isinstance(error, core.RagjaxError) and not isinstance(error, core.ConfigError):  # that is the server's fault
         return ApiError(400, str(error))
     if isinstance(error, RequestValidationError):
         return _validation_error(error)

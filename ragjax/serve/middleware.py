@@ -127,7 +127,9 @@ class RequestMiddleware:
             await self.app(scope, self._limited(receive, self._most(scope)), observed_send)
         except ClientDisconnect:
             _log.info("request %s: the client left", request_id)
-        except (Exception, asyncio.CancelledError) as error:
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             if not status:
                 await api_error(error, scope).response()(scope, receive, observed_send)
             elif not isinstance(error, asyncio.CancelledError):
@@ -143,9 +145,15 @@ class RequestMiddleware:
         if self.drain.stopping and scope["path"] != "/metrics":
             raise stopping()
         headers = dict(scope["headers"])
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # a proxy may go by the other of the two: what follows could be a request that it has not seen
+            reason = "content-length and transfer-encoding do not go together: send one of them"
+            raise ApiError(400, reason, headers={"connection": "close"})
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise ApiError(415, "bodies are read as they are: send this one without content-encoding")
         if scope["path"] not in self.public:
             if tenants := self._own.get(scope["path"], self._tenants):
-                scope["state"]["tenant"] = _tenant_of(headers.get(b"authorization", b""), tenants)
+                scope["state"]["tenant"] = _tenant_of(_credentials(headers), tenants)
             else:
                 self.guard.check(headers)
         _check_size(int(headers.get(b"content-length", b"0")), self._most(scope))
@@ -176,6 +184,14 @@ class RequestMiddleware:
 def _as_sent(keys: Mapping[str, str]) -> dict[bytes, str]:
     """Keys tenants by the authorization header that a client of theirs sends."""
     return {f"Bearer {key}".encode(): tenant for key, tenant in keys.items()}
+
+
+def _credentials(headers: Mapping[bytes, bytes]) -> bytes:
+    """The authorization of a request: the scheme may be in small letters; Anthropic's clients send the key alone."""
+    if key := headers.get(b"x-api-key"):
+        return b"Bearer " + key
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return b"Bearer " + key if scheme.lower() == b"bearer" else b""
 
 
 def _tenant_of(given: bytes, tenants: Mapping[bytes, str]) -> str:

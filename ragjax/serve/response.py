@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -313,13 +313,14 @@ def _alternatives(token: core.TokenLogprob) -> dict[str, float]:
 T = TypeVar("T")
 
 
-async def respond(work: Coroutine[Any, Any, Json], request: Request) -> JSONResponse:
-    """Answers with what `work` returns, once it is complete.
+async def respond(work: Coroutine[Any, Any, Json | bytes], request: Request) -> Response:
+    """Answers with what `work` returns, once it is complete: a body, or one that is JSON already.
 
     Raises:
         ClientDisconnect: if the client left first.
     """
-    return JSONResponse(await _while_connected(work, request.receive))
+    made = await _while_connected(work, request.receive)
+    return Response(made, media_type="application/json") if isinstance(made, bytes) else JSONResponse(made)
 
 
 async def _while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
@@ -374,7 +375,7 @@ class EventStream(StreamingResponse):
                 async for chunk in chunks:
                     await _send_event(send, chunk)
                 await send({"type": "http.response.body", "body": self._end, "more_body": True})
-            except (Exception, asyncio.CancelledError) as error:
+            except BaseException as error:  # a panic of a library in Rust is no Exception
                 await _send_event(send, self._failed(api_error(error, scope)))
                 if isinstance(error, asyncio.CancelledError):
                     raise
@@ -395,15 +396,17 @@ async def merged(streams: Sequence[AsyncGenerator[core.Event, None]]) -> AsyncGe
             async for one in events:
                 yield 0, one
         return
-    queue: asyncio.Queue[tuple[int, core.Event | Exception | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, core.Event | BaseException | None]] = asyncio.Queue()
 
     async def pump(number: int, stream: AsyncGenerator[core.Event, None]) -> None:
-        last: Exception | None = None
+        last: BaseException | None = None
         try:
             async with aclosing(stream) as events:
                 async for event in events:
                     queue.put_nowait((number, event))
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             last = error
         queue.put_nowait((number, last))
 
@@ -412,7 +415,7 @@ async def merged(streams: Sequence[AsyncGenerator[core.Event, None]]) -> AsyncGe
         left = len(tasks)
         while left:
             number, event = await queue.get()
-            if isinstance(event, Exception):
+            if isinstance(event, BaseException):
                 raise event
             if event is None:
                 left -= 1

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from ragjax.core import ConfigError
 from ragjax.core.tiers import Record
 from ragjax.store import entry
-from ragjax.store.entry import Arrays, Bytes, Damaged, DiskError
+from ragjax.store.entry import Arrays, Bytes, Damaged, DiskError, open_regular
 from ragjax.store.folder import Folder, Manifest, claim, draft, reason, stamp
 from ragjax.store.index import Index
 from ragjax.store.repair import SLICE, Flaw, Journal, Repair, Stats
@@ -235,7 +235,7 @@ class DiskStore:
         found = self._index.find(key)
         if found is None:
             raise self._gone(key)
-        with self._condemning(key) as path, open(path, "rb", buffering=0) as file:
+        with self._condemning(key) as path, open_regular(path) as file:
             reader = entry.Reader(file, self._manifest.identity)
             if reader.record.key != key:
                 raise Damaged("it is another entry's content")

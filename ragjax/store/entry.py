@@ -10,6 +10,8 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
+import stat
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from io import BytesIO, FileIO
@@ -156,8 +158,17 @@ def peek(path: Path, identity: bytes) -> Record:
     Raises:
         Damaged: the header is not what `encode` writes for this identity, or the file has another length.
     """
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         return Reader(file, identity).record
+
+
+def open_regular(path: Path) -> FileIO:
+    """The file, open to be read. Raises Damaged if it is none: to read a pipe would wait for ever."""
+    file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise Damaged("it is no file")
+    return file
 
 
 def record_of(head: bytes, identity: bytes) -> Record:

@@ -216,6 +216,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("sliding_window", MISTRAL, {"sliding_window": 0}),
     ("max_window_layers", QWEN2, {"use_sliding_window": True, "max_window_layers": "x"}),
     ("layer_types", QWEN2, {"layer_types": 5}),
+    ("auto_map", LLAMA, {"auto_map": "x"}),
     ("layer_types", QWEN2, {"layer_types": [["full_attention"]]}),
 ]  # fmt: skip
 

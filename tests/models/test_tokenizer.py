@@ -156,6 +156,16 @@ def test_bad_definitions_are_refused(tmp_path: Path) -> None:
     (tmp_path / "m" / "tokenizer.json").write_text('{"model": 3, "decoder": {"type": "ByteLevel"}}')
     with pytest.raises(ConfigError, match="cannot be used"):
         Tokenizer.load(tmp_path / "m")
+    panics = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    definition = json.loads(tiny()._parsing.to_str()) | {"normalizer": panics}
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(definition))
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Tokenizer.load(tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").unlink()
+    os.mkfifo(tmp_path / "m" / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"tokenizer.json: is no file"):
+        Tokenizer.load(tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").unlink()
     (tmp_path / "m" / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer.json: cannot be read"):
         Tokenizer.load(tmp_path / "m")

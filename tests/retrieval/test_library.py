@@ -21,13 +21,14 @@ from ragjax.core import (
     ConfigError,
     Counts,
     DamageError,
+    DiskFullError,
     File,
     Filter,
     MissingError,
     RequestError,
     Slice,
 )
-from ragjax.retrieval import chunk_store, chunking, confined
+from ragjax.retrieval import chunk_store, chunking, confined, database, ingest
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import KnowledgeBase
@@ -855,3 +856,44 @@ def test_what_is_deleted_while_it_is_attached_is_missing(gone: str, monkeypatch:
     with pytest.raises(MissingError, match="was deleted just now"):
         library.attach("", [Attachment(store, file, 0)])
     library.close()
+
+
+def test_a_full_disk_is_one_error_and_leaves_room_to_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, _ = open_library(tmp_path)
+    kept = library.upload("", "a.txt", "assistants", b"salt " * 20_000).id
+    catalog = library._catalog
+    catalog._database.execute(f"pragma max_page_count = {catalog._database.execute('pragma page_count').fetchone()[0]}")
+    with pytest.raises(DiskFullError, match="the server's disk is full: delete files"):
+        library.upload("", "b.txt", "assistants", b"salt " * 20_000)
+
+    (spare,) = tmp_path.rglob("*.spare")
+    assert spare.stat().st_size == database.SPARE
+    change, full = Catalog._change, [True]
+
+    def first_full(self: Catalog, sql: str, *values: object) -> int:
+        if full and full.pop():
+            raise DiskFullError("full")
+        assert not spare.exists(), "its room is there for the deletion"
+        return change(self, sql, *values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "_change", first_full)
+        library.remove("", kept)
+    assert library.files("") == [] and spare.exists()
+    assert library.upload("", "b.txt", "assistants", b"salt " * 20_000)
+
+
+def test_a_file_for_which_the_disk_had_no_room_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingest, "RETRY_S", 0.05)
+    add, full = KnowledgeBase.add_steps, [True]
+
+    def first_full(self: KnowledgeBase, *given: Any, **named: Any) -> Any:
+        if full and full.pop():
+            raise DiskFullError("the disk is full")
+        return add(self, *given, **named)
+
+    monkeypatch.setattr(KnowledgeBase, "add_steps", first_full)
+    library, _ = open_library()
+    store = library.create("", "harbour").id
+    assert put(library, store, "The sea holds salt.") in found(library, store, "salt")
+    assert library.counts("", store)[0] == Counts(completed=1)

@@ -51,6 +51,9 @@ def test_key_is_required_except_for_health() -> None:
             assert served.post(json=CHAT, headers=headers).status_code == 401
         assert served.post(json=CHAT, headers={"authorization": "sésame".encode()}).status_code == 401
         assert served.post(json=CHAT, headers={"authorization": "Bearer sésame".encode()}).status_code == 200
+        assert served.post(json=CHAT, headers={"authorization": "bearer sésame".encode()}).status_code == 200
+        assert served.post(json=CHAT, headers={"x-api-key": "sésame".encode()}).status_code == 200
+        assert served.post(json=CHAT, headers={"x-api-key": "other"}).status_code == 401
 
 
 def test_metrics_have_a_key_of_their_own() -> None:

@@ -188,6 +188,16 @@ def test_what_is_no_http_is_told_and_closed(shared: Served, wrong: bytes) -> Non
     wait_for(lambda: not shared.server.server_state.tasks)
 
 
+def test_two_lengths_of_a_body_end_the_connection(shared: Served) -> None:
+    """A proxy may go by the other one: then the second request was never seen by it."""
+    hidden = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    head = HEAD.replace(LENGTH, b"content-length: %d\r\ntransfer-encoding: chunked\r\n" % (len(hidden) + 5))
+    with connected(shared) as connection:
+        connection.sendall(head + b"\r\n0\r\n\r\n" + hidden)
+        answer = until_closed(connection)
+    assert answer[9:12] == b"400" and answer.count(b"HTTP/1.1") == 1
+
+
 class Long(FakeEngine):
     """While it answers, more time passes than a client has."""
 

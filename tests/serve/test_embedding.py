@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ragjax import core
 from ragjax.core.cancellation import Cancellation
 from ragjax.engine.knowledge import BATCH
+from ragjax.serve import embedding
 from ragjax.serve.embedding import WAITING, EmbeddingBody, EmbeddingQueue
 from ragjax.serve.server import Drain
 from tests.support import tiny
@@ -42,6 +43,21 @@ def test_floats_and_base64_say_the_same(shared: Served) -> None:
         assert [entry.index for entry in answer.data] == [0, 1] and answer.model == MODEL
         assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (3, 3)
     assert len(client.embeddings.create(model=MODEL, input="one").data) == 1
+
+
+def test_a_long_answer_is_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,048 vectors are 16 MB of JSON."""
+    written, threads = embedding._written, list[threading.Thread]()
+
+    def seen(*given: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return written(*given)
+
+    monkeypatch.setattr(embedding, "_written", seen)
+    with serving(FakeEngine()) as served:
+        response = served.post("/v1/embeddings", json={"model": MODEL, "input": ["a b", "c"], "metadata": {}})
+    assert threads[0] is not served.thread and response.headers["content-type"] == "application/json"
+    assert len(response.json()["data"]) == 2 and response.json()["rag"]["notices"]
 
 
 @pytest.mark.parametrize(

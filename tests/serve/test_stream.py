@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import openai
 import pytest
@@ -72,6 +73,30 @@ def test_what_the_engine_cannot_do_is_a_400_with_its_words(error: core.RagjaxErr
     with serving(FakeEngine(error=error)) as served:
         response = served.post(json=CHAT)
     assert response.status_code == 400 and error_of(response)["message"] == str(error)
+
+
+class Panic(BaseException):
+    """As of a library in Rust."""
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"n": 2, "stream": True}, {"stream": True}])
+def test_a_panic_of_a_library_ends_with_an_answer(fields: dict[str, Any]) -> None:
+    with serving(FakeEngine(error=Panic("secret"))) as served:
+        response = served.post(json={**CHAT, **fields})
+        assert response.status_code == 500 and error_of(response)["code"] == "internal_error"
+        assert "secret" not in response.text
+    with serving(FakeEngine(breakdown=Panic("secret"))) as served:
+        response = served.post(json={**CHAT, **fields, "stream": True})
+        assert events_of(response)[-1]["error"]["code"] == "internal_error"
+
+
+def test_a_fault_of_the_server_is_none_of_the_clients_and_names_no_folder() -> None:
+    with serving(FakeEngine(error=core.ConfigError("/srv/index/chunks.sqlite: cannot be used"))) as served:
+        response = served.post(json=CHAT)
+    assert response.status_code == 500 and "/srv" not in response.text
+    with serving(FakeEngine(error=core.DiskFullError("the server's disk is full: delete files"))) as served:
+        response = served.post(json=CHAT)
+    assert response.status_code == 507 and error_of(response)["code"] == "disk_full"
 
 
 def test_error_in_mid_stream_is_an_event() -> None:

@@ -144,6 +144,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "another model": _of_another_model,
     "another format": _of_another_format,
     "another program": _by_another_program,
+    "no file": lambda path: (path.unlink(), os.mkfifo(path)),
 }
 
 

@@ -213,6 +213,10 @@ class Fleet:
         """How the model writes calls of tools."""
         return self._composer.tokenizer.call_form
 
+    def prompt_tokens(self, request: Request) -> int:
+        """The number of tokens of a request's prompt, what it retrieves included. Raises RequestError as `submit`."""
+        return len(self._composer.ground(request).prompt)
+
     def pieces(self, tokens: Tokens) -> list[str]:
         return self._composer.tokenizer.pieces(tokens)
 

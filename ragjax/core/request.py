@@ -374,6 +374,7 @@ class Answer:
     compression: how the prompt was compressed; None: it was not. kept: tokens of it that the answer saw in
         each layer, the mean where layers keep other numbers.
     prompt: its tokens, int32 [prompt_tokens], if `Rag.detail` asked for them; segments cover them in order.
+    stop: the stop string that ended it, if one did.
     """
 
     text: str
@@ -397,6 +398,7 @@ class Answer:
     kept: int | None = None
     prompt: Tokens | None = None
     sources: tuple[Citation, ...] = ()
+    stop: str | None = None
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,10 @@ class Engine:
         """How the model writes calls of tools."""
         return self.tokenizer.call_form
 
+    def prompt_tokens(self, request: Request) -> int:
+        """The number of tokens of a request's prompt, what it retrieves included. Raises RequestError as `submit`."""
+        return len(self._preparation.composer.ground(request).prompt)
+
     def pieces(self, tokens: Tokens) -> list[str]:
         """The text that each token of a prompt (int32 [n]) completes, control tokens by name; joined they are the
         prompt's text. A token that ends within a character has none, and nor has one that no text has.

@@ -340,6 +340,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
     return Answer(
         text=generation.text,
         finish_reason=generation.finish_reason,
+        stop=generation.stop,
         tokens=tuple(generation.tokens),
         prompt_tokens=len(state.prompt),
         cached_tokens=sum(report.reused for report in state.reports),

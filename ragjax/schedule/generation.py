@@ -30,7 +30,8 @@ class AnswerText:
     continued: it goes on from a raw prompt's text, and keeps the space that it may begin with. shown: control tokens
     that stand in the text by name.
 
-    tokens: those generated, without an end of text. finish_reason: set once all text is made.
+    tokens: those generated, without an end of text. finish_reason: set once all text is made. stop: the stop string
+    that ended it.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class AnswerText:
         self.text = ""
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
+        self.stop: str | None = None
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_ids)
@@ -95,9 +97,7 @@ class AnswerText:
         # the bytes of an unfinished character belong to one that is yet to come
         end = len(self.text) + len(self._pending) + self._stream.unfinished
         self._held.append(_Held(begin, end, logprob))
-        cut = _first_stop(self._pending, self._sampling.stop)
-        if cut is not None:
-            self._pending = self._pending[:cut]
+        if self._cut():
             return self._finish("stop", cut=True)
         if last:
             return self._finish("length")
@@ -114,15 +114,22 @@ class AnswerText:
         self.finish_reason = reason
         if not cut:
             self._pending += self._stream.finish()
-            stop = _first_stop(self._pending, self._sampling.stop)
-            if stop is not None:
-                self._pending, self.finish_reason, cut = self._pending[:stop], "stop", True
+            if cut := self._cut():
+                self.finish_reason = "stop"
         end = len(self.text) + len(self._pending)
         if cut:  # tokens that are stop text alone are not reported
             self._held = [held for held in self._held if held.begin < end]
         for held in self._held:
             held.end = min(held.end, end)
         return self._emit(len(self._pending))
+
+    def _cut(self) -> bool:
+        """End the text before the first stop string in it; True if there is one."""
+        found = [(at, stop) for stop in self._sampling.stop if (at := self._pending.find(stop)) >= 0]
+        if found:
+            at, self.stop = min(found)
+            self._pending = self._pending[:at]
+        return bool(found)
 
     def _emit(self, length: int) -> Delta | None:
         out, self._pending = self._pending[:length], self._pending[length:]
@@ -132,11 +139,6 @@ class AnswerText:
         logprobs = tuple(held.logprob for held in done if held.logprob is not None)
         self.logprobs += logprobs
         return Delta(out, logprobs) if out or logprobs else None
-
-
-def _first_stop(text: str, stops: tuple[str, ...]) -> int | None:
-    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
-    return min(found) if found else None
 
 
 def _stop_overlap(text: str, stops: tuple[str, ...]) -> int:

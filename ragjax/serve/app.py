@@ -21,9 +21,10 @@ from ragjax import core
 from ragjax.serve import page
 from ragjax.serve.description import describe
 from ragjax.serve.embedding import EmbeddingBody, EmbeddingQueue
-from ragjax.serve.error import ApiError, api_error
+from ragjax.serve.error import ApiError, api_error, in_anthropics_form
 from ragjax.serve.ignored_fields import take_ignored
 from ragjax.serve.library import LibraryEndpoints
+from ragjax.serve.messages_api import MessageReply
 from ragjax.serve.metric import ServerMetrics
 from ragjax.serve.middleware import BrowserGuard, RequestMiddleware
 from ragjax.serve.response import (
@@ -38,6 +39,7 @@ from ragjax.serve.response import (
 )
 from ragjax.serve.responses_api import Reply
 from ragjax.serve.schema.chat import ChatBody, CompletionBody
+from ragjax.serve.schema.message import CountBody, MessageBody
 from ragjax.serve.schema.response import ResponseBody
 from ragjax.serve.server import Drain, Limits
 
@@ -111,6 +113,8 @@ def create_app(
         ("/v1/completions", endpoints.completion),
         ("/v1/embeddings", endpoints.embedding),
         ("/v1/responses", endpoints.response),
+        ("/v1/messages", endpoints.message),
+        ("/v1/messages/count_tokens", endpoints.count),
     ):
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
     app.include_router(LibraryEndpoints(engine).router())
@@ -145,7 +149,7 @@ def create_app(
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return api_error(error, request.scope).response()
+    return api_error(error, request.scope).response(request.url.path)
 
 
 def _no_model(name: str, own: str) -> ApiError:
@@ -258,6 +262,27 @@ class _Endpoints:
         if body.stream:
             return EventStream(reply.told(events), reply.failed, end=b"")
         return await respond(reply.whole(events), request)
+
+    async def message(self, body: MessageBody, request: Request) -> Response:
+        asked, notices = await self._message_of(body, request)
+        reply = MessageReply(self._engine, body, asked, notices)
+        events = self._events(asked, request.state.arrived)
+        if body.stream:
+            return EventStream(reply.told(events), in_anthropics_form, end=b"")
+        return await respond(reply.whole(events), request)
+
+    async def count(self, body: CountBody, request: Request) -> Json:
+        asked, _ = await self._message_of(body, request)
+        return {"input_tokens": await asyncio.to_thread(self._engine.prompt_tokens, asked)}
+
+    async def _message_of(self, body: CountBody, request: Request) -> tuple[core.Request, tuple[str, ...]]:
+        """Makes the request of a message; returns it with the notices about its fields."""
+        notices = take_ignored(body, strict=self._strict)
+        knowledge = self._knowledge_of(body.model)
+        asked = replace(body.to_core(), tenant=request.state.tenant)
+        asked = asked if knowledge is None else _grounded(asked, knowledge)
+        await self._use_stores(asked)
+        return asked, notices
 
     def _sources(self, body: ResponseBody, tenant: str) -> tuple[core.Source, ...]:
         """Returns the stores that a response searches, with the files that pass its filter."""

@@ -21,8 +21,8 @@ ERRORS = {
     504: "no progress for too long",
     507: "the disk of the server is full",
 }
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-NAMING = (*GENERATING, "/v1/embeddings", "/v1/vector_stores")
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+NAMING = (*GENERATING, "/v1/messages/count_tokens", "/v1/embeddings", "/v1/vector_stores")
 """Routes whose bodies name a model or files, which may not be there."""
 ERROR: Json = {
     "type": "object",

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -48,8 +49,29 @@ class ApiError(HTTPException):
         super().__init__(status, message, headers)
         self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status_code, self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        """The answer on a path: in Anthropic's form on those of its API."""
+        body = in_anthropics_form(self) if path.startswith("/v1/messages") else self.body
+        return JSONResponse(body, self.status_code, self.headers)
+
+
+KINDS: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Types of errors by status; all others are `api_error`."""
+
+
+def in_anthropics_form(error: ApiError) -> dict[str, Any]:
+    """An error in Anthropic's form; OpenAI's fields stand beside its own."""
+    kind = KINDS.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
+    return {"type": "error", "error": {**error.body["error"], "type": kind}}
 
 
 def api_error(error: BaseException, scope: Scope) -> ApiError:

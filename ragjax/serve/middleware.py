@@ -131,7 +131,7 @@ class RequestMiddleware:
             raise
         except BaseException as error:  # a panic of a library in Rust is no Exception
             if not status:
-                await api_error(error, scope).response()(scope, receive, observed_send)
+                await api_error(error, scope).response(scope["path"])(scope, receive, observed_send)
             elif not isinstance(error, asyncio.CancelledError):
                 raise
         finally:

@@ -214,6 +214,13 @@ def test_an_answer_with_tools_is_a_call_or_a_text(engine: Engine) -> None:
     assert any(not text.lstrip().startswith("{") for text in texts)
 
 
+def test_tokens_of_a_prompt_are_counted_before_it_is_answered(engine: Engine) -> None:
+    tools = Tools((SMALL,))
+    answer = called(engine, tools, 0, max_tokens=2)
+    request = Request((Message("user", "How is it?"),), rag=Rag(top_k=0), tools=tools)
+    assert engine.prompt_tokens(request) == answer.prompt_tokens > 20
+
+
 def test_an_answer_with_tools_and_a_schema_is_either(engine: Engine) -> None:
     for seed in range(2):
         value = json.loads(called(engine, Tools((SMALL,)), seed, json.dumps(SCHEMA)).text)

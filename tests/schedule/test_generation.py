@@ -114,7 +114,7 @@ def test_a_control_token_amid_the_answer_has_no_text():
 )
 def test_stop_strings(data, stops, text, deltas):
     made, found = feed(data, stop=stops, logprobs=0)
-    assert (made.finish_reason, made.text) == ("stop", text)
+    assert (made.finish_reason, made.text) == ("stop", text) and made.stop in stops
     assert texts(found) == deltas
     assert [item.id for item in made.logprobs] == list(text.encode())
     assert len(made.tokens) == len(found), "the stop's tokens were generated, and count"

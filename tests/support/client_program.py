@@ -161,6 +161,29 @@ def haystack(task, url):
     return chat.run(asked, tools=[tool])["replies"][0].tool_calls[0].arguments
 
 
+def anthropic(task, url):
+    """The client of Anthropic's Messages API."""
+    from anthropic import Anthropic
+
+    client = Anthropic(base_url=url.removesuffix("/v1"), api_key="x")
+    asked = {"model": "fake", "max_tokens": 50, "messages": [{"role": "user", "content": ASK}]}
+    tool = {"name": "weather", "description": "Tells the weather.", "input_schema": weather.model_json_schema()}
+    if task == "chat":
+        assert client.messages.count_tokens(model="fake", messages=asked["messages"]).input_tokens == 5
+        return client.messages.create(**asked).content[0].text
+    if task == "stream":
+        with client.messages.stream(**asked) as stream:
+            said = "".join(stream.text_stream)
+            assert stream.get_final_message().stop_reason == "end_turn"
+        return said
+    with client.messages.stream(**asked, tools=[{**tool, "cache_control": {"type": "ephemeral"}}]) as stream:
+        streamed = stream.get_final_message()
+    whole = client.messages.create(**asked, tools=[tool], tool_choice={"type": "any"})
+    assert streamed.stop_reason == whole.stop_reason == "tool_use"
+    assert streamed.content[0].input == whole.content[0].input
+    return whole.content[0].input
+
+
 if __name__ == "__main__":
     client, task, url = sys.argv[1:]
     print(json.dumps(globals()[client](task, url)))

@@ -190,6 +190,11 @@ class FakeEngine:
         text = request.prompt or " ".join(message.content for message in request.messages)
         return self.count_tokens(text)
 
+    def prompt_tokens(self, request: core.Request) -> int:
+        """As its answers count them."""
+        self.requests.append(request)
+        return self._prompt_tokens(request)
+
     def pieces(self, tokens: core.Tokens) -> list[str]:
         """Numbers."""
         return [f" {token}" for token in tokens]

@@ -1,0 +1,132 @@
+"""Bodies of Anthropic's Messages API: a message whole, or the typed events of a stream."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from ragjax import core
+from ragjax.serve.response import Json, account
+from ragjax.serve.schema.message import CountBody
+from ragjax.serve.tool_calls import CallReader, Piece
+
+if TYPE_CHECKING:
+    from ragjax.cluster.fleet import Service
+
+
+class MessageReply:
+    """One message.
+
+    Args:
+        request: what the body became. notices: of what it said in vain.
+    """
+
+    def __init__(self, engine: Service, body: CountBody, request: core.Request, notices: Sequence[str]):
+        self._engine = engine
+        self._notices = notices
+        self._cached = body.breakpoints > 0
+        self._reader = CallReader(engine.call_form) if request.tools is not None else None
+        self._content: list[Json] = []
+        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+
+    async def whole(self, events: AsyncGenerator[core.Event, None]) -> Json:
+        last: core.Answer | None = None
+        async with aclosing(events) as came:
+            async for event in came:
+                for _ in self._told(event):
+                    pass
+                last = event if isinstance(event, core.Answer) else last
+        assert last is not None
+        for block in self._content:
+            if block["type"] == "tool_use":
+                block["input"] = _parsed(block["input"])
+        return self._message(self._content, last)
+
+    async def told(self, events: AsyncGenerator[core.Event, None]) -> AsyncGenerator[Json, None]:
+        """Yields events; none comes before the engine's first event."""
+        begun = False
+        async with aclosing(events) as came:
+            async for event in came:
+                if not begun:
+                    yield {"type": "message_start", "message": self._message([], None)}
+                begun = True
+                for said in self._told(event):
+                    yield said
+                if isinstance(event, core.Answer):
+                    made = self._message([], event)
+                    delta = {"stop_reason": made["stop_reason"], "stop_sequence": made["stop_sequence"]}
+                    yield {"type": "message_delta", "delta": delta, "usage": made["usage"], "rag": made["rag"]}
+                    yield {"type": "message_stop"}
+
+    def _told(self, event: core.Event) -> Iterator[Json]:
+        """Adds what an event says to the content; yields what a stream tells of it."""
+        if isinstance(event, core.Delta):
+            pieces = [Piece(said=event.text)] if self._reader is None else self._reader.push(event.text)
+        else:
+            pieces = [] if self._reader is None else self._reader.finish()
+        for piece in pieces:
+            yield from self._put(piece)
+        if isinstance(event, core.Answer) and self._content:
+            yield self._at("content_block_stop")
+
+    def _put(self, piece: Piece) -> Iterator[Json]:
+        if piece.name:
+            call = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": piece.name}
+            yield from self._begin({**call, "input": ""}, {**call, "input": {}})
+        elif piece.arguments:
+            self._content[-1]["input"] += piece.arguments
+            delta = {"type": "input_json_delta", "partial_json": piece.arguments}
+            yield self._at("content_block_delta", delta=delta)
+        elif piece.said:
+            if not self._content:
+                yield from self._begin({"type": "text", "text": ""}, {"type": "text", "text": ""})
+            self._content[-1]["text"] += piece.said
+            yield self._at("content_block_delta", delta={"type": "text_delta", "text": piece.said})
+
+    def _begin(self, block: Json, shown: Json) -> Iterator[Json]:
+        if self._content:
+            yield self._at("content_block_stop")
+        self._content.append(block)
+        yield self._at("content_block_start", content_block=shown)
+
+    def _at(self, kind: str, **more: Json) -> Json:
+        return {"type": kind, "index": len(self._content) - 1, **more}
+
+    def _message(self, content: list[Json], answer: core.Answer | None) -> Json:
+        reason, usage, rag = None, _usage(0, 0, 0, False), None
+        if answer is not None:
+            usage = _usage(answer.prompt_tokens, answer.cached_tokens, len(answer.tokens), self._cached)
+            called = self._reader is not None and self._reader.ended and answer.finish_reason == "stop"
+            reason = "tool_use" if called else "max_tokens" if answer.finish_reason == "length" else "end_turn"
+            reason = "stop_sequence" if answer.stop is not None else reason
+            rag = account(answer, self._engine.pieces, self._notices)
+        return {
+            **self._head,
+            "model": self._engine.model_name,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": None if answer is None else answer.stop,
+            "usage": usage,
+            **({} if rag is None else {"rag": rag}),
+        }
+
+
+def _usage(prompt: int, cached: int, said: int, breakpoints: bool) -> Json:
+    """Counts tokens: what was not cached counts as written if the request has breakpoints, as all of it is kept."""
+    new = max(0, prompt - cached)
+    return {
+        "input_tokens": 0 if breakpoints else new,
+        "cache_creation_input_tokens": new if breakpoints else 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": said,
+    }
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text or "{}")
+    except ValueError:  # max_tokens cut it
+        return {}

@@ -1,0 +1,241 @@
+"""Bodies of Anthropic's Messages API: a chat in other shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from ragjax import core
+from ragjax.serve.schema.body import (
+    MOST_ENTRIES,
+    TOO_LONG,
+    Body,
+    Count,
+    Filled,
+    FilledName,
+    FunctionName,
+    Name,
+    Refusal,
+    RefusingBody,
+    Text,
+    as_json,
+    at_most,
+    tag_of,
+)
+from ragjax.serve.schema.chat import FEW_TOOLS, FunctionTool, NamedFunction, ToolChoice, tools_of
+from ragjax.serve.schema.rag import ChatRag
+
+
+class CacheControl(Body):
+    """A breakpoint of the prompt cache. What stands before it is kept in any case, as all prompts are."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class _Block(Body):
+    no_effect = frozenset({"citations", "caller"})
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(_Block):
+    """A text."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ToolUse(_Block):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: FilledName
+    name: FunctionName
+    input: dict[str, Any]
+
+
+def _texts(content: object) -> object:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Texts = Annotated[
+    Annotated[list[TextBlock], Field(fail_fast=True)],
+    BeforeValidator(_texts, json_schema_input_type=str | list[TextBlock]),
+]
+
+
+class ToolResult(_Block):
+    """Result of a call."""
+
+    no_effect = frozenset({"is_error"})
+
+    type: Literal["tool_result"]
+    tool_use_id: FilledName
+    content: Texts | None = None
+    is_error: bool | None = None
+
+
+class Thinking(_Block):
+    """A thought of another model. It is not read."""
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: Text | None = None
+    signature: Text | None = None
+    data: Text | None = None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ToolUse, Tag("<tool_use>")]
+    | Annotated[ToolResult, Tag("<tool_result>")]
+    | Annotated[Thinking, Tag("<thinking>")]
+    | Annotated[Thinking, Tag("<redacted_thinking>")],
+    Discriminator(tag_of("text")),
+]
+
+
+class TurnBody(Body):
+    """What one side says in its turn."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[
+        Annotated[list[Block], Field(fail_fast=True)],
+        BeforeValidator(_texts, json_schema_input_type=str | list[Block]),
+    ]
+
+    def to_core(self) -> Iterator[core.Message]:
+        """Yields results of tools, each as a message, and then what is said and called."""
+        calls = []
+        for block in self.content:
+            if isinstance(block, ToolUse):
+                calls.append(core.ToolCall(block.id, block.name, as_json(block.input, "messages")))
+            elif isinstance(block, ToolResult):
+                result = "\n".join(part.text for part in block.content or ())
+                yield core.Message("tool", result, tool_call_id=block.tool_use_id)
+        said = [block.text for block in self.content if isinstance(block, TextBlock)]
+        if said or calls or self.role == "assistant" or not self.content:
+            yield core.Message(self.role, "\n".join(said), tuple(calls))
+
+
+class MessageTool(Body):
+    """A tool that the client runs."""
+
+    no_effect = frozenset({"eager_input_streaming"})
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: Text | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+    def to_core(self) -> core.Tool:
+        tool = FunctionTool(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return tool.to_core()
+
+
+class MessageChoice(Body):
+    """Choice of a tool: as the model likes, any, one by name, or none."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def to_core(self) -> ToolChoice:
+        kinds: dict[str, Literal["auto", "none", "required", "function"]] = {"any": "required", "tool": "function"}
+        named = None if self.name is None else NamedFunction(name=self.name)
+        kind = kinds.get(self.type, "none" if self.type == "none" else "auto")
+        return ToolChoice(type=kind, function=named)
+
+
+class ThinkingConfig(Body):
+    """Whether the model thinks, if its template lets one choose."""
+
+    no_effect = frozenset({"budget_tokens", "display"})
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+MOST_BREAKPOINTS = 4
+
+
+class CountBody(RefusingBody):
+    """Body of POST /v1/messages/count_tokens. `rag: null` turns retrieval off."""
+
+    no_effect = frozenset({"metadata", "service_tier", "inference_geo", "output_config", "speed"})
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "container": Refusal("this server runs no code"),
+        "mcp_servers": Refusal("give the tools themselves", ([],)),
+        "context_management": Refusal("send the messages that are to be read"),
+    }
+
+    model: Name
+    messages: Annotated[
+        list[TurnBody],
+        Field(min_length=1, fail_fast=True),
+        at_most(
+            MOST_ENTRIES,
+            "blocks in all messages",
+            "Join texts",
+            field="messages[].content",
+            within=["content"],
+            code=TOO_LONG,
+        ),
+        at_most(MOST_ENTRIES, "messages", "Send fewer messages", field="messages", code=TOO_LONG),
+    ]
+    system: Texts | None = None
+    tools: Annotated[list[MessageTool], Field(fail_fast=True), FEW_TOOLS] | None = None
+    tool_choice: MessageChoice | None = None
+    thinking: ThinkingConfig | None = None
+    cache_control: CacheControl | None = None
+    rag: ChatRag | None = Field(default_factory=ChatRag)
+
+    @property
+    def breakpoints(self) -> int:
+        """The number of breakpoints of the prompt cache."""
+        blocks = [block for turn in self.messages for block in turn.content]
+        return sum(one.cache_control is not None for one in (self, *(self.system or ()), *(self.tools or ()), *blocks))
+
+    def to_core(self) -> core.Request:
+        """Makes the request.
+
+        Raises:
+            core.RequestError: for fields that contradict each other.
+        """
+        if self.breakpoints > MOST_BREAKPOINTS:
+            reason = f"cache_control stands in {self.breakpoints} places; {MOST_BREAKPOINTS} are taken"
+            raise core.RequestError(reason, param="cache_control", code="invalid_value")
+        choice, system = self.tool_choice, "\n".join(block.text for block in self.system or ())
+        said = [message for turn in self.messages for message in turn.to_core()]
+        parallel = None if choice is None else not choice.disable_parallel_tool_use
+        tools = [tool.to_core() for tool in self.tools or ()]
+        return core.Request(
+            messages=(*([core.Message("system", system)] if system else []), *said),
+            sampling=self._sampling(),
+            rag=None if self.rag is None else self.rag.to_core(),
+            tools=tools_of(tools, None if choice is None else choice.to_core(), parallel),
+            template={} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"},
+        )
+
+    def _sampling(self) -> core.Sampling:
+        return core.Sampling()
+
+
+class MessageBody(CountBody):
+    """Body of POST /v1/messages."""
+
+    max_tokens: Count
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    stop_sequences: Annotated[list[Filled], Field(max_length=4)] | None = None
+    stream: bool | None = None
+
+    def _sampling(self) -> core.Sampling:
+        given = self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"}, exclude_none=True)
+        return core.Sampling(**given, stop=tuple(self.stop_sequences or ()))

@@ -76,7 +76,7 @@ def cut(n: int, buckets: tuple[int, ...]) -> list[int]:
 def prefill_steps(grid: Grid, one: Pass, table: SpanTable, tokens: Int, page: int) -> Iterator[tuple[Step, int]]:
     """Steps that carry out a pass of one request, and how many rows each computes."""
     begin, n = 0, len(one.order)
-    for rows in cut(n, tuple(n for n, block, _ in grid.rows if block > 1)):
+    for rows in cut(n, tuple(shape.rows for shape in grid.rows if shape.block > 1)):
         step = empty_step(grid.shape(rows), grid.entries[0], page)
         take = min(rows, n - begin)
         _put_rows(step, slice(0, take), 0, one, slice(begin, begin + take), tokens)

@@ -205,6 +205,9 @@ class EngineOptions:
     retrieve: Annotated[
         Retrieve, Flag(RETRIEVAL, "when requests that name no knowledge get passages (docs/recognition.md)")
     ] = "auto"
+    deterministic: Annotated[
+        bool, Flag(REUSE, "the same bits for a request alone, beside others, cold, and from any tier (docs/kernels.md)")
+    ] = False
     recognise: Annotated[
         bool, Flag(RETRIEVAL, "find passages in messages and reuse them at any place (docs/recognition.md)")
     ] = False

@@ -26,6 +26,7 @@ class RowShape(NamedTuple):
     rows: int  # all of them; no two shapes of a grid have equally many
     block: int  # rows of a block
     single: int = 0  # leading rows in blocks of one, for decoding tokens that share the step with prefill
+    shares: bool = False  # rows in blocks of one look together at keys that they share
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
@@ -41,7 +42,7 @@ class RowShape(NamedTuple):
     @property
     def sharing(self) -> tuple[int, int]:
         """Places for rows in blocks of one that look at keys which they share, and places of a block; (0, 1): none."""
-        if self.ones < 2:
+        if not self.shares or self.ones < 2:
             return 0, 1
         block = min(self.ones, SHARING_ROWS)
         return -(-self.ones // block) * block, block
@@ -88,8 +89,8 @@ class Grid:
         Blocks have at least `PREFILL_ROWS`, so those of a wider group fill several times 128.
         """
         block = max(PREFILL_ROWS, 128 // (1 << (min(group, 128) - 1).bit_length()))
-        decode = (RowShape(8, 1), RowShape(64, 1), RowShape(256, 1))
-        mixed = tuple(RowShape(64 + rows, block, 64) for rows in (512, 2048))
+        decode = tuple(RowShape(rows, 1, shares=True) for rows in (8, 64, 256))
+        mixed = tuple(RowShape(64 + rows, block, 64, shares=True) for rows in (512, 2048))
         return (*decode, *mixed, *(RowShape(rows, block) for rows in (128, 512, 2048, 8192)))
 
     def shape(self, rows: int) -> RowShape:

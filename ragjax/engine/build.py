@@ -34,6 +34,7 @@ from ragjax.engine.measurement import cost_path, report_of, report_path
 from ragjax.engine.provision import least, planned
 from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
+from ragjax.models.decoder import WHOLE_NUMBERS, Decoder
 from ragjax.models.executables import Executables
 from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
@@ -128,7 +129,8 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     tokenizer = Tokenizer.load(local.path)
     mesh = make_mesh(options.tensor_parallel, open_checkpoint(local.path).config)
     with _room_for_weights(), host_memory() if options.tensor_parallel > 1 else nullcontext():
-        decoder = load_model(local, dtype, cache_dir(), packed=packs(mesh.size, dtype))
+        packed = packs(mesh.size, dtype)
+        decoder = load_model(local, dtype, cache_dir(), packed=packed, tiled=not options.deterministic)
     config = decoder.config
     tokenizer.check(config)
     context = _context(config, options.max_context)
@@ -160,9 +162,12 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
             widen=numbers.widen,
             whole=whole,
             executables=Executables(cache_dir() / "executables"),
-            # on a CPU 30 launches cost no more than 5, and a program of one layer loads in a fifth of the time
-            stage_layers=1 if platform() == "cpu" else None,
+            # XLA copies matrices out of a stack, but not packed ones; without a stack a program of one layer is small
+            scanned=decoder.kernels is not None,
+            stage_layers=1 if platform() == "cpu" and decoder.kernels is None else None,
         )
+    if options.deterministic:
+        _check_deterministic(decoder, runner)
     default = [chosen[name] for name in contract.strategies]
     supply = tuning = None
     step_budget = _budget(options, config)
@@ -235,6 +240,15 @@ def contract_of(
 
 def _room_for_weights() -> AbstractContextManager[None]:
     return room_for("the weights", "choose a smaller model, or share it out with --tensor-parallel")
+
+
+def _check_deterministic(decoder: Decoder, runner: Runner) -> None:
+    """Raise ConfigError if what a row computes may depend on the rows beside it."""
+    if decoder.kernels != WHOLE_NUMBERS or runner.attention_kernel is None:
+        raise ConfigError(
+            "deterministic needs a checkpoint whose matrices all have 4 to 8 bits and stay so, on one CPU in bfloat16 "
+            "(docs/kernels.md): choose another --model, or leave it out"
+        )
 
 
 def _check_names(strategies: Mapping[str, Strategy] | None) -> None:

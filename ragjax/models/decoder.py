@@ -26,6 +26,9 @@ from ragjax.kernels.cpu.packing import Packing
 from ragjax.kernels.rope import Rotation, rotate
 from ragjax.models.config import ModelConfig
 
+WHOLE_NUMBERS = "whole numbers"
+"""`Decoder.kernels` where all products are sums of whole numbers, which have the same bits for any rows."""
+
 MANY = 128
 """Rows from which on widening a matrix costs less than it gains."""
 
@@ -243,9 +246,13 @@ class Decoder(nnx.Module):
     @property
     def kernels(self) -> str | None:
         """The arithmetic of the CPU kernels that multiply packed matrices, as a name; None if no matrix is packed."""
-        values: Iterable[Any] = (weight.get_value() for weight in self.weights().values())
-        packings = [value.packing for value in values if isinstance(value, PackedMatrix)]
-        return None if not packings else "tiles" if packings[0].tiled else "whole numbers"
+        values: dict[str, Any] = {name: weight.get_value() for name, weight in self.weights().items()}
+        packings = [value.packing for value in values.values() if isinstance(value, PackedMatrix)]
+        if not packings:
+            return None
+        rest = {name: value for name, value in values.items() if not isinstance(value, PackedMatrix)}
+        others = any(value.ndim > 1 and not name.endswith("bias") for name, value in rest.items())
+        return ("tiles" if packings[0].tiled else WHOLE_NUMBERS) + (" and XLA" if others else "")
 
     def embed(self, tokens_T: jax.Array) -> jax.Array:
         """Token embeddings, float32 [T, E]."""

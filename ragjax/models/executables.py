@@ -43,11 +43,13 @@ class Executables:
     cache: XLA cannot serialise a program which that has read.
 
     Attributes:
-        refused: files that were damaged or not the user's own, and were removed.
+        kernels: the folder of compiled kernels that programs call. refused: files that were damaged or not the user's
+            own, and were removed.
     """
 
     def __init__(self, folder: Path):
         self._folder = folder
+        self.kernels = folder.parent / "kernels"
         self._kept = PrivateFolder(folder)
         self._told = set[str]()
         self.refused = 0

@@ -1,7 +1,7 @@
 """A decoder's matrices as they stay packed: which can, and their bytes.
 
-A fused matrix takes the packing that holds all its parts; one with a part that is not quantised, or in a way that is
-not read as codes, is dequantised.
+A fused matrix takes the packing that holds all its parts, and those of all layers: some checkpoints mix 4 and 6 bits.
+Where a part is not quantised, or in a way that is not read as codes, it is dequantised in all layers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.kernels.cpu.op import tiled
 from ragjax.kernels.cpu.packing import Codes, Packing, join, pack
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import own_arrays, per_kv_head
@@ -23,14 +22,23 @@ from ragjax.models.tensors import Tensors
 class Sources:
     """The matrices of a decoder that can be packed, and the tensors that each is made of.
 
+    tiled: products of many rows use AMX.
+
     Attributes:
         packings: how each is packed, by its name in the decoder.
     """
 
-    def __init__(self, config: ModelConfig, tensors: Tensors):
-        self._config, self._tensors, self._tiled = config, tensors, tiled()
-        self._parts = {name: parts for name, parts in _parts(config).items() if self._packed(parts)}
-        self.packings = {name: self._packing(parts) for name, parts in self._parts.items()}
+    def __init__(self, config: ModelConfig, tensors: Tensors, *, tiled: bool):
+        self._config, self._tensors, self._tiled = config, tensors, tiled
+        parts = _parts(config)
+        whole = [name for name, of_name in parts.items() if not self._packed(of_name)]
+        mixed = {_kind(name) for name in whole}  # one program serves all layers, so those of a kind are alike
+        self._parts = {name: of_name for name, of_name in parts.items() if _kind(name) not in mixed}
+        common = dict[str, Packing]()
+        for name, of_name in self._parts.items():
+            packing = self._packing(of_name)
+            common[_kind(name)] = common.get(_kind(name), packing).common(packing)
+        self.packings = {name: common[_kind(name)] for name in self._parts}
 
     def _packed(self, parts: tuple[str, ...]) -> bool:
         return all(self._tensors.stored[part].codes is not None for part in parts)
@@ -49,14 +57,18 @@ class Sources:
 
     def _codes(self, name: str, parts: tuple[str, ...]) -> Codes:
         read = [self._tensors.stored[part].codes for part in parts]
-        codes = join([one() for one in read if one is not None])
-        codes = replace(codes, packing=self.packings[name])
+        codes = join([one() for one in read if one is not None]).to(self.packings[name])
         if not name.endswith(".qkv"):
             return codes
         config = self._config
         ends = np.cumsum([config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2])
         rows = np.split(np.arange(ends[-1]), ends[:-1])
         return codes.rows(per_kv_head(config, rows).reshape(-1))
+
+
+def _kind(name: str) -> str:
+    """A matrix's name without its layer."""
+    return name.rsplit(".", 1)[-1]
 
 
 class _Empty(Mapping[str, NDArray[np.generic]]):

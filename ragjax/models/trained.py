@@ -21,17 +21,19 @@ from ragjax.models.hub import LocalModel
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 
 
-def load_model(model: LocalModel, dtype: DTypeLike, cache_dir: str | Path, *, packed: bool = False) -> Decoder:
+def load_model(
+    model: LocalModel, dtype: DTypeLike, cache_dir: str | Path, *, packed: bool = False, tiled: bool = True
+) -> Decoder:
     """The decoder of a model, with its adapter if it has one.
 
-    packed: as `weights.load_decoder`; an adapter that changes matrices asks for them as they are.
+    packed, tiled: as `weights.load_decoder`; an adapter that changes matrices asks for them as they are.
 
     Raises:
         ConfigError: as `weights.open_checkpoint`; if the adapter is not for these weights.
     """
     trained = None if model.adapter is None else load_trained(model.adapter)
     packed = packed and not isinstance(trained, Adapter)
-    decoder = load_decoder(model.path, dtype, cache_dir, packed=packed)
+    decoder = load_decoder(model.path, dtype, cache_dir, packed=packed, tiled=tiled)
     if trained is not None:
         check_weights(trained.about, weights_digest(model.path, cache_dir), str(model.path))
         trained.apply(decoder)

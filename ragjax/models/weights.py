@@ -90,24 +90,27 @@ def _file_digest(file: Path, memory: Path) -> bytes:
     return computed
 
 
-def load_decoder(path: str | Path, dtype: DTypeLike, cache_dir: str | Path, *, packed: bool = False) -> Decoder:
+def load_decoder(
+    path: str | Path, dtype: DTypeLike, cache_dir: str | Path, *, packed: bool = False, tiled: bool = True
+) -> Decoder:
     """Build the decoder of a checkpoint, with weights of `dtype`.
 
     Dequantised weights are kept in cache_dir, under the SHA-256 of the weights, how they are read and the dtype, as the
     decoder has them: the next start maps the file. A damaged cache is rebuilt. Raises ConfigError as `open_checkpoint`.
 
     packed: matrices that the checkpoint has in 4 to 8 bits stay so, for a CPU (`kernels.cpu`).
+    tiled: products of many rows with them use AMX where it is, and round otherwise than those of few.
     """
-    from ragjax.kernels.cpu.op import register
+    from ragjax.kernels.cpu import op
     from ragjax.models.decoder import Decoder
     from ragjax.models.packed import Sources
 
     checkpoint = open_checkpoint(path)
     if not checkpoint.quantized:
         return Decoder.from_tensors(checkpoint.config, checkpoint.tensors, np.dtype(dtype))
-    sources = Sources(checkpoint.config, checkpoint.tensors) if packed else None
+    sources = Sources(checkpoint.config, checkpoint.tensors, tiled=tiled and op.tiled()) if packed else None
     packings = {} if sources is None else sources.packings
-    register(sorted(set(packings.values()), key=repr), Path(cache_dir) / "kernels")
+    op.register(sorted(set(packings.values()), key=repr), Path(cache_dir) / "kernels")
     file = _own_file(checkpoint, sources, Path(path), np.dtype(dtype), Path(cache_dir))
     return Decoder.from_arrays(checkpoint.config, _mapped(file), np.dtype(dtype), packings)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ragjax.core import NEVER, Compression, Grid, Measure, RowShape
 from ragjax.core.compression import BY_MASS, BY_QUERIES
 from ragjax.kernels import sampling
-from ragjax.kernels.attention.op import Choice, choose
+from ragjax.kernels.attention.op import Choice, choose, register
 from ragjax.kernels.device import Device
 from ragjax.kernels.pages import Pages, move_slots
 from ragjax.kernels.reductions import measure as reductions
@@ -56,8 +56,9 @@ class Programs:
         executables: where compiled ones are kept (None: nowhere).
 
     Attributes:
-        compiled: programs by name. faults: why others could not be made ahead. ahead: true if some are made ahead, and
-        steps take those. waited_s: seconds that steps waited for programs made at their first use.
+        kernel: name of the attention kernel that they call (None: none). compiled: programs by name. faults: why others
+            could not be made ahead. ahead: true if some are made ahead, and steps take those. waited_s: seconds that
+            steps waited for programs made at their first use.
     """
 
     def __init__(
@@ -80,6 +81,9 @@ class Programs:
         self._attention = attention
         self._executables = executables
         self._device = Device.of(spec.mesh.devices.flat[0])
+        kernels = None if executables is None else executables.kernels
+        pool_dtype, capped = pool.k_LPKCD.dtype, spec.cap is not None
+        self.kernel = register(config.head_dim, pool_dtype, capped, self._device, kernels)
         self._pool_sharding = NamedSharding(spec.mesh, POOL)
         self._everywhere = NamedSharding(spec.mesh, P())
         self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}
@@ -231,7 +235,7 @@ class Programs:
         spec = self._spec
         arrays = jax.tree.leaves((self._weights.ends, self._weights.stages[0], self._pool, self._rotation))
         return (
-            *(self._config.to_json(), str(spec.mesh), self._attention, self._weights.depth),
+            *(self._config.to_json(), str(spec.mesh), self._attention, self.kernel, self._weights.depth),
             *(spec.scanned, spec.scale, spec.widen, spec.cap),
             *((x.shape, str(x.dtype), str(x.sharding)) for x in arrays),
             *(str(spec.stage), str(jax.tree.structure(self._weights.ends))),  # how matrices are packed

@@ -161,6 +161,11 @@ class Runner(DevicePool):
         super().__init__(jitted, len(weights.stages), config.num_layers // reach, programs, rotation)
 
     @property
+    def attention_kernel(self) -> str | None:
+        """Name of the CPU's attention kernel that programs call; it computes a row alike in any step."""
+        return self._programs.kernel
+
+    @property
     def held(self) -> str:
         """Permanent memory of the devices, for people to read."""
         arrays = jax.tree.leaves((self._weights.ends, self._weights.stages)), jax.tree.leaves(self._pools)

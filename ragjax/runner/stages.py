@@ -19,6 +19,7 @@ from ragjax.kernels import sampling
 from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.attention.split import merge_states
 from ragjax.kernels.blocks import Blocks, visible_blocks
+from ragjax.kernels.cpu.op import PackedMatrix
 from ragjax.kernels.pages import Pages, as_units, write_pages
 from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.rope import Rotation
@@ -202,14 +203,17 @@ def stage(
         return block.finish(x_TE, out_THD), pool, found
 
     if spec.scanned:
+        # a packed matrix is read in its stack: XLA would copy it out
+        stacked, definition = jax.tree.flatten(weights, is_leaf=lambda x: isinstance(x, PackedMatrix))
+        sliced = [None if isinstance(x, PackedMatrix) else x[:layers] for x in stacked]
 
         def body(carry: tuple[jax.Array, Pages], xs: tuple[Any, jax.Array]) -> Any:
-            x_TE, pool, found = layer(*carry, *xs)
+            parts, index = xs
+            own = [replace(x, layer=index) if part is None else part for x, part in zip(stacked, parts, strict=True)]
+            x_TE, pool, found = layer(*carry, jax.tree.unflatten(definition, own), index)
             return (x_TE, pool), found
 
-        if place.layer_L is not None or layers < pool.k_LPKCD.shape[0]:
-            weights = jax.tree.map(lambda weight: weight[:layers], weights)
-        (x_TE, pool), found_L = lax.scan(body, (x_TE, pool), (weights, jnp.arange(layers, dtype=jnp.int32)))
+        (x_TE, pool), found_L = lax.scan(body, (x_TE, pool), (sliced, jnp.arange(layers, dtype=jnp.int32)))
         return x_TE, pool, found_L if measure else jnp.zeros(0)
     found = []
     for index, state in enumerate(weights[:layers]):

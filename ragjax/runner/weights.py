@@ -73,7 +73,7 @@ def without_layers(decoder: Decoder) -> Decoder:
 
 def _stack(states: Sequence[Parameters]) -> Parameters:
     def stack(*weights: Weight) -> Weight:
-        value = jnp.stack([w.get_value() for w in weights])
+        value = jax.tree.map(lambda *parts: jnp.stack(parts), *(w.get_value() for w in weights))
         return Weight(value, axes=("layers", *weights[0].axes))
 
     stacked: Parameters = jax.tree.map(stack, *states, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -24,7 +24,7 @@ def test_a_gpu_answers_as_a_cpu(dtype: str, tmp_path: Path) -> None:
         with np.load(file) as arrays:
             found[platform] = {name: arrays[name] for name in arrays.files}
     cpu, gpu = found["cpu"], found["cuda"]
-    assert gpu.pop("backends").tolist() == ["triton"] and cpu.pop("backends").tolist() == ["xla"]
+    assert gpu.pop("backends").tolist() == ["triton"] and cpu.pop("backends").tolist() in (["cpu"], ["xla"])
     assert cpu.keys() == gpu.keys() and len(cpu) > 80
     for name, what in cpu.items():
         if name.endswith("logits"):

@@ -15,7 +15,9 @@ from tests.support import tiny
 from tests.support.matrix import few
 from tests.support.pace import Hold
 
-GRID = Grid(rows=((2, 2), (4, 1), (8, 1), (12, 8, 4), (16, 8), (64, 16)), entries=(96,), wide=320)
+GRID = Grid(
+    rows=((2, 2), (4, 1, 0, True), (8, 1, 0, True), (12, 8, 4, True), (16, 8), (64, 16)), entries=(96,), wide=320
+)
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,9 @@ def by_form(form: str, codes: Codes, x_TI: NDArray[np.float32], norm: NDArray[np
     name = f"{product.kernel_name(packing, norm is not None)}_{form}"
     scale = np.zeros(1, np.float32) if norm is None else np.append(norm, np.float32(EPS))
     weight = jnp.asarray(pack(replace(codes, packing=packing)))
-    made: jax.Array = jax.jit(jax.ffi.ffi_call(name, (out, scratch)))(x_TI, scale, weight)[0]
+    made: jax.Array = jax.jit(jax.ffi.ffi_call(name, (out, scratch)))(x_TI, scale, weight[None], np.zeros(1, np.int32))[
+        0
+    ]
     return made
 
 
@@ -250,6 +252,22 @@ def test_what_is_no_number_stays_in_its_row_and_shows(form: str | None, wrong: f
     others = np.arange(20) != 5
     assert (made_TO[others] == clean_TO[others]).all()
     assert not np.isfinite(made_TO[5]).any()
+
+
+@pytest.mark.parametrize("rows", [2, op.MANY])
+def test_a_matrix_of_a_stack_has_the_bits_of_the_matrix_alone(rows: int) -> None:
+    """Its place in the stack is an array, so that one program serves all layers."""
+    x_TI = np.random.default_rng(5).normal(size=(rows, 64)).astype(np.float32)
+    weights = [weight_of(random_codes(replace(PAIR[0], tiled=op.tiled()), 40, 64, seed)) for seed in range(3)]
+    stack = replace(weights[0], data=jnp.stack([weight.data for weight in weights]))
+
+    @jax.jit
+    def product_of(layer: jax.Array) -> jax.Array:
+        return op.packed_product(x_TI, replace(stack, layer=layer), 64, None)
+
+    for layer, weight in enumerate(weights):
+        alone = op.packed_product(jnp.asarray(x_TI), weight, 64, None)
+        np.testing.assert_array_equal(product_of(jnp.int32(layer)), alone)
 
 
 def test_bytes_of_tiles_hold_all_rows() -> None:

@@ -9,8 +9,10 @@ import logging
 import shutil
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -25,14 +27,17 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from ragjax.core import ConfigError
+from ragjax.kernels.cpu import op
+from ragjax.kernels.cpu.op import PackedMatrix
 from ragjax.models import gguf as source
-from ragjax.models import packed, weights
+from ragjax.models import weights
 from ragjax.models.config import Family, LongRope, ModelConfig, RopeScaling
 from ragjax.models.decoder import Decoder
 from ragjax.models.gguf import read_gguf, unpermute_rope_rows
 from ragjax.models.tensors import Checkpoint, Stored, Tensors, expected_shapes
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 from ragjax.runner.runner import Runner
+from tests.support import steps
 
 Array = NDArray[Any]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -166,6 +171,7 @@ def write_gguf(
     tensors: Mapping[str, Array],
     quant: Quant = Quant.F32,
     extra: Mapping[str, Array] | None = None,
+    quants: Mapping[str, Quant] = MappingProxyType({}),
 ) -> Path:
     architecture = "llama" if config.family == "mistral" else config.family
     writer = gguf.GGUFWriter(path, architecture)
@@ -191,7 +197,7 @@ def write_gguf(
             value = permute(value, config.num_heads)
         if architecture == "llama" and name.endswith("k_proj.weight"):
             value = permute(value, config.num_kv_heads)
-        kind = quant if value.ndim == 2 else Quant.F32
+        kind = quants.get(name, quant) if value.ndim == 2 else Quant.F32
         stored = value if kind == Quant.F32 else gguf.quantize(value, kind)
         writer.add_tensor(gguf_name(name, config.family), stored, raw_dtype=kind)
     for name, value in (extra or {}).items():
@@ -527,12 +533,33 @@ def test_packed_weights_give_the_logits_of_widened_ones(
         assert not matrices, f"start {start} widens {matrices}"
 
 
-def test_programs_of_other_packings_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other", [Quant.Q8_0, Quant.F16])
+def test_layers_of_mixed_types_are_alike_and_run_as_one_program(tmp_path: Path, other: Quant) -> None:
+    """As Q4_K_M has them. A stack of packed layers gives the bits of programs in which layers stand alone."""
+    config = replace(tiny("llama"), num_layers=4)
+    quants = {f"model.layers.{i}.mlp.down_proj.weight": other for i in (0, 3)}
+    file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Quant.Q4_1, quants=quants)
+    wide = logits(load_decoder(file, "float32", tmp_path / "cache"))
+
+    def last(*, scanned: bool, depth: int) -> Array:
+        decoder = load_decoder(file, "bfloat16", tmp_path / "cache", packed=True)
+        assert isinstance(decoder.layers[0].down[...], PackedMatrix) == (other is Quant.Q8_0)
+        runner = Runner(decoder, pages=3, page_size=steps.PAGE, grid=steps.GRID, scanned=scanned, stage_layers=depth)
+        part = steps.whole(np.arange(9, dtype=np.int32), 1)
+        return runner.logits(runner.step(steps.step_of([part], 24)), [8])[0]
+
+    found = last(scanned=True, depth=2)
+    np.testing.assert_allclose(found, wide[8], atol=0.05 * np.ptp(wide))
+    if other is Quant.Q8_0:
+        np.testing.assert_array_equal(found, last(scanned=False, depth=1))
+
+
+@pytest.mark.skipif(not op.tiled(), reason="this machine has no AMX")
+def test_programs_of_other_packings_are_kept_apart(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", tiny("llama"), random_tensors(tiny("llama")), Quant.Q4_0)
 
     def facts(*, tiled: bool) -> dict[str, object]:
-        monkeypatch.setattr(packed, "tiled", lambda: tiled)
-        decoder = load_decoder(file, "bfloat16", tmp_path / "cache", packed=True)
+        decoder = load_decoder(file, "bfloat16", tmp_path / "cache", packed=True, tiled=tiled)
         return Runner(decoder, pages=3, page_size=16)._programs._facts(("sample", 1, 0))
 
     assert facts(tiled=False) == facts(tiled=False) != facts(tiled=True)

@@ -26,11 +26,13 @@ CHARACTERS = 300
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.smoke, pytest.mark.optimised]
 
 
-def load(model: Path, dtype: str, disk: Path) -> Engine:
+def load(model: Path, numbers: str, disk: Path) -> Engine:
     """A pool that holds little more than one request: every question drives the others out."""
+    dtype = "float32" if numbers == "float32" else "bfloat16"
     return Engine.load(
         model,
         dtype=dtype,
+        deterministic=numbers == "deterministic",
         device_cache_gb=0.025 if dtype == "float32" else 0.0125,
         max_context=256,
         compile=False,
@@ -40,8 +42,9 @@ def load(model: Path, dtype: str, disk: Path) -> Engine:
 
 
 def ask(engine: Engine, question: str, strategy: str, documents: Sequence[Document] | None = None) -> Answer:
+    drawn = {"temperature": 1.0, "seed": 7} if engine.options.deterministic else {}
     return engine.answer(
-        question, strategy=strategy, documents=documents, max_tokens=NEW_TOKENS, logprobs=2, want_logits=True
+        question, strategy=strategy, documents=documents, max_tokens=NEW_TOKENS, logprobs=2, want_logits=True, **drawn
     )
 
 
@@ -53,9 +56,16 @@ def ask_about(engine: Engine, number: int, strategy: str) -> Answer:
 
 
 def assert_equal(engine: Engine, answer: Answer, reference: Answer) -> None:
-    """Same tokens; in bfloat16 they may part where the model itself is undecided within the tolerance."""
+    """Same tokens; in bfloat16 they may part where the model itself is undecided within the tolerance.
+
+    Where the engine is deterministic the bits are the same, and with a seed the tokens.
+    """
     assert answer.exact_to == reference.exact_to == "full"
     assert answer.logits is not None and reference.logits is not None
+    if engine.options.deterministic:
+        np.testing.assert_array_equal(answer.logits, reference.logits)
+        assert answer.tokens == reference.tokens and answer.logprobs == reference.logprobs
+        return
     tolerance = 1e-3 if engine.dtype == "float32" else 0.6
     assert np.abs(answer.logits - reference.logits).max() <= tolerance
     if engine.dtype == "float32":
@@ -68,10 +78,10 @@ def assert_equal(engine: Engine, answer: Answer, reference: Answer) -> None:
             return
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
-def test_wherever_kv_comes_from(dtype: str, smollm_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", ["float32", "deterministic", pytest.param("bfloat16", marks=pytest.mark.long)])
+def test_wherever_kv_comes_from(numbers: str, smollm_path: Path, tmp_path: Path) -> None:
     """Cold, warm, several at once, from host memory once others drove it out, and from the disk after a restart."""
-    with load(smollm_path, dtype, tmp_path / "disk") as engine:
+    with load(smollm_path, numbers, tmp_path / "disk") as engine:
         reference = [ask_about(engine, i, "full") for i in QUESTIONS]
         cold = [ask_about(engine, i, "prefix") for i in QUESTIONS]
         warm = [ask_about(engine, i, "prefix") for i in QUESTIONS]
@@ -82,7 +92,7 @@ def test_wherever_kv_comes_from(dtype: str, smollm_path: Path, tmp_path: Path) -
         stormed = [ask_about(engine, i, "prefix") for i in QUESTIONS]
         engine.audit()
         assert ask_about(engine, QUESTIONS[0], "naive").exact_to is None
-    with load(smollm_path, dtype, tmp_path / "disk") as engine:
+    with load(smollm_path, numbers, tmp_path / "disk") as engine:
         restarted = [ask_about(engine, i, "prefix") for i in QUESTIONS]
         for i, expected in enumerate(reference):
             for answers in (cold, warm, batched, stormed, restarted):

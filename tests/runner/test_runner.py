@@ -597,10 +597,10 @@ def test_fallback_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING):
         for rows in (24, 24, 2):
             compute(made, [piece(whole(tokens_of(0, 21), 3), 20, 21)], rows)
-    assert made.calls == {"xla": 6}
+    assert made.calls == {"cpu": 6}
     assert made.fallbacks == {"triton: it runs on GPUs, not on cpu": 6}
     assert [r.getMessage() for r in caplog.records] == [
-        "attention runs on xla instead of triton: it runs on GPUs, not on cpu"
+        "attention runs on cpu instead of triton: it runs on GPUs, not on cpu"
     ]
 
 

@@ -111,7 +111,7 @@ def test_on_the_gpu_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton kernel, interpreted, serves blocks of places as it serves blocks of prefill."""
     interpreted = attention.Backend(partial(attention_triton.attend, interpret=True), lambda *_: None)
     monkeypatch.setitem(attention.BACKENDS, "triton", interpreted)  # type: ignore[arg-type]
-    runner = make_runner(attention="triton", grid=Grid(rows=((4, 1), (24, 8)), entries=(16,), logits=(2, 4)))
+    runner = make_runner(attention="triton", grid=Grid(rows=((4, 1, 0, True), (24, 8)), entries=(16,), logits=(2, 4)))
     prompts, rows = requests(runner, 3)
     step = share(step_of(rows, 4, grid=runner.grid), (0, 1, 2), runner.grid)
     for got, prompt in zip(logits_of(runner, step, 3), prompts, strict=True):

@@ -17,8 +17,11 @@ from tests.support.states import Started, table
 
 PAGE = 4
 STAGES = (0, 1, 2)
-SMALL = Grid(rows=((2, 2), (4, 1), (16, 8), (64, 16)), entries=(8, 96), logits=(2, 4))
-MIXED = Grid(rows=((2, 2), (4, 1), (8, 1), (12, 8, 4), (24, 8, 8), (16, 8), (64, 16)), entries=(8, 96), wide=200)
+SMALL = Grid(rows=((2, 2), (4, 1, 0, True), (16, 8), (64, 16)), entries=(8, 96), logits=(2, 4))
+MIXED = Grid(
+    rows=((2, 2), (4, 1, 0, True), (8, 1, 0, True), (12, 8, 4, True), (24, 8, 8, True), (16, 8), (64, 16)),
+    entries=(8, 96), wide=200,
+)  # fmt: skip
 
 
 def make_prompt(*segments):

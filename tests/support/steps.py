@@ -24,7 +24,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-GRID = Grid(rows=((2, 2), (4, 1), (12, 8, 4), (24, 8)), entries=(16,), logits=(2, 4))
+GRID = Grid(rows=((2, 2), (4, 1, 0, True), (12, 8, 4, True), (24, 8)), entries=(16,), logits=(2, 4))
 
 
 def make_decoder(config: ModelConfig = CONFIG, dtype: str = "float32") -> Decoder:

@@ -2,9 +2,9 @@
 
 Query rows (any subset of the tokens of many requests) attend to keys that lie in a paged pool, under the rule of
 `visibility`. A cached key is stored rotated at the position it was computed at; an entry's RoPE offset moves it to
-where it takes part, without copying or rewriting the page. `reference.py` is the definition, `xla.py` the
-blockwise form and the fallback, `cpu.py` the kernel for CPUs, `triton.py` the Pallas kernels for GPUs, `mosaic.py` the
-one for Hopper.
+where it takes part, without copying or rewriting the page. `reference.py` is the definition, `xla.py` the blockwise
+form and the fallback, `triton.py` the Pallas kernels for GPUs, `mosaic.py` the one for Hopper, and
+`kernels/cpu/attention.py` the kernel for CPUs.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import jax
+from jax.typing import DTypeLike
 
 from ragjax.kernels.attention import reference, triton, xla
 from ragjax.kernels.device import Device
@@ -37,7 +39,7 @@ def _mosaic() -> ModuleType:
 
 def _cpu() -> ModuleType:
     """Imported where it serves: it needs llvmlite."""
-    return import_module("ragjax.kernels.attention.cpu")
+    return import_module("ragjax.kernels.cpu.attention")
 
 
 def _cpu_refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
@@ -60,7 +62,7 @@ BACKENDS: dict[str, Backend] = {
     ),
 }
 
-PREFERRED: Mapping[str, tuple[str, ...]] = {"gpu": ("triton", "xla")}
+PREFERRED: Mapping[str, tuple[str, ...]] = {"cpu": ("cpu", "xla"), "gpu": ("triton", "xla")}
 """Backends by platform, best first; others have XLA alone. Mosaic comes before them where it is the fastest."""
 
 
@@ -89,6 +91,22 @@ def choose(q_THD: jax.Array, view: View, device: Device, backend: str | None = N
             return Choice(name, refused)
         refused[name] = reason
     raise AssertionError("unreachable: XLA refuses nothing")
+
+
+def register(dim: int, dtype: DTypeLike, capped: bool, device: Device, folder: Path | None) -> str | None:
+    """Register the kernel that compiled programs of this device call by its name; returns it (None: they call none).
+
+    Args:
+        dim: of a head.
+        dtype: of the pool.
+        capped: logits have a soft cap.
+        device: that the programs run on.
+        folder: where the compiled kernel is kept (None: nowhere).
+    """
+    if device.platform != "cpu" or find_spec("llvmlite") is None or _cpu().unserved(dim, dtype) is not None:
+        return None
+    name: str = _cpu().register(dim, dtype, capped, folder)
+    return name
 
 
 def paged_interval_attention(

@@ -28,12 +28,14 @@ MANY = 8
 class PackedMatrix:
     """A matrix of 4 or 8 bits, as `kernels.cpu.packing` stores it.
 
-    data: uint8. shape: of the matrix that it stands for: outputs first; its last axes are inputs. packing: how.
+    data: uint8 [panels, bytes], or [L, panels, bytes] of a stack. shape: of the matrix that it stands for: outputs
+    first; its last axes are inputs. packing: how. layer: which of a stack it is, int32.
     """
 
     data: jax.Array
     shape: tuple[int, ...] = field(metadata={"static": True})
     packing: Packing = field(metadata={"static": True})
+    layer: jax.Array | None = None
 
     dtype = jnp.dtype(jnp.bfloat16)
     """Of keys and values that are computed with it."""
@@ -119,7 +121,9 @@ def packed_product(
     out = jax.ShapeDtypeStruct((rows, outputs), jnp.float32)
     scale = jnp.zeros(1) if norm is None else jnp.append(norm[0], jnp.float32(norm[1]))
     call = jax.ffi.ffi_call(_name(packing, norm is not None), (out, scratch))
-    made: jax.Array = call(x_TI.astype(jnp.float32), scale, weight.data)[0]
+    stack = weight.data.reshape(-1, *weight.data.shape[-2:])
+    layer = jnp.zeros(1, jnp.int32) if weight.layer is None else weight.layer.reshape(1)
+    made: jax.Array = call(x_TI.astype(jnp.float32), scale, stack, layer)[0]
     return made
 
 

@@ -19,7 +19,7 @@ from ragjax.kernels.cpu.packing import PANEL, Packing
 TOGETHER = 16
 """Rows whose numbers lie together."""
 
-_X, _SCALE, _WEIGHT, _OUT, _DIGITS = range(5)  # of the buffers
+_X, _SCALE, _WEIGHT, _LAYER, _OUT, _DIGITS = range(6)  # of the buffers
 
 
 @dataclass(frozen=True)
@@ -221,20 +221,32 @@ def form_for(machine: Machine) -> Form:
 
 
 def product(packing: Packing, machine: Machine, *, normed: bool) -> Kernel:
-    """X [T, K] times a packed matrix [N, K]: float32 [T, N]; digits are scratch, uint8 (`Digits.bytes`)."""
+    """X [T, K] times a packed matrix [N, K], one of a stack: float32 [T, N]; digits are scratch (`Digits.bytes`)."""
     form = form_for(machine)
     digits = digits_for(packing, machine)
 
     def tiles(code: Code, frame: CallFrame) -> Value:
-        panels = frame.size(_WEIGHT, 0)
+        panels = PackedStack(frame).panels
         return (panels + panels_of_part(panels) - 1) / panels_of_part(panels)
 
     def body(code: Code, frame: CallFrame, tile: Value) -> None:
-        width = panels_of_part(frame.size(_WEIGHT, 0))
-        end = code.least(tile * width + width, frame.size(_WEIGHT, 0))
-        _by_rows(code, frame, packing, digits, form, tile * width, end)
+        panels = PackedStack(frame).panels
+        width = panels_of_part(panels)
+        _by_rows(code, frame, packing, digits, form, tile * width, code.least(tile * width + width, panels))
 
-    return Kernel(kernel_name(packing, normed), 3, (quantize_rows(digits, normed=normed), KernelPhase(tiles, body)))
+    return Kernel(kernel_name(packing, normed), 4, (quantize_rows(digits, normed=normed), KernelPhase(tiles, body)))
+
+
+class PackedStack:
+    """The matrix of a product's call: uint8 [L, panels, bytes], and which of L it is, int32 [1]."""
+
+    def __init__(self, frame: CallFrame):
+        self._frame = frame
+        self.panels = frame.size(_WEIGHT, 1)
+
+    def at(self, panel: Value) -> Pointer:
+        layer = self._frame.data(_LAYER, I32)[0].cast(I64)
+        return self._frame.data(_WEIGHT, I8).at((layer * self.panels + panel) * self._frame.size(_WEIGHT, 2))
 
 
 def _by_rows(
@@ -242,9 +254,9 @@ def _by_rows(
 ) -> None:
     """Panels, as many rows at a time as the registers hold."""
     rows, blocks = frame.size(_X, 0), frame.size(_X, 1) / packing.block
-    kind = vector(F32, form.lanes)
+    kind, stack = vector(F32, form.lanes), PackedStack(frame)
     for panel in code.range(begin, end):
-        weight = frame.data(_WEIGHT, I8).at(panel * frame.size(_WEIGHT, 1))
+        weight = stack.at(panel)
         first = code.variable(code.constant(I64, 0))
         for together in form.rows:
             whole = first.value + (rows - first.value) / together * together

@@ -11,7 +11,7 @@ from llvmlite import ir
 from ragjax.kernels.cpu.code import BF16, F32, I8, I16, I32, Code, Pointer, Value, vector
 from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelPhase
 from ragjax.kernels.cpu.packing import PANEL, Packing
-from ragjax.kernels.cpu.product import factors, panels_of_part, root_mean_square
+from ragjax.kernels.cpu.product import PackedStack, factors, panels_of_part, root_mean_square
 
 ROWS = 16
 """Rows of a tile."""
@@ -22,7 +22,7 @@ UNIT_BYTES = ROWS * 64
 CHUNK = 64
 """Units of a panel that are kept as bfloat16 at a time: two panels take 128 KB of the second cache."""
 
-_X, _SCALE, _WEIGHT, _OUT, _CAST = range(5)  # of the buffers
+_X, _SCALE, _OUT, _CAST = 0, 1, 4, 5  # of the buffers, as in `product`
 
 _VOID = ir.VoidType()
 
@@ -97,14 +97,14 @@ class Tiles:
 
 
 def product(packing: Packing, name: str, *, normed: bool) -> Kernel:
-    """Rows [T, K] times a packed matrix [N, K]: float32 [T, N]; the cast rows are scratch, uint8 (`cast_bytes`)."""
+    """Rows [T, K] times a packed matrix [N, K], one of a stack: float32 [T, N]; the cast rows are scratch."""
 
     def tiles(code: Code, frame: CallFrame) -> Value:
-        panels = frame.size(_WEIGHT, 0)
+        panels = PackedStack(frame).panels
         return (panels + panels_of_part(panels) - 1) / panels_of_part(panels)
 
     def body(code: Code, frame: CallFrame, tile: Value) -> None:
-        panels = frame.size(_WEIGHT, 0)
+        panels = PackedStack(frame).panels
         begin = tile * panels_of_part(panels)
         end = code.least(begin + panels_of_part(panels), panels)
         room = _TileRoom(code)
@@ -115,7 +115,7 @@ def product(packing: Packing, name: str, *, normed: bool) -> Kernel:
             _multiply_panels(code, frame, packing, room, panel, 1)
         room.tiles.close()
 
-    return Kernel(name, 3, (cast_rows(normed=normed), KernelPhase(tiles, body)))
+    return Kernel(name, 4, (cast_rows(normed=normed), KernelPhase(tiles, body)))
 
 
 class _TileRoom:
@@ -134,11 +134,11 @@ def _multiply_panels(
     code: Code, frame: CallFrame, packing: Packing, room: _TileRoom, panel: Value, panels: int
 ) -> None:
     """All rows times one panel or two, a chunk of inputs after the other."""
-    rows, units = frame.size(_X, 0), frame.size(_X, 1) / 32
+    rows, units, stack = frame.size(_X, 0), frame.size(_X, 1) / 32, PackedStack(frame)
     for chunk in code.range(0, units, CHUNK):
         chunk_end = code.least(chunk + CHUNK, units)
         for number in range(panels):
-            weight = frame.data(_WEIGHT, I8).at((panel + number) * frame.size(_WEIGHT, 1))
+            weight = stack.at(panel + number)
             for unit in code.range(chunk, chunk_end):
                 place = room.spread.at((unit - chunk + number * CHUNK) * UNIT_BYTES)
                 _widen(code, packing, weight.at(unit * (32 // packing.block * packing.block_bytes)), place)

@@ -10,12 +10,14 @@ dtype, bfloat16 or float32, and sum in float32.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from llvmlite import ir
 
 from ragjax.core import NEVER
@@ -66,10 +68,15 @@ class AttentionForm:
     @staticmethod
     def of(view: View, machine: Machine) -> AttentionForm:
         pool = view.pages.k_LPKCD
-        bits, wide = pool.dtype != jnp.float32, machine.has("avx512f")
-        tiled = bits and machine.has("amx-bf16", "avx512bf16", "avx512f")
+        return AttentionForm.made_for(pool.shape[-1], pool.dtype, view.cap is not None, machine)
+
+    @staticmethod
+    def made_for(dim: int, dtype: DTypeLike, capped: bool, machine: Machine) -> AttentionForm:
+        """dim: of a head. dtype: of the pool. capped: logits are."""
+        bits, wide = jnp.dtype(dtype) != jnp.float32, machine.has("avx512f")
+        tiled = bits and dim % 32 == 0 and machine.has("amx-bf16", "avx512bf16", "avx512f")
         fused = machine.has("fma") or machine.has("neon")
-        return AttentionForm(pool.shape[-1], bits, view.cap is not None, tiled, 16 if wide else 8, fused)
+        return AttentionForm(dim, bits, capped, tiled, 16 if wide else 8, fused)
 
     def name(self, machine: Machine) -> str:
         flags = "".join("ny"[flag] for flag in (self.bits, self.capped, self.tiled, self.fused))
@@ -82,14 +89,28 @@ class AttentionForm:
 
 
 def refusal(q_THD: jax.Array, view: View) -> str | None:
-    """Why the kernel cannot serve this call, or None; then it is compiled, and programs that were kept can call it."""
-    dim, dtype = q_THD.shape[-1], view.pages.k_LPKCD.dtype
-    if dim % 32 or dim > 256:
-        return f"head dimension {dim} is not a multiple of 32 up to 256"
-    if dtype == jnp.float16:
-        return f"the pool is {dtype}"
-    _compiled(AttentionForm.of(view, Machine.here()), Machine.here())
+    """Why the kernel cannot serve this call, or None."""
+    return unserved(q_THD.shape[-1], view.pages.k_LPKCD.dtype)
+
+
+def unserved(dim: int, dtype: DTypeLike) -> str | None:
+    """Why the kernel cannot serve heads of this dimension in a pool of this dtype, or None."""
+    if dim % 16 or dim > 256:
+        return f"head dimension {dim} is not a multiple of 16 up to 256"
+    if jnp.dtype(dtype) == jnp.float16:
+        return "the pool is float16"
     return None
+
+
+def register(dim: int, dtype: DTypeLike, capped: bool, folder: Path | None = None) -> str:
+    """Compile the kernel for such heads, once a process, and register it with JAX; returns its name.
+
+    folder: where it is kept (None: nowhere).
+    """
+    machine = Machine.here()
+    form = AttentionForm.made_for(dim, dtype, capped, machine)
+    _registered(_Wanted(form, machine, folder))
+    return form.name(machine)
 
 
 def attend(q_THD: jax.Array, view: View, machine: Machine | None = None) -> tuple[jax.Array, jax.Array]:
@@ -97,7 +118,7 @@ def attend(q_THD: jax.Array, view: View, machine: Machine | None = None) -> tupl
     t, heads, dim = q_THD.shape
     machine = machine or Machine.here()
     form = AttentionForm.of(view, machine)
-    _compiled(form, machine)
+    _registered(_Wanted(form, machine))
     entries = view.entries
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((t, heads, dim), (t, heads))]
     out_THD, lse_TH = jax.ffi.ffi_call(form.name(machine), shapes)(
@@ -120,12 +141,18 @@ def attend(q_THD: jax.Array, view: View, machine: Machine | None = None) -> tupl
     return out_THD.astype(q_THD.dtype), lse_TH
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    form: AttentionForm
+    machine: Machine
+    folder: Path | None = field(default=None, compare=False)  # a kernel is registered once, wherever it is kept
+
+
 @cache
-def _compiled(form: AttentionForm, machine: Machine) -> KernelLibrary:
-    """The kernel, which is registered; it lives as long as the process."""
-    name = form.name(machine)
+def _registered(wanted: _Wanted) -> KernelLibrary:
+    form, name = wanted.form, wanted.form.name(wanted.machine)
     kernel = Kernel(name, _OUT, (KernelPhase(_tiles, lambda *x: _Writer(form, *x).write()),))
-    return KernelLibrary(name, lambda: [kernel], machine, None)
+    return KernelLibrary(name, lambda: [kernel], wanted.machine, wanted.folder)
 
 
 def _tiles(code: Code, frame: CallFrame) -> Value:
@@ -533,7 +560,8 @@ class _Writer:
 
     def _take_key(self, key: Pointer, to: Pointer, offset: Value) -> None:
         code, form = self.code, self.form
-        lanes, half = 16, form.dim // 2
+        half = form.dim // 2
+        lanes = 8 if half % 16 else 16
 
         def put(at: int, x: Value) -> None:
             if form.bits:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ragjax.kernels.attention import cpu
 from ragjax.kernels.blocks import visible_blocks
+from ragjax.kernels.cpu import attention as cpu
 from ragjax.kernels.cpu.code import F32, Code, Value, vector
 from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelLibrary, KernelPhase, Machine
 from ragjax.kernels.pages import Pages, to_storage
@@ -29,6 +29,8 @@ SHAPES = {
     "d64-p16-g3-b1-bits": Shape(64, 16, 2, 3, 1, 24, "uint16", scaled=True),
     "d128-p64-g8-b128-bits": Shape(128, 64, 1, 8, 128, 128, "uint16"),
     "d64-p16-g7-b8-bfloat16": Shape(64, 16, 1, 7, 8, 32, "bfloat16"),
+    "d16-p16-g2-b2": Shape(16, 16, 2, 2, 2, 24, max_offset=FAR),
+    "d80-p16-g4-b8-bits": Shape(80, 16, 1, 4, 8, 32, "uint16", max_offset=FAR),
     "d32-p8-g2-b16-capped": Shape(32, 8, 2, 2, 16, 32, cap=1.5),
     "d64-p8-g2-b2-bits-capped": Shape(64, 8, 2, 2, 2, 24, "uint16", cap=1.5),
 }
@@ -205,7 +207,7 @@ KEPT: list[KernelLibrary] = []
 
 @pytest.mark.parametrize(
     ("shape", "reason"),
-    [(replace(PLAIN, dim=16), "head dimension 16"), (replace(PLAIN, dtype="float16"), "float16"), (PLAIN, None)],
+    [(replace(PLAIN, dim=24), "head dimension 24"), (replace(PLAIN, dtype="float16"), "float16"), (PLAIN, None)],
 )
 def test_refusal(shape: Shape, reason: str | None) -> None:
     case = rich_case(shape)

@@ -345,7 +345,7 @@ class Setting:
         """Row buckets that fit the passes measured here; one entry bucket, to compile few programs."""
         # with its padded group a block fills the 128 rows of a kernel
         block = 128 // (1 << (config.num_groups - 1).bit_length())
-        rows = (RowShape(8, 1), *(RowShape(n, block) for n in self.rows))
+        rows = (RowShape(8, 1, shares=True), *(RowShape(n, block) for n in self.rows))
         return Grid(rows=rows, entries=(self.entries,), logits=(1, 8))
 
 

@@ -19,6 +19,9 @@ from ragjax.kernels.cpu.packing import PANEL, Packing
 TOGETHER = 16
 """Rows whose numbers lie together."""
 
+AHEAD = 2048
+"""Bytes of a matrix that are asked for before they are needed; the CPU itself stops at each page of memory."""
+
 _X, _SCALE, _WEIGHT, _LAYER, _OUT, _DIGITS = range(6)  # of the buffers
 
 
@@ -266,6 +269,7 @@ def _by_rows(
                 sums = [[code.variable(code.constant(kind, 0)) for _ in parts] for _ in range(together)]
                 for b in code.range(0, blocks):
                     block = weight.at(b * packing.block_bytes)
+                    code.prefetch(block.at(AHEAD), packing.block_bytes)
                     place = numbers.at(b * digits.block_bytes)
                     within = row % TOGETHER
                     of_row = place.at(within * digits.row_bytes)

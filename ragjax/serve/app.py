@@ -20,7 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from ragjax import core
 from ragjax.serve import page
 from ragjax.serve.description import describe
-from ragjax.serve.embedding import EmbeddingBody, EmbeddingQueue
+from ragjax.serve.embedding import EmbeddingBody, EmbeddingQueue, RerankBody
 from ragjax.serve.error import ApiError, api_error, in_anthropics_form
 from ragjax.serve.ignored_fields import take_ignored
 from ragjax.serve.library import LibraryEndpoints
@@ -112,6 +112,7 @@ def create_app(
         ("/v1/chat/completions", endpoints.chat),
         ("/v1/completions", endpoints.completion),
         ("/v1/embeddings", endpoints.embedding),
+        ("/v1/rerank", endpoints.rank),
         ("/v1/responses", endpoints.response),
         ("/v1/messages", endpoints.message),
         ("/v1/messages/count_tokens", endpoints.count),
@@ -298,10 +299,19 @@ class _Endpoints:
             await asyncio.to_thread(self._engine.library.use, request.tenant, name)
 
     async def embedding(self, body: EmbeddingBody, request: Request) -> Response:
+        notices = self._of_encoder(body)
+        return await respond(self._embedder.answer(request.state.tenant, body, notices), request)
+
+    async def rank(self, body: RerankBody, request: Request) -> Response:
+        notices = self._of_encoder(body)
+        return await respond(self._embedder.rank(request.state.tenant, body, notices), request)
+
+    def _of_encoder(self, body: EmbeddingBody | RerankBody) -> tuple[str, ...]:
+        """Returns notices about a body, whose model must be the encoder."""
         name, notices = self._engine.embedding_model, take_ignored(body, strict=self._strict)
         if body.model != name:
             raise _no_model(body.model, name)
-        return await respond(self._embedder.answer(request.state.tenant, body, notices), request)
+        return notices
 
     async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:
         notices = take_ignored(body, strict=self._strict)

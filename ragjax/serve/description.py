@@ -22,7 +22,7 @@ ERRORS = {
     507: "the disk of the server is full",
 }
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-NAMING = (*GENERATING, "/v1/messages/count_tokens", "/v1/embeddings", "/v1/vector_stores")
+NAMING = (*GENERATING, "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/v1/vector_stores")
 """Routes whose bodies name a model or files, which may not be there."""
 ERROR: Json = {
     "type": "object",
@@ -109,6 +109,6 @@ def _sent(path: str, method: str, route: Json) -> set[int]:
         found.add(404)
     if path.startswith(("/v1/files", "/v1/vector_stores")) and method in ("post", "delete"):
         found.add(507)
-    if path == "/v1/embeddings":
+    if path in ("/v1/embeddings", "/v1/rerank"):
         found.add(429)
     return found | {429, 504} if path in GENERATING else found

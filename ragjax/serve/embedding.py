@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: vectors of texts, by the encoder that searches the knowledge bases."""
+"""POST /v1/embeddings and /v1/rerank: vectors of texts, by the encoder that searches the knowledge bases."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import asyncio
 import base64
 import json
 import time
+import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+import numpy as np
 from pydantic import BeforeValidator, Field
 
 from ragjax import core
 from ragjax.core.cancellation import Cancellation
-from ragjax.serve.schema.body import Count, Filled, Name, RefusingBody, Text
+from ragjax.serve.response import Json
+from ragjax.serve.schema.body import Body, Count, Filled, Name, Refusal, RefusingBody, Text
 from ragjax.serve.schema.chat import NO_EFFECT, REFUSED
 
 if TYPE_CHECKING:
@@ -84,6 +87,37 @@ class EmbeddingBody(RefusingBody):
     user: Text | None = None
 
 
+class RankedText(Body):
+    """A passage."""
+
+    text: Filled
+
+
+def _passages(given: object) -> object:
+    """A list of objects, from texts or objects."""
+    return [{"text": one} if isinstance(one, str) else one for one in given] if isinstance(given, list) else given
+
+
+class RerankBody(RefusingBody):
+    """Body of POST /v1/rerank, in the form of Jina's and Cohere's."""
+
+    no_effect = frozenset({"user", "truncation", "max_tokens_per_doc", "max_chunks_per_doc", "priority"})
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "rank_fields": Refusal("a document is its text", ([], ["text"])),
+        "return_embeddings": Refusal("use /v1/embeddings", (False,)),
+    }
+
+    model: Name
+    query: Filled
+    documents: Annotated[
+        list[RankedText],
+        Field(min_length=1, max_length=TEXTS - 1, fail_fast=True),
+        BeforeValidator(_passages, json_schema_input_type=list[str | RankedText]),
+    ]
+    top_n: Count | None = None
+    return_documents: bool | None = None
+
+
 class EmbeddingQueue:
     """Embeds the texts of requests, one request after another, in a thread of its own; the tenants take turns.
 
@@ -114,6 +148,22 @@ class EmbeddingQueue:
         """Embeds the texts; returns the response's body, whose field `rag` holds the notices if there are any."""
         embedded = await self.embed(tenant, body)
         return await asyncio.to_thread(_written, embedded, body, notices)
+
+    async def rank(self, tenant: str, body: RerankBody, notices: Sequence[str]) -> Json:
+        """Ranks documents by the cosine similarity of their vectors to the query's, the best first."""
+        texts = [body.query, *(document.text for document in body.documents)]
+        try:
+            embedded = await self.embed(tenant, EmbeddingBody(model=body.model, input=texts))
+        except core.RequestError as error:  # it has the field's name of embeddings
+            raise core.RequestError(str(error), param="documents", code=error.code) from error
+        scores = embedded.vectors[1:] @ embedded.vectors[0]
+        best = np.argsort(-scores, kind="stable")[: body.top_n]
+        results: list[Json] = [{"index": int(i), "relevance_score": float(scores[i])} for i in best]
+        if body.return_documents:
+            results = [{**one, "document": {"text": texts[1 + one["index"]]}} for one in results]
+        usage = {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens}
+        told = {"rag": {"notices": list(notices)}} if notices else {}
+        return {"id": f"rerank-{uuid.uuid4().hex}", "model": body.model, "results": results, "usage": usage, **told}
 
     def _embed(self, body: EmbeddingBody, check: Callable[[], None]) -> core.Embedded:
         begun = time.perf_counter()

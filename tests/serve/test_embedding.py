@@ -45,6 +45,27 @@ def test_floats_and_base64_say_the_same(shared: Served) -> None:
     assert len(client.embeddings.create(model=MODEL, input="one").data) == 1
 
 
+def test_passages_are_ranked_by_their_similarity(shared: Served) -> None:
+    body = {"model": MODEL, "query": "abc", "documents": ["a", {"text": "abc"}, "abcd"]}
+    answer = shared.post("/v1/rerank", json=body).json()
+    ranked = [one["index"] for one in answer["results"]]
+    assert ranked[0] == 2 and sorted(ranked) == [0, 1, 2], "the longest vector of the encoder in miniature"
+    scores = [one["relevance_score"] for one in answer["results"]]
+    assert scores == sorted(scores, reverse=True) and answer["usage"]["total_tokens"] == 4
+    asked = {**body, "top_n": 1, "return_documents": True, "truncation": True}
+    one = shared.post("/v1/rerank", json=asked).json()
+    assert one["results"] == [{**answer["results"][0], "document": {"text": "abcd"}}] and one["rag"]["notices"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"documents": []}, "documents"), ({"documents": ["a " * 10]}, "documents"), ({"query": ""}, "query")],
+)
+def test_what_cannot_be_ranked_is_refused(shared: Served, fields: dict[str, Any], param: str) -> None:
+    response = shared.post("/v1/rerank", json={"model": MODEL, "query": "a", "documents": ["b"], **fields})
+    assert response.status_code == 400 and error_of(response)["param"].startswith(param)
+
+
 def test_a_long_answer_is_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """2,048 vectors are 16 MB of JSON."""
     written, threads = embedding._written, list[threading.Thread]()

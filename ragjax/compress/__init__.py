@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from ragjax.compress.base import Evidence, Score, Scorer
 from ragjax.compress.cake import CAKE
 from ragjax.compress.h2o import H2O
-from ragjax.compress.knorm import KeyDiff, KNorm
+from ragjax.compress.knorm import KNorm
 from ragjax.compress.snapkv import PyramidKV, SnapKV
-from ragjax.compress.streaming import Streaming
 
 SCORERS: Mapping[str, Scorer] = {
     "snapkv": SnapKV(),
@@ -21,8 +20,6 @@ SCORERS: Mapping[str, Scorer] = {
     "h2o": H2O(),
     "knorm": KNorm(),
     "cake": CAKE(),
-    "streaming": Streaming(),
-    "keydiff": KeyDiff(),
 }
 """Scorers by name."""
 

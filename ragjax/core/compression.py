@@ -17,7 +17,7 @@ Edges = Literal["kk", "vv", "kv", "qk", "qq"]
 Order = Literal["mutual", "ordered"]
 Heads = Literal["all", "each"]
 
-Method = Literal["snapkv", "pyramidkv", "h2o", "knorm", "cake", "streaming", "keydiff"]
+Method = Literal["snapkv", "pyramidkv", "h2o", "knorm", "cake"]
 METHODS = get_args(Method)
 """Scorers of tokens; `ragjax/compress/` has one file for each (docs/compression.md)."""
 

@@ -50,8 +50,6 @@ def wanted(evidence: Evidence) -> dict[str, np.ndarray]:
         "h2o": np.where(np.arange(N)[:, None] < count, np.asarray(evidence.mass_NK), 0),
         "knorm": eviction.knorm(k, count),
         "cake": eviction.cake(k, q, count)[0],
-        "streaming": eviction.streaming(count, N),
-        "keydiff": eviction.keydiff(k, count),
     }
 
 
@@ -130,6 +128,6 @@ def test_the_others_need_keys_only() -> None:
     evidence = layer(7, 40)
     bare = Evidence(evidence.k_NKD, evidence.v_NKD, evidence.count)
     others = [name for name, s in SCORERS.items() if not (s.needs_queries or s.needs_mass)]
-    assert others == ["knorm", "streaming", "keydiff"]
+    assert others == ["knorm"]
     for name in others:
         np.testing.assert_array_equal(SCORERS[name].score(bare).s_NK, SCORERS[name].score(evidence).s_NK)

@@ -276,10 +276,10 @@ def test_what_an_engine_cannot_do_is_refused_in_words() -> None:
 def test_a_client_cannot_have_any_number_of_programs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "MOST_COMPRESSIONS", 2)
     with tiny.engine() as engine:
-        for given in ("knorm:40", "knorm:60", "streaming:40", "snapkv:400"):
+        for given in ("knorm:40", "knorm:60", "snapkv:40", "snapkv:400"):
             engine.answer_prompt(tiny.prompt(), compression=given, max_tokens=1)
-        error = refusal(engine, compression="keydiff:40")
-        assert error.param == "rag.compression" and "knorm:64, streaming:64" in str(error)
+        error = refusal(engine, compression="cake:40")
+        assert error.param == "rag.compression" and "knorm:64, snapkv:64" in str(error)
         assert engine.answer_prompt(tiny.prompt(), compression="knorm:50", max_tokens=1).kept == 50
 
 
@@ -293,22 +293,22 @@ def test_a_tenant_cannot_use_up_the_programs_of_all(monkeypatch: pytest.MonkeyPa
 
         ask("knorm:40", "one")
         with pytest.raises(RequestError, match="with its window and graph: knorm:64"):
-            ask("streaming:40", "one")
-        ask("streaming:40", "other")
+            ask("snapkv:40", "one")
+        ask("snapkv:40", "other")
         ask("knorm:40", "other")
-        ask("keydiff:40", "third")
+        ask("pyramidkv:40", "third")
         with pytest.raises(RequestError, match="with its window and graph: none"):
-            ask("snapkv:40", "fourth")
+            ask("cake:40", "fourth")
 
 
 def test_a_request_that_is_refused_compiles_no_compression(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "MOST_COMPRESSIONS", 1)
     with tiny.engine() as engine:
         too_long = tiny.prompt(question=engine.context_length)
-        for given in ("knorm:40", "keydiff:40"):
+        for given in ("knorm:40", "cake:40"):
             with pytest.raises(RequestError, match="tokens"):
                 engine.answer_prompt(too_long, compression=given, max_tokens=1)
-        assert engine.answer_prompt(tiny.prompt(), compression="streaming:40", max_tokens=1).kept == 40
+        assert engine.answer_prompt(tiny.prompt(), compression="snapkv:40", max_tokens=1).kept == 40
 
 
 def test_shadow_replay_knows_a_compression_as_a_setting_of_its_own() -> None:
@@ -317,10 +317,10 @@ def test_shadow_replay_knows_a_compression_as_a_setting_of_its_own() -> None:
     observe = contract.observe
     contract.observe = lambda *given: (seen.append(given), observe(*given))[1]  # type: ignore[method-assign]
     with tiny.engine(contract=contract) as engine:
-        engine.answer_prompt(tiny.prompt(), strategy="full", compression=setting("streaming", 16), max_tokens=8)
+        engine.answer_prompt(tiny.prompt(), strategy="full", compression=setting("knorm", 16), max_tokens=8)
         until(lambda: seen)
     (told, exact, divergence, covered) = seen[0]
-    assert told == Setting("full", None, "streaming:16") and not exact and divergence.kl > 1e-3 and not covered
+    assert told == Setting("full", None, "knorm:16") and not exact and divergence.kl > 1e-3 and not covered
 
 
 def test_an_answer_that_is_over_gets_no_more_tokens_when_its_compaction_is_done_again(

@@ -102,7 +102,7 @@ def is_compacting(kind: str, *_: Any) -> bool:
     [
         (is_measuring, {"strategy": "blend"}),
         (is_adjusting, {"strategy": "full", "logit_bias": {7: 1.0}}),
-        (is_compacting, {"strategy": "full", "compression": "streaming:64"}),
+        (is_compacting, {"strategy": "full", "compression": "knorm:64"}),
     ],
     ids=["measure", "adjust", "compact"],
 )

@@ -288,7 +288,7 @@ def burst(engine: Engine, random: np.random.Generator, books: Books) -> list[Ask
         if random.random() < 0.3:
             options |= {"temperature": 1.0, "seed": int(random.integers(2))}
         if random.random() < 0.2:
-            method = ("snapkv", "knorm", "streaming")[random.integers(3)]
+            method = ("snapkv", "knorm")[random.integers(2)]
             options["compression"] = Compression(
                 method, int(random.choice((12, 40, 72))), window=8
             )  # each is a program

@@ -76,8 +76,6 @@ def kept_of(layer: Layer, compression: Compression, size: int) -> list[list[int]
         "pyramidkv": lambda: snapkv(layer.k, window, n),
         "cake": lambda: cake(layer.k, window, n)[0],
         "knorm": lambda: knorm(layer.k, n),
-        "keydiff": lambda: keydiff(layer.k, n),
-        "streaming": lambda: streaming(n, n),
         "h2o": lambda: layer.mass[:, None],
     }[compression.method]()
     recent = max(compression.window, compression.budget // 2) if compression.method == "h2o" else compression.window
@@ -170,20 +168,6 @@ def knorm(k: F, count: int) -> F:
     for n in range(count):
         out[n] = [1 / (math.sqrt(sum(float(x) ** 2 for x in head)) + 1e-6) for head in k[n]]
     return out
-
-
-def keydiff(k: F, count: int) -> F:
-    out = np.zeros(k.shape[:2])
-    for h in range(k.shape[1]):
-        units = [k[n, h] / np.linalg.norm(k[n, h]) if np.any(k[n, h]) else np.zeros(k.shape[2]) for n in range(count)]
-        anchor = np.mean(np.array(units, float), 0)
-        for n in range(count):
-            out[n, h] = 1 - cosine(k[n, h], anchor)
-    return out
-
-
-def streaming(count: int, total: int) -> F:
-    return np.array([[0 if n >= count else 2 if n < 4 else (n + 1) / count] for n in range(total)], float)
 
 
 def cosine(a: F, b: F) -> float:

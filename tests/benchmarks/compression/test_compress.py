@@ -59,7 +59,7 @@ def test_budgets_hold_and_the_last_tokens_stay(laboratory: Laboratory, method: s
 def test_what_is_dropped_is_not_seen(laboratory: Laboratory) -> None:
     """Another prompt's tokens at the dropped places change nothing, as long as the kept KV is the same."""
     prefill = laboratory.prefill(TOKENS)
-    kept = laboratory.keep(prefill, Compression("streaming", 40, window=8)).kept_LKN
+    kept = laboratory.keep(prefill, Compression("knorm", 40, window=8)).kept_LKN
     before = laboratory.logits(prefill, kept, SAID)
     dropped = ~np.asarray(kept).swapaxes(1, 2)[..., None]
     changed = replace(prefill, k_LNKD=jnp.where(dropped, 9.0, prefill.k_LNKD))
@@ -71,8 +71,7 @@ def test_what_is_dropped_is_not_seen(laboratory: Laboratory) -> None:
 def test_rows_compare_with_the_scorer_alone(laboratory: Laboratory) -> None:
     found = [Case(np.roll(TOKENS, 7 * i), ("a",)) for i in range(3)]
     settings = {
-        ("streaming", graph, 40): Compression("streaming", 40, compress.GRAPHS[graph], window=8)
-        for graph in ("none", "mutual")
+        ("knorm", graph, 40): Compression("knorm", 40, compress.GRAPHS[graph], window=8) for graph in ("none", "mutual")
     }
     rows = list(compress.rows(laboratory, tiny.byte_tokenizer(), frozenset(), "any", found, settings))
     assert all(set(row) <= set(compress.COLUMNS) for row in rows)

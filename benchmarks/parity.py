@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 from argparse import Namespace
@@ -30,7 +31,8 @@ from benchmarks.common.machine import cores
 from benchmarks.common.report import MODEL, Benchmark, Parser, Session
 from benchmarks.latency.prompt import TEXTS
 from ragjax.models import hub
-from ragjax.models.huggingface import read_config
+from ragjax.models.config import GLM
+from ragjax.models.huggingface import GLM4_NAMES, read_config
 from ragjax.models.tensors import expected_shapes
 from ragjax.models.weights import open_checkpoint
 
@@ -83,9 +85,27 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 30.0, "sliding_window": 256, "pad_token_id": 2,
     },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"], "rope_theta": 1000000.0, "sliding_window": None,
+        "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24, "tie_word_embeddings": False,
+    },
+    "qwen3_moe": {  # weights of a token's experts that do not add up to one
+        "architectures": ["Qwen3MoeForCausalLM"], "rope_theta": 1000000.0, "use_sliding_window": False,
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": False,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False,
+    },
+    "glm": {  # half of a head is turned, neighbours together
+        "architectures": ["GlmForCausalLM"], "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+        "attention_bias": True, "pad_token_id": 2, "tie_word_embeddings": False,
+    },
+    "glm4": {
+        "architectures": ["Glm4ForCausalLM"], "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+        "attention_bias": False, "pad_token_id": 2, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""What Phi-3 stores as one tensor."""
+"""What Phi-3 stores as one tensor, and GLM-4 the second of them."""
+MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 # Without ½, ² or Ⅷ behind a space: from GGUF transformers leaves out the pre-tokenizer that splits them off.
 TOKENIZER_TEXTS = [
@@ -161,8 +181,13 @@ def write_tiny(data: Path, family: str) -> Path:
     config = {**_TINY_COMMON, **TINY[family], "model_type": family}
     rng = _rng(family)
     tensors = {name: _random_tensor(rng, name, shape) for name, shape in expected_shapes(read_config(config)).items()}
-    if family == "phi3":
-        tensors = _fused(tensors)
+    if family in ("phi3", *GLM):
+        tensors = _fused(tensors, FUSED if family == "phi3" else {"gate_up_proj": FUSED["gate_up_proj"]})
+    if family == "glm4":
+        theirs = {ours: name for name, ours in GLM4_NAMES.items()}
+        tensors = {re.sub(r"\w+_layernorm", lambda m: theirs.get(m[0], m[0]), n): t for n, t in tensors.items()}
+    if family in ("mixtral", "qwen3_moe"):
+        tensors = dict(_apart(tensors, family))
     directory = tiny_directory(data, family)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -170,9 +195,23 @@ def write_tiny(data: Path, family: str) -> Path:
     return directory
 
 
-def _fused(tensors: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
-    """The tensors under the names of Phi-3, some behind one another."""
-    whole = {part: fused for fused, parts in FUSED.items() for part in parts}
+def _apart(tensors: Mapping[str, NDArray[np.float32]], family: str) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """The tensors with those of each expert by themselves."""
+    for name, value in tensors.items():
+        name = name.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else name
+        before, experts, part = name.partition(".experts.")
+        for i, one in enumerate(value) if experts else ():
+            module = part.removesuffix(".weight")
+            yield f"{before}.experts.{i}.{MIXTRAL[module] if family == 'mixtral' else module}.weight", one.copy()
+        if not experts:
+            yield name, value
+
+
+def _fused(
+    tensors: Mapping[str, NDArray[np.float32]], fused: Mapping[str, Sequence[str]]
+) -> dict[str, NDArray[np.float32]]:
+    """The tensors of which some are stored behind one another."""
+    whole = {part: fused_name for fused_name, parts in fused.items() for part in parts}
     stored: dict[str, list[NDArray[np.float32]]] = {}
     for name, value in tensors.items():
         module = name.split(".")[-2]

@@ -1,7 +1,7 @@
 """The configuration of a decoder; `huggingface.read_config` and `gguf.read_config` read it from checkpoints.
 
-Families: Llama 2/3 (with Llama-3.1 RoPE scaling), Mistral, Qwen2/2.5, Qwen3, Phi-3 (also Phi-3.5 and Phi-4-mini) and
-Gemma 2.
+Families: Llama 2/3 (with Llama-3.1 RoPE scaling), Mistral, Mixtral, Qwen2/2.5, Qwen3 (also as a mixture of experts),
+Phi-3 (also Phi-3.5 and Phi-4-mini), Gemma 2 and GLM-4.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from numpy.typing import NDArray
 
 from ragjax.core import ConfigError
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "mixtral", "qwen3_moe", "glm", "glm4"]
+
+
+GLM = ("glm", "glm4")
+"""GLM-4's families: of 2024, and with norms behind attention and MLP as well."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,9 @@ class ModelConfig:
     activation: of the MLP's gate; "gelu" is the approximation by tanh. post_norms: attention and MLP are normed before
     they are added as well. embedding_scale: what embeddings are multiplied with. query_scalar: attention logits are
     divided by its root; None for head_dim. attention_cap, logit_cap: x becomes cap * tanh(x / cap), of attention logits
-    and of the next token's; None leaves them.
+    and of the next token's; None leaves them. neighbours: RoPE turns components 2i and 2i + 1 of a checkpoint's heads,
+    not i and i + rotary_dim / 2. num_experts: MLPs of a layer, intermediate_size wide each (0: one, without a router).
+    experts_per_token: of them, those that a token goes through. share_out: their weights are scaled to add up to one.
     """
 
     family: Family
@@ -117,6 +123,10 @@ class ModelConfig:
     query_scalar: float | None = None
     attention_cap: float | None = None
     logit_cap: float | None = None
+    neighbours: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    share_out: bool = True
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -134,6 +144,9 @@ class ModelConfig:
         if isinstance(self.rope_scaling, LongRope):
             count = len(self.rope_scaling.factors)
             check(count == turned // 2, "rope_scaling.short_factor", count, f"{turned // 2} numbers")
+        if self.num_experts:
+            chosen = self.experts_per_token
+            check(1 <= chosen <= self.num_experts, "experts_per_token", chosen, "at least 1, and at most num_experts")
         for token in self.eos_ids:
             check(0 <= token < self.vocab_size, "eos_ids", token, "a token of the vocabulary")
         if self.bos_id is not None:
@@ -166,9 +179,9 @@ class ModelConfig:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of a layer's products."""
+        """Weights of a layer's products of a token."""
         heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self.hidden_size * (heads + 3 * self.intermediate_size)
+        return self.hidden_size * (heads + 3 * self.intermediate_size * max(1, self.experts_per_token))
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes that the keys and values of one token take in all layers, for elements of `itemsize` bytes."""
@@ -289,11 +302,11 @@ def _rotary_dim(
 ) -> int | None:
     """The components that are turned; None if all are."""
     name, owner = (f"{where}.", rope) if "partial_rotary_factor" in rope else ("", mapping)
-    share = owner.get("partial_rotary_factor")
+    share = owner.get("partial_rotary_factor", 0.5 if family in GLM else None)
     if share in (None, 1, 1.0):
         return None
-    check(family == "phi3", f"{name}partial_rotary_factor", share, f"1 for {family}")
-    return int(head_dim * number(owner, "partial_rotary_factor"))
+    check(family in ("phi3", *GLM), f"{name}partial_rotary_factor", share, f"1 for {family}")
+    return int(head_dim * number(owner, "partial_rotary_factor", 0.5))
 
 
 def _long_rope(mapping: Mapping[str, Any], rope: Mapping[str, Any], where: str) -> tuple[LongRope, int]:

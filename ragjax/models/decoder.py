@@ -1,7 +1,7 @@
 """The decoder of all families in Flax NNX: one class, differences by configuration.
 
 Sources: Llama (arXiv 2302.13971, 2407.21783), Mistral (2310.06825), Qwen2 (2407.10671), Qwen3 (2505.09388), Phi-3
-(2404.14219), Gemma 2 (2408.00118).
+(2404.14219), Gemma 2 (2408.00118), GLM-4 (2406.12793); mixtures of experts: `experts.py`.
 A layer is two pure halves around attention, so that whoever owns the KV pool decides how attention is done:
 `layer.project` before it, `layer.finish` after it. The residual stream is float32; products take the weights' dtype and
 accumulate in float32, which on CPU is both the fastest and the more exact way to use bfloat16.
@@ -25,6 +25,7 @@ from ragjax.kernels.cpu.op import PackedMatrix, packed_product, packed_rows
 from ragjax.kernels.cpu.packing import Packing
 from ragjax.kernels.rope import Rotation, rotate
 from ragjax.models.config import ModelConfig
+from ragjax.models.experts import mix_experts
 
 WHOLE_NUMBERS = "whole numbers"
 """`Decoder.kernels` where all products are sums of whole numbers, which have the same bits for any rows."""
@@ -117,8 +118,11 @@ class Layer(nnx.Module):
         self.mlp_post_norm = _weight(jnp.ones(e), "embed") if config.post_norms else None
         self.gelu = config.activation == "gelu"
         self.mlp_norm = _weight(jnp.ones(e), "embed")
-        self.gate_up = _weight(init(2, f, e), "gate", "mlp", "embed")
-        self.down = _weight(init(e, f), "embed", "mlp")
+        n = (config.num_experts,) if config.num_experts else ()
+        self.router = _weight(init(*n, e).astype(jnp.float32), "experts", "embed") if n else None
+        self.chosen, self.share_out = config.experts_per_token, config.share_out
+        self.gate_up = _weight(init(*n, 2, f, e), *["experts"] * len(n), "gate", "mlp", "embed")
+        self.down = _weight(init(*n, e, f), *["experts"] * len(n), "embed", "mlp")
 
     def project(self, x_TE: jax.Array, cos_TR: jax.Array, sin_TR: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [T, H, D] and keys [T, K, D] rotated at their positions, and values [T, K, D], float32."""
@@ -157,15 +161,22 @@ class Layer(nnx.Module):
         if self.attention_post_norm is not None:
             attended_TE = rms_norm(attended_TE, self.attention_post_norm[...], self.eps)
         x_TE = x_TE + attended_TE
+        made_TE = self._mlp(x_TE)
+        if self.mlp_post_norm is not None:
+            made_TE = rms_norm(made_TE, self.mlp_post_norm[...], self.eps)
+        return x_TE + made_TE
+
+    def _mlp(self, x_TE: jax.Array) -> jax.Array:
+        if self.router is not None:
+            normed_TE = rms_norm(x_TE, self.mlp_norm[...], self.eps)
+            prob_TN = jax.nn.softmax(dense(normed_TE, self.router[...]), axis=-1)
+            return mix_experts(normed_TE, prob_TN, self.gate_up[...], self.down[...], self.chosen, self.share_out)
         gate_up_TN2F = self.multiply("gate_up", x_TE, self.mlp_norm[...]).reshape(
             len(x_TE), -1, 2, self.gate_up.shape[-2]
         )
         gate_TF, up_TF = (gate_up_TN2F[:, :, part].reshape(len(x_TE), -1) for part in (0, 1))
         gate_TF = jax.nn.gelu(gate_TF, approximate=True) if self.gelu else jax.nn.silu(gate_TF)
-        made_TE = self.multiply("down", gate_TF * up_TF)
-        if self.mlp_post_norm is not None:
-            made_TE = rms_norm(made_TE, self.mlp_post_norm[...], self.eps)
-        return x_TE + made_TE
+        return self.multiply("down", gate_TF * up_TF)
 
 
 class Decoder(nnx.Module):
@@ -326,13 +337,15 @@ def matrix_shape(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
     return int(np.prod(shape[:-axes])), int(np.prod(shape[-axes:]))
 
 
-def turning_order(head_dim: int, rotary_dim: int) -> NDArray[np.intp]:
-    """Where our components of a head are in a checkpoint's, [D], if RoPE turns but the first there.
+def turning_order(head_dim: int, rotary_dim: int | None, neighbours: bool = False) -> NDArray[np.intp]:
+    """Where our components of a head are in a checkpoint's, [D], if RoPE turns but the first there (None: all).
 
-    A checkpoint turns i with i + rotary_dim / 2. Ours are turned with i + D / 2, those that are not turned by an angle
-    of 0. Scores are the same, as queries and keys have the same order.
+    A checkpoint turns i with i + rotary_dim / 2, or neighbours. Ours are turned with i + D / 2, those that are not
+    turned by an angle of 0. Scores are the same, as queries and keys have the same order.
     """
+    rotary_dim = rotary_dim or head_dim
     turned, still = np.arange(rotary_dim), np.arange(rotary_dim, head_dim)
+    turned = turned.reshape(-1, 2).T.reshape(-1) if neighbours else turned
     return np.concatenate([half for pair in zip(np.split(turned, 2), np.split(still, 2), strict=True) for half in pair])
 
 
@@ -352,7 +365,7 @@ def own_arrays(
 def per_kv_head(config: ModelConfig, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Rows of query, key and value projections [H D, ...], [K D, ...], [K D, ...] as `Layer.qkv` has them."""
     k, g, d = config.num_kv_heads, config.num_groups, config.head_dim
-    order_D = turning_order(d, config.rotary_dim or d)
+    order_D = turning_order(d, config.rotary_dim, config.neighbours)
     q, key, value = (p.reshape(k, n, d, *p.shape[1:]) for p, n in zip(parts, (g, 1, 1), strict=True))
     return np.concatenate([q[:, :, order_D], key[:, :, order_D], value], axis=1)
 
@@ -363,20 +376,23 @@ def _fused(
     """One layer's weights in our layout, from Hugging Face's [out, in] matrices."""
     e, d = config.hidden_size, config.head_dim
     k, g = config.num_kv_heads, config.num_groups
-    order_D = turning_order(d, config.rotary_dim or d)
+    order_D = turning_order(d, config.rotary_dim, config.neighbours)
 
     def fused_heads(kind: str) -> NDArray[np.generic]:
         return per_kv_head(config, [tensors[f"{prefix}self_attn.{p}_proj.{kind}"] for p in "qkv"])
 
+    mlp = prefix + ("mlp.experts." if config.num_experts else "mlp.")
     before = "pre_feedforward" if config.post_norms else "post_attention"
     fused = {
         "attention_norm": tensors[prefix + "input_layernorm.weight"],
         "qkv": fused_heads("weight"),
         "out": tensors[prefix + "self_attn.o_proj.weight"].reshape(e, k, g, d),
         "mlp_norm": tensors[f"{prefix}{before}_layernorm.weight"],
-        "gate_up": np.stack([tensors[f"{prefix}mlp.{n}_proj.weight"] for n in ("gate", "up")]),
-        "down": tensors[prefix + "mlp.down_proj.weight"],
+        "gate_up": np.stack([tensors[f"{mlp}{n}_proj.weight"] for n in ("gate", "up")], axis=-3),
+        "down": tensors[mlp + "down_proj.weight"],
     }
+    if config.num_experts:
+        fused["router"] = tensors[prefix + "mlp.gate.weight"]
     if config.post_norms:
         fused["attention_post_norm"] = tensors[prefix + "post_attention_layernorm.weight"]
         fused["mlp_post_norm"] = tensors[prefix + "post_feedforward_layernorm.weight"]

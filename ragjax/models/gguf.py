@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from ragjax.models.config import (
     GEMMA_ATTENTION_CAP,
     GEMMA_LOGIT_CAP,
     GEMMA_WINDOW,
+    GLM,
     Family,
     LongRope,
     ModelConfig,
@@ -57,12 +58,21 @@ _MUST_BE: Mapping[str, tuple[Any, ...]] = {
 }
 
 # Keys that are read for one architecture alone.
+_EXPERTS = ("expert_count", "expert_used_count")
 _OWN_KEYS: Mapping[str, frozenset[str]] = {
+    "llama": frozenset(_EXPERTS),
+    "qwen3moe": frozenset({*_EXPERTS, "expert_feed_forward_length"}),
     "phi3": frozenset({"attention.sliding_window", "rope.scaling.attn_factor"}),
     "gemma2": frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}),
 }
 _PHI3_4K, _PHI3_4K_WINDOW = 4096, 2047  # context and window of its mini and medium models
 _GEMMA2_27B_LAYERS = 46  # the one whose attention scale is of another width; no key says so
+
+ARCHITECTURES: Mapping[str, Family] = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma2": "gemma2", "qwen3moe": "qwen3_moe",
+    "chatglm": "glm", "glm4": "glm4",
+}  # fmt: skip
+"""The architectures that are read, and their families; Mistral's and Mixtral's is llama."""
 
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -76,9 +86,20 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 OWN_LAYER_NAMES: Mapping[str, Mapping[str, str]] = {
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "glm": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "glm4": {
+        "ffn_up": "mlp.gate_up_proj",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
     "gemma2": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",
@@ -167,7 +188,7 @@ class _Header:
             entries.append((name, tuple(reversed(sizes)), self._scalar("<I"), self._scalar("<Q")))
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
-            raise ConfigError(f"general.alignment is {alignment!r}, not a number of bytes")
+            raise ConfigError(f"{self._path}: the GGUF header is damaged: general.alignment is {alignment!r}")
         start = -(-self._at // alignment) * alignment
         return metadata, {name: self._place(name, shape, kind, start + at) for name, shape, kind, at in entries}
 
@@ -236,6 +257,8 @@ def open_gguf(path: Path) -> Checkpoint:
 
     metadata, stored = read_gguf(path)
     bare = read_config(metadata, tie_embeddings="output.weight" not in stored)
+    if bare.family in GLM:
+        bare = replace(bare, qkv_bias=not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(stored))
     config = bare
     if _ROPE in stored:
         scaling = _rope_scaling(_read_tensor(path, stored.pop(_ROPE), _ROPE), bare, path)
@@ -248,7 +271,7 @@ def open_gguf(path: Path) -> Checkpoint:
         scaled = LongRope(factors, number(metadata, prefix + "attn_factor", 1.0))
         config = replace(bare, rope_scaling=scaled, context_length=min(config.context_length, original))
     names = {**LAYER_NAMES, **OWN_LAYER_NAMES.get(config.family, {})}
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if config.family == "llama" else {}
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if config.family in ("llama", "mixtral") else {}
     found: dict[str, Stored] = {}
     for name, tensor in stored.items():
         target = _name_of(name, names, path)
@@ -260,7 +283,7 @@ def open_gguf(path: Path) -> Checkpoint:
         codes = partial(_read_codes, path, tensor, kind, count) if packable else None
         found[target] = Stored(load, tensor.shape, kind, codes)
     tensors = Tensors(found)
-    if config.family == "phi3":
+    if config.family in ("phi3", *GLM):
         tensors = split_fused(tensors, config, path)
     check_tensors(tensors.shapes, config, path)
     return Checkpoint(config, tensors, quantized=True)
@@ -323,17 +346,14 @@ def _rope_scaling(divisors: NDArray[np.float32], config: ModelConfig, path: Path
 
 
 def read_config(metadata: Mapping[str, Any], *, tie_embeddings: bool) -> ModelConfig:
-    """Read GGUF metadata of the architectures llama (Llama and Mistral), qwen2, qwen3, phi3 and gemma2.
+    """Read GGUF metadata of the architectures of `ARCHITECTURES`.
 
     Whether the embeddings are tied stands in the tensors, so their reader says so; scaling of RoPE, which stands there
     too, is added by `open_gguf`. Raises ConfigError that names the key.
     """
-    architecture = metadata.get("general.architecture")
-    if architecture not in ("llama", "qwen2", "qwen3", "phi3", "gemma2"):
-        raise ConfigError(
-            f"general.architecture is {architecture!r}; supported in GGUF are llama (Llama and Mistral), "
-            "qwen2, qwen3, phi3 and gemma2"
-        )
+    architecture = str(metadata.get("general.architecture"))
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(f"general.architecture is {architecture!r}; supported in GGUF are {', '.join(ARCHITECTURES)}")
     prefix = f"{architecture}."
     _refuse_unsupported(metadata, prefix)
     heads = integer(metadata, prefix + "attention.head_count")
@@ -343,7 +363,8 @@ def read_config(metadata: Mapping[str, Any], *, tie_embeddings: bool) -> ModelCo
     turned = integer(metadata, prefix + "rope.dimension_count", head_dim)
     values = integer(metadata, prefix + "attention.value_length", head_dim)
     check(values == head_dim, prefix + "attention.value_length", values, f"{head_dim}, the head dimension")
-    whole = turned == head_dim or architecture == "phi3"
+    family = ARCHITECTURES[architecture]
+    whole = turned == head_dim or family in ("phi3", *GLM)
     check(whole, prefix + "rope.dimension_count", turned, f"{head_dim}, the head dimension")
     layers = integer(metadata, prefix + "block_count")
     tokens = metadata.get("tokenizer.ggml.tokens")
@@ -358,13 +379,20 @@ def read_config(metadata: Mapping[str, Any], *, tie_embeddings: bool) -> ModelCo
     old_window = {"gemma2": GEMMA_WINDOW, "phi3": phi3_window}.get(architecture, 0)
     window = integer(metadata, prefix + "attention.sliding_window", old_window)
     own = _gemma2(metadata, layers, hidden, heads, head_dim) if architecture == "gemma2" else {}
+    if family in GLM:
+        own = {"neighbours": True, "post_norms": family == "glm4"}
+    experts, inner = integer(metadata, prefix + "expert_count", 0), "feed_forward_length"
+    if experts:
+        family = "mixtral" if family == "llama" else family
+        own = {"num_experts": experts, "experts_per_token": integer(metadata, prefix + "expert_used_count")}
+        inner = "expert_feed_forward_length" if family == "qwen3_moe" else inner
     return ModelConfig(
         **own,
         rotary_dim=None if turned == head_dim else turned,
-        family=cast(Family, architecture),
+        family=family,
         vocab_size=vocab_size,
         hidden_size=hidden,
-        intermediate_size=integer(metadata, prefix + "feed_forward_length"),
+        intermediate_size=integer(metadata, prefix + inner),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=integer(metadata, prefix + "attention.head_count_kv", heads),
@@ -374,7 +402,7 @@ def read_config(metadata: Mapping[str, Any], *, tie_embeddings: bool) -> ModelCo
         norm_eps=_shortest(number(metadata, prefix + "attention.layer_norm_rms_epsilon")),
         tie_embeddings=tie_embeddings,
         qkv_bias=architecture == "qwen2",
-        qk_norm=architecture == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         context_length=min(context, window) if window > 0 else context,
         eos_ids=tuple(dict.fromkeys(ends)),
         bos_id=next(iter(token_ids(metadata, "tokenizer.ggml.bos_token_id")), None),

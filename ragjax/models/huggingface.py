@@ -26,6 +26,7 @@ from ragjax.models.config import (
     GEMMA_FIELDS,
     GEMMA_HEAD_DIM,
     GEMMA_WINDOW,
+    GLM,
     Family,
     ModelConfig,
     Rope,
@@ -46,7 +47,9 @@ from ragjax.models.tensors import (
     check_tensors,
     expected_shapes,
     raised,
+    renamed,
     split_fused,
+    stacked,
 )
 
 SAFETENSORS_DTYPES: Mapping[str, DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -65,6 +68,10 @@ ARCHITECTURES: Mapping[Family, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
 }
 """The families that are read, and the class that config.json names."""
 
@@ -77,15 +84,28 @@ _OWN_CODE: Mapping[Family, Mapping[str, str]] = {
     }
 }
 
+GLM4_NAMES = {
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+"""Modules of GLM-4 of 2025, by Gemma 2's names."""
+
 _GEMMA3 = "layers with RoPE bases and sliding windows of their own are not supported"
 _REFUSED: Mapping[str, str] = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
 
 # What the reference implementation assumes where config.json is silent.
 _WINDOWS: Mapping[Family, int] = {"mistral": 4096, "gemma2": GEMMA_WINDOW}
-_HEAD_DIMS: Mapping[Family, int] = {"qwen3": 128, "gemma2": GEMMA_HEAD_DIM}
+_HEAD_DIMS: Mapping[Family, int] = {"qwen3": 128, "gemma2": GEMMA_HEAD_DIM, "glm": 128, "glm4": 128}
 
 # Fields that are read for one family and refused for others.
-_OWN_FIELDS: Mapping[Family, frozenset[str]] = {"gemma2": GEMMA_FIELDS}
+_ROUTED = ("num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
+_QWEN_ROUTED = ("num_experts", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+_OWN_FIELDS: Mapping[Family, frozenset[str]] = {
+    "gemma2": GEMMA_FIELDS,
+    "mixtral": frozenset({*_ROUTED, "num_local_experts", "router_jitter_noise"}),
+    "qwen3_moe": frozenset({*_ROUTED, *_QWEN_ROUTED}),
+}
 _ACTIVATIONS: Mapping[Family, tuple[str, ...]] = {"gemma2": ("gelu", "gelu_pytorch_tanh")}
 
 # Fields of config.json that choose something the decoder has no code for, with the values that mean "off".
@@ -144,8 +164,12 @@ def open_directory(path: Path) -> Checkpoint:
         expected = expected_shapes(config)
         biases = (name for name in stored if name.endswith(".bias") and name not in expected)
         stored = stored.without([name for name in biases if not np.any(stored[name])])  # early AutoGPTQ gave all a bias
-    if config.family == "phi3":
+    if config.family in ("phi3", *GLM):
         stored = split_fused(stored, config, path)
+    if config.family == "glm4":
+        stored = renamed(stored, GLM4_NAMES)
+    if config.num_experts:
+        stored = stacked(stored, config, path)
     if config.family == "gemma2":
         stored = raised(stored, 1.0, "norm.weight")  # what is stored is the distance from 1
     tensors = _drop_redundant(stored, config, path)
@@ -253,12 +277,17 @@ def read_config(mapping: Mapping[str, Any]) -> ModelConfig:
     own: dict[str, Any] = {"tie_embeddings": flag(mapping, "tie_word_embeddings")}
     if family == "gemma2":
         own = read_gemma(mapping)
+    if family in GLM:
+        own |= {"neighbours": True, "post_norms": family == "glm4"}
+    inner = integer(mapping, "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size")
+    if family in ("mixtral", "qwen3_moe"):
+        own |= _experts(mapping, family)
     return ModelConfig(
         **own,
         family=family,
         vocab_size=integer(mapping, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=integer(mapping, "intermediate_size"),
+        intermediate_size=inner,
         num_layers=integer(mapping, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=integer(mapping, "num_key_value_heads", heads if family in ("llama", "phi3") else None),
@@ -266,13 +295,30 @@ def read_config(mapping: Mapping[str, Any]) -> ModelConfig:
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         norm_eps=number(mapping, "rms_norm_eps"),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2" or (family in GLM and flag(mapping, "attention_bias")),
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         context_length=_context_length(mapping, family, rope),
         eos_ids=token_ids(mapping, "eos_token_id"),
         bos_id=next(iter(token_ids(mapping, "bos_token_id")), None),
         rotary_dim=rope.rotary_dim,
     )
+
+
+def _experts(mapping: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The fields of `ModelConfig` that mixtures of experts have; transformers' configurations have the defaults."""
+    if family == "mixtral":
+        return {
+            "num_experts": integer(mapping, "num_local_experts", 8),
+            "experts_per_token": integer(mapping, "num_experts_per_tok", 2),
+        }
+    step, dense = integer(mapping, "decoder_sparse_step", 1), mapping.get("mlp_only_layers") or []
+    check(step == 1, "decoder_sparse_step", step, "1: every layer has experts")
+    check(dense == [], "mlp_only_layers", dense, "empty: every layer has experts")
+    return {
+        "num_experts": integer(mapping, "num_experts", 128),
+        "experts_per_token": integer(mapping, "num_experts_per_tok", 8),
+        "share_out": flag(mapping, "norm_topk_prob"),
+    }
 
 
 def _context_length(mapping: Mapping[str, Any], family: Family, rope: Rope) -> int:
@@ -311,7 +357,7 @@ def _refuse_unsupported(mapping: Mapping[str, Any], family: Family) -> None:
         only = " or ".join(activations)
         raise ConfigError(f"model configuration: hidden_act={activation!r} is not supported, only {only}")
     bias = mapping.get("attention_bias")
-    if bias not in (None, family == "qwen2"):
+    if bias not in (None, family == "qwen2") and family not in GLM:
         raise ConfigError(f"model configuration: attention_bias={bias!r} is not supported for {family}")
     own = _OWN_CODE.get(family, {})
     auto_map = mapping.get("auto_map") or {}
@@ -336,7 +382,7 @@ def _sliding_window(mapping: Mapping[str, Any], family: Family) -> int | None:
     if window is None:
         return None
     check(isinstance(window, int) and window >= 1, "sliding_window", window, "a whole number of at least 1, or null")
-    if family not in ("qwen2", "qwen3"):
+    if family not in ("qwen2", "qwen3", "qwen3_moe"):
         return int(window)
     slides = flag(mapping, "use_sliding_window")  # Qwen's window is given even where no layer slides
     if layer_types:

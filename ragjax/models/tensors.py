@@ -6,7 +6,8 @@ projection is [out, in] and RoPE pairs component i with i + head_dim / 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -109,6 +110,47 @@ def raised(tensors: Tensors, amount: float, ending: str) -> Tensors:
     return Tensors({**tensors.stored, **changed})
 
 
+_EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def stacked(tensors: Tensors, config: ModelConfig, where: Path) -> Tensors:
+    """The tensors with each kind of the experts' matrices as one, [experts, out, in], read expert by expert.
+
+    Raises:
+        ConfigError: if one is missing.
+    """
+    found = dict[str, Stored]()
+    parts = dict[str, dict[int, Stored]]()
+    for name, one in tensors.stored.items():
+        if (match := _EXPERT.fullmatch(name)) is None:
+            found[name.replace("block_sparse_moe", "mlp")] = one
+            continue
+        layer, expert, part = match.groups()
+        parts.setdefault(f"{layer}.mlp.experts.{_MIXTRAL.get(part, part)}.weight", {})[int(expert)] = one
+    for name, experts in parts.items():
+        if sorted(experts) != list(range(config.num_experts)):
+            raise ConfigError(f"{where}: {name} is of {len(experts)} experts, expected {config.num_experts}")
+        whole = [experts[i] for i in range(config.num_experts)]
+        load = partial(_stack, whole)
+        found[name] = Stored(load, (len(whole), *whole[0].shape), whole[0].dtype)
+    return Tensors(found)
+
+
+def _stack(parts: Sequence[Stored]) -> Array:
+    return np.stack([part.load() for part in parts])
+
+
+def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+    """The tensors with other names for some modules of the layers."""
+
+    def new(name: str) -> str:
+        *before, module, kind = name.split(".")
+        return ".".join((*before, names.get(module, module), kind))
+
+    return Tensors({new(name): one for name, one in tensors.stored.items()})
+
+
 def _rows(stored: Stored, begin: int, end: int) -> Array:
     return stored.load()[begin:end]
 
@@ -132,6 +174,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
+    if config.num_experts:
+        layer = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")}
+        layer |= {"mlp.gate.weight": (config.num_experts, hidden)}
+        layer |= {f"mlp.experts.{p}_proj.weight": (config.num_experts, inner, hidden) for p in ("gate", "up")}
+        layer |= {"mlp.experts.down_proj.weight": (config.num_experts, hidden, inner)}
     if config.qkv_bias:
         layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
     if config.qk_norm:

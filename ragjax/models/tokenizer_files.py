@@ -200,11 +200,12 @@ _SPLITS: Mapping[str, tuple[str, ...]] = {
     "smollm": (r"\p{N}", _GPT2),
     "llama-bpe": (_WORDS + r"\p{N}{1,3}" + _REST,),
     "dbrx": (_WORDS + r"\p{N}{1,3}" + _REST,),
+    "chatglm-bpe": (_WORDS + r"\p{N}{1,3}" + _REST,),
     "qwen2": (_WORDS + r"\p{N}" + _REST,),
     "gpt-4o": ("|".join(words + _SUFFIX for words in _CASED) + r"|\p{N}{1,3}" + _REST_AND_SLASHES,),
     "tekken": ("|".join(_CASED) + r"|\p{N}" + _REST_AND_SLASHES,),
 }
-_PRE_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+_PRE_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2", "glm4": "chatglm-bpe"}
 
 _WHOLE_WORDS = frozenset({"llama-bpe", "tekken"})
 """Those that take a whole word that is in the vocabulary as it is, and begin a prompt with BOS by default."""

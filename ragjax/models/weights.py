@@ -98,7 +98,8 @@ def load_decoder(
     Dequantised weights are kept in cache_dir, under the SHA-256 of the weights, how they are read and the dtype, as the
     decoder has them: the next start maps the file. A damaged cache is rebuilt. Raises ConfigError as `open_checkpoint`.
 
-    packed: matrices that the checkpoint has in 4 to 8 bits stay so, for a CPU (`kernels.cpu`).
+    packed: matrices that the checkpoint has in 4 to 8 bits stay so, for a CPU (`kernels.cpu`), but for mixtures of
+    experts.
     tiled: products of many rows with them use AMX where it is, and round otherwise than those of few.
     """
     from ragjax.kernels.cpu import op
@@ -108,6 +109,7 @@ def load_decoder(
     checkpoint = open_checkpoint(path)
     if not checkpoint.quantized:
         return Decoder.from_tensors(checkpoint.config, checkpoint.tensors, np.dtype(dtype))
+    packed &= not checkpoint.config.num_experts
     sources = Sources(checkpoint.config, checkpoint.tensors, tiled=tiled and op.tiled()) if packed else None
     packings = {} if sources is None else sources.packings
     op.register(sorted(set(packings.values()), key=repr), Path(cache_dir) / "kernels")

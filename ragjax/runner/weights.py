@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ragjax.core import ConfigError
 from ragjax.core.passes import SECTION_LAYERS, sections
 from ragjax.kernels.cpu.op import PackedMatrix
 from ragjax.models.decoder import Decoder, Layer, Weight
@@ -87,6 +88,8 @@ def _divide(decoder: Decoder, mesh: Mesh) -> None:
     zeros: inputs of the MLP's second product that are 0 add nothing, and the logits of rows that are no tokens are cut
     off (`Decoder.unembed`).
     """
+    if decoder.config.num_experts:
+        raise ConfigError("a mixture of experts is not shared out: leave --tensor-parallel out, or name another model")
     devices, copies = mesh.size, mesh.shape["groups"]
     for layer in decoder.layers:
         layer.qkv = Weight(_copied(layer.qkv[...], copies), axes=("copied_kv_heads", "heads", "head", "embed"))

@@ -24,8 +24,9 @@ import pytest
 from flax import nnx
 from gguf import GGMLQuantizationType as Quant
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+from benchmarks import parity
 from ragjax.core import ConfigError
 from ragjax.kernels.cpu import op
 from ragjax.kernels.cpu.op import PackedMatrix
@@ -41,7 +42,9 @@ from tests.support import steps
 
 Array = NDArray[Any]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
-IN_GGUF: tuple[Family, ...] = (*FAMILIES, "phi3", "gemma2")
+IN_GGUF: tuple[Family, ...] = (*FAMILIES, "phi3", "gemma2", "mixtral", "qwen3_moe", "glm", "glm4")
+LLAMA = ("llama", "mistral", "mixtral")
+ARCHITECTURES = {family: name for name, family in source.ARCHITECTURES.items()} | dict.fromkeys(LLAMA, "llama")
 NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 OWN: dict[str, dict[str, Any]] = {
     "phi3": {"rotary_dim": 24, "rope_scaling": LongRope(tuple(1.0 + 0.25 * i for i in range(12)), 1.25)},
@@ -49,6 +52,10 @@ OWN: dict[str, dict[str, Any]] = {
         "activation": "gelu", "post_norms": True, "embedding_scale": 8.0, "query_scalar": 32.0, "attention_cap": 50.0,
         "logit_cap": 30.0,
     },
+    "mixtral": {"num_experts": 3, "experts_per_token": 2},
+    "qwen3_moe": {"num_experts": 3, "experts_per_token": 1, "qk_norm": True},
+    "glm": {"rotary_dim": 16, "neighbours": True, "qkv_bias": True},
+    "glm4": {"rotary_dim": 16, "neighbours": True, "qkv_bias": True, "post_norms": True},
 }  # fmt: skip
 
 
@@ -128,11 +135,12 @@ def gguf_name(name: str, family: str = "llama") -> str:
 
 
 def as_stored(tensors: Mapping[str, Array], family: str) -> dict[str, Array]:
-    """Phi-3 has q, k and v in one tensor, and gate and up."""
-    if family != "phi3":
+    """Phi-3 and GLM-4 have gate and up in one tensor, and all but the latest q, k and v."""
+    if family not in ("phi3", "glm", "glm4"):
         return dict(tensors)
-    whole = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
-    whole |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+    whole = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+    if family != "glm4":
+        whole |= {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
     stored: dict[str, list[Array]] = {}
     for name, value in tensors.items():
         module = name.split(".")[-2]
@@ -146,6 +154,13 @@ def add_own(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
         writer.add_attn_logit_softcapping(config.attention_cap)
         writer.add_final_logit_softcapping(config.logit_cap)
         writer.add_sliding_window(4096)
+    if config.neighbours:
+        writer.add_rope_dimension_count(config.rotary_dim)
+    if config.num_experts:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.experts_per_token)
+    if config.family == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     if isinstance(config.rope_scaling, LongRope):
         writer.add_rope_dimension_count(config.rotary_dim)
         writer.add_rope_scaling_orig_ctx_len(config.context_length)
@@ -173,7 +188,7 @@ def write_gguf(
     extra: Mapping[str, Array] | None = None,
     quants: Mapping[str, Quant] = MappingProxyType({}),
 ) -> Path:
-    architecture = "llama" if config.family == "mistral" else config.family
+    architecture = ARCHITECTURES[config.family]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.context_length)
@@ -197,7 +212,8 @@ def write_gguf(
             value = permute(value, config.num_heads)
         if architecture == "llama" and name.endswith("k_proj.weight"):
             value = permute(value, config.num_kv_heads)
-        kind = quants.get(name, quant) if value.ndim == 2 else Quant.F32
+        matrix = value.ndim >= 2 and not name.endswith("mlp.gate.weight")
+        kind = quants.get(name, quant) if matrix else Quant.F32
         stored = value if kind == Quant.F32 else gguf.quantize(value, kind)
         writer.add_tensor(gguf_name(name, config.family), stored, raw_dtype=kind)
     for name, value in (extra or {}).items():
@@ -322,6 +338,16 @@ def test_gguf_reads_back_under_hugging_face_names_and_orientation(tmp_path: Path
     assert checkpoint.config == expected
     assert checkpoint.quantized
     assert_same(checkpoint, tensors)
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_missing_expert_is_named(tmp_path: Path, missing: int) -> None:
+    made = parity.write_tiny(tmp_path, "qwen3_moe")
+    tensors = load_file(made / "model.safetensors")
+    del tensors[f"model.layers.1.mlp.experts.{missing}.up_proj.weight"]
+    save_file(tensors, made / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts\.up_proj\.weight is of 5 experts, expected 6"):
+        open_checkpoint(made)
 
 
 @pytest.mark.parametrize("quant", [Quant.F16, Quant.BF16, Quant.Q8_0, Quant.Q4_1, Quant.Q5_0])
@@ -517,7 +543,7 @@ def test_second_start_dequantises_nothing_and_gives_the_same(
         )
 
 
-@pytest.mark.parametrize("family", IN_GGUF)
+@pytest.mark.parametrize("family", [family for family in IN_GGUF if family not in ("mixtral", "qwen3_moe")])
 def test_packed_weights_give_the_logits_of_widened_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Family
 ) -> None:

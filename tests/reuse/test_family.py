@@ -23,6 +23,8 @@ from tests.support import tiny
 
 FAMILIES = {
     "phi3": replace(tiny.CONFIG, family="phi3", rotary_dim=12, rope_scaling=LongRope((1, 1, 1.5, 2, 2.5, 3), 1.2)),
+    "mixtral": replace(tiny.CONFIG, family="mixtral", num_experts=4, experts_per_token=2),
+    "glm4": replace(tiny.CONFIG, family="glm4", rotary_dim=8, neighbours=True, post_norms=True, qkv_bias=True),
     "gemma2": replace(
         tiny.CONFIG,
         family="gemma2",

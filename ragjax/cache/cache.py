@@ -126,6 +126,14 @@ class KnowledgeCache:
         """Write the nodes with these keys to disk in idle time, before they leave memory."""
         self._hierarchy.write_soon([node for key in keys if (node := self.tree.find(key)) is not None])
 
+    def keep_longer(self, tenant: str, tokens: Tokens, seconds: float) -> bool:
+        """Have what is cached of these tokens, on exactly their context, leave after all else for so long.
+
+        False: that would be more than a tenant may have kept.
+        """
+        steps = self.tree.walk(raw_of(tokens), tenant)
+        return self._hierarchy.keep([node for node, _ in steps], tenant, seconds)
+
     def room(self, tenant: str) -> int:
         """Pages of KV of a tenant that may be computed ahead: most of the largest tier, the rest is for requests."""
         capacity, storage = self.pool.capacity, self._hierarchy.storage

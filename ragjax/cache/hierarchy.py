@@ -12,6 +12,7 @@ matches on it are broken.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -32,6 +33,9 @@ REPLICATE = 2
 
 BACKLOG = 2**30
 """Bytes that may wait to be written; what leaves memory while there are more is not put on disk, lest memory fills."""
+
+KEPT = 0.25
+"""Share of the device's tokens that a tenant may have kept by name (`Hierarchy.keep`)."""
 
 DEPARTURES = 200
 """Nodes that left a tier lately and are remembered."""
@@ -83,6 +87,8 @@ class Hierarchy:
         self._writing: Counter[bytes] = Counter()  # keys of entries on their way to disk
         self._unflushed: list[Node] | None = None
         self.dead: dict[Node, None] = {}  # out of the tree, and still in use
+        self._kept: dict[Node, None] = {}  # leave last, until their time is over
+        self._until = math.inf  # the first of these times
 
     def consider(self, node: Node | None) -> None:
         if node is None or node.loading or node.dead or node.parent is None:
@@ -99,6 +105,7 @@ class Hierarchy:
 
         Nodes whose pages running requests hold anyway would free nothing: they leave last.
         """
+        self._expire()
         deferred: dict[Node, None] = {}  # in order; one that a child's leaving queues again comes here twice
         while self.pool.free_pages < pages:
             node = self.device.pop()
@@ -243,6 +250,7 @@ class Hierarchy:
 
     def _forget(self, node: Node) -> None:
         self.policy.on_forget(node)
+        self._kept.pop(node, None)
         self._hot.pop(node, None)
         self._new.pop(node, None)
 
@@ -252,6 +260,7 @@ class Hierarchy:
         """Evict from host memory until `size` more bytes fit there, and in the quota of the node's tenant."""
         storage = self.storage
         assert storage is not None
+        self._expire()
         quota = storage.quota(node.tenant)
         if size > storage.host_bytes or (quota is not None and size > quota):
             return False
@@ -305,6 +314,9 @@ class Hierarchy:
         if node.loading:
             self.loads.split(upper, node)
         self.policy.on_split(upper, node, before)
+        if node.kept:
+            upper.kept = node.kept
+            self._kept[upper] = None
         if upper.hits >= REPLICATE and self.storage is not None:
             self._hot[upper] = None
         return upper
@@ -377,6 +389,33 @@ class Hierarchy:
                 self.consider(node.parent)
 
     # ------------------------------------------------------------------------------- replication and loss
+
+    def keep(self, nodes: Sequence[Node], tenant: str, seconds: float) -> bool:
+        """Have nodes leave after all others for so long; False: a tenant's would take more room than it may keep."""
+        self._expire()
+        held = sum(len(node) for node in {*self._kept, *nodes} if node.tenant == tenant)
+        if held > KEPT * self.pool.capacity * self.pool.page_size:
+            return False
+        until = time.monotonic() + seconds
+        for node in nodes:
+            node.kept = max(node.kept, until)
+            self._kept[node] = None
+            self._until = min(self._until, node.kept)
+            self.device.refresh(node)
+            self.host.refresh(node)
+        return True
+
+    def _expire(self) -> None:
+        """Nodes whose time is over leave as all others do."""
+        now = time.monotonic()
+        if now < self._until:
+            return
+        for node in [node for node in self._kept if node.kept <= now]:
+            del self._kept[node]
+            node.kept = 0.0
+            self.device.refresh(node)
+            self.host.refresh(node)
+        self._until = min((node.kept for node in self._kept), default=math.inf)
 
     def accessed(self, node: Node) -> None:
         """A request matched the node; hot ones are noted for replication."""

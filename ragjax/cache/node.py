@@ -58,6 +58,7 @@ class Node:
     pins: int = 0  # matches and loads on this node or below it
     loading: int = 0  # number of the load that brings it (0: it is here)
     hits: int = 0  # requests that matched it
+    kept: float = 0.0  # it leaves last until then, by `time.monotonic()`
     note: Any = None  # what the replacement policy remembers of it
     queued: list[int] = field(default_factory=lambda: [0, 0])  # entry in each tier's queue of victims (0: none)
     dead: bool = False  # out of the tree, kept while it is pinned

@@ -297,6 +297,7 @@ class Request:
     tools: functions that the answer to messages may call; the call is its text (`prompting/tools.py`).
     grounded: the request's prompt, if it is made already; nothing is retrieved then.
     template: variables of the model's chat template, such as `enable_thinking`.
+    keep_s: seconds for which the prompt's KV leaves the cache after that of others, within a bound for each tenant.
     """
 
     messages: tuple[InstanceOf[Message], ...] = ()
@@ -310,6 +311,7 @@ class Request:
     tools: InstanceOf[Tools] | None = None
     grounded: InstanceOf[Grounded] | None = None
     template: Mapping[str, bool] = field(default_factory=dict, hash=False)
+    keep_s: Annotated[float, Ge(0)] = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, lambda name, reason: _invalid(reason, name), unchecked=("prompt", "continuation"))

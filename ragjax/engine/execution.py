@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -306,6 +306,10 @@ class Execution:
         decoding.note_proposal(state)
         answer = make_answer(state, self._contract, self._runner.fallbacks)
         state.keep()
+        tenant, seconds = state.request.tenant, state.request.keep_s
+        if seconds and not self._cache.keep_longer(tenant, state.prompt.tokens, seconds):
+            told = "the prompt is not kept longer: other prompts take all the room for it"
+            answer = replace(answer, notices=(*answer.notices, told))
         self._requests.finish(state, answer)
 
     def _tell(self, state: RequestState) -> None:

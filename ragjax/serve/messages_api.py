@@ -27,7 +27,7 @@ class MessageReply:
     def __init__(self, engine: Service, body: CountBody, request: core.Request, notices: Sequence[str]):
         self._engine = engine
         self._notices = notices
-        self._cached = body.breakpoints > 0
+        self._cached = bool(body.breakpoints)
         self._reader = CallReader(engine.call_form) if request.tools is not None else None
         self._content: list[Json] = []
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}

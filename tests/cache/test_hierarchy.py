@@ -94,6 +94,67 @@ def test_a_node_is_swapped_out_once():
     assert bench.transfer.calls == {"save": 1, "load": 3}
 
 
+class Split(LRU):
+    """Two queues, by the first token."""
+
+    queues = 2
+
+    def queue_of(self, node, tier):
+        return node.raw[0] % 2
+
+
+def test_whatever_is_kept_the_books_add_up(monkeypatch):
+    now, rng = [100.0], np.random.default_rng(5)
+    monkeypatch.setattr("ragjax.cache.hierarchy.time.monotonic", lambda: now[0])
+    bench = tiers(17, host=24, policy=Split(), disk_index=FakeDiskIndex())
+    for step in range(400):
+        path = [int(token) for token in rng.integers(1, 3, int(rng.integers(4, 17)))]
+        bench.put(path, cuts=(int(rng.integers(1, len(path))),))
+        if rng.random() < 0.4:
+            bench.cache.keep_longer("", tokens(*path), float(rng.integers(1, 9)))
+        if rng.random() < 0.2:
+            bench.squeeze()
+        now[0] += float(rng.random())
+        bench.settle()
+        if step % 10 == 0:
+            bench.audit()
+    assert bench.cache._hierarchy._kept.keys() <= {*bench.cache.tree.nodes()}
+    bench.audit()
+
+
+@pytest.mark.parametrize("policy", [LRU, LACR, Split])
+def test_what_is_kept_outlives_a_flood_until_its_time_is_over(policy, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("ragjax.cache.hierarchy.time.monotonic", lambda: now[0])
+    bench = tiers(9, host=16, policy=policy())
+    path = [*A, *B]
+    bench.put(path, cuts=(4,))
+    assert bench.cache.keep_longer("", tokens(*path), 60.0)
+
+    def flood():
+        for i in range(500):
+            bench.put([10 + i] * 4)
+
+    flood()
+    bench.audit()
+    assert [where(bench, path[:n])[:1] for n in (4, 8)] == ["D", "D"]
+    bench.put([*A, 7, 7, 7, 7])
+    assert bench.length(path) == 8, "also where it is cut"
+    now[0] += 61
+    flood()
+    bench.audit()
+    assert not bench.cache._hierarchy._kept and (policy is not LRU or bench.node(path) is None)
+
+
+def test_a_tenant_has_a_share_of_the_device_for_what_is_kept():
+    bench = tiers(9, host=64)  # 8 pages of 4 tokens: a quarter is 8
+    for one in (A, B, C):
+        bench.put(one, tenant="acme")
+    bench.put(C, tenant="umbra")
+    assert [bench.cache.keep_longer("acme", tokens(*one), 60.0) for one in (A, B, C, A)] == [True, True, False, True]
+    assert bench.cache.keep_longer("umbra", tokens(*C), 60.0), "each tenant has its own"
+
+
 def test_only_leaves_leave_and_no_parent_is_colder_than_its_child():
     bench = tiers(8, host=8)
     path = [*A, *B, *C]

@@ -30,7 +30,7 @@ class Node:
 
     def __init__(self, key, length=1, start=0):
         self.key, self.length, self.start = key, length, start
-        self.parent, self.tenant, self.note, self.queued = None, "", None, [0, 0]
+        self.parent, self.tenant, self.note, self.queued, self.kept = None, "", None, [0, 0], 0.0
 
     def __len__(self):
         return self.length

@@ -221,6 +221,15 @@ def test_tokens_of_a_prompt_are_counted_before_it_is_answered(engine: Engine) ->
     assert engine.prompt_tokens(request) == answer.prompt_tokens > 20
 
 
+def test_a_prompt_that_is_to_be_kept_is_or_the_answer_says_why_not(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request((Message("user", "How is it?"),), sampling=Sampling(2), rag=Rag(top_k=0), keep_s=60.0)
+    assert not answer_of(engine, request).notices
+    monkeypatch.setattr("ragjax.cache.hierarchy.KEPT", 0.0)
+    assert "the prompt is not kept longer" in answer_of(engine, request).notices[-1]
+
+
 def test_an_answer_with_tools_and_a_schema_is_either(engine: Engine) -> None:
     for seed in range(2):
         value = json.loads(called(engine, Tools((SMALL,)), seed, json.dumps(SCHEMA)).text)

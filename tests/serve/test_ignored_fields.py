@@ -20,7 +20,6 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "reasoning_effort": "low",
     "verbosity": "low",
     "prompt_cache_key": "k",
-    "prompt_cache_retention": "24h",
     "safety_identifier": "s",
     "prediction": {"type": "content", "content": "x"},
     "modalities": ["text"],

@@ -104,6 +104,16 @@ def test_breakpoints_tell_what_was_written(shared: Served) -> None:
     assert refused.status_code == 400 and "4 are taken" in refused.json()["error"]["message"]
 
 
+def test_a_prompt_is_kept_for_as_long_as_is_asked(caught: Caught) -> None:
+    short = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    assert request_of(caught).keep_s == 0
+    assert request_of(caught, messages=[{"role": "user", "content": [short]}]).keep_s == 300
+    asked = request_of(caught, messages=[{"role": "user", "content": [short]}], tools=[{**TOOL, **CACHED}])
+    assert asked.keep_s == 3600, "the longest"
+    assert caught.request(prompt_cache_retention="24h").keep_s == 86_400
+    assert caught.request(prompt_cache_retention="in_memory").keep_s == 0
+
+
 def test_tokens_are_counted_as_the_prompt_has_them(caught: Caught) -> None:
     counted = post(caught.served, "/v1/messages/count_tokens", system="Be brief.")
     assert counted == {"input_tokens": 7}, "words of the engine in miniature"

@@ -7,6 +7,7 @@ The cache decides which nodes can leave (leaves nobody uses); a policy only orde
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ class Victims:
         self._serial += 1
         self._live += 1
         node.queued[self._tier] = self._serial
-        entry = (self._policy.score(node, self._tier), self._serial, node)
+        entry = (self._score(node), self._serial, node)
         heaps = [self._heaps[self._policy.queue_of(node, self._tier)]]
         if node.tenant in self._owned:
             heaps.append(self._owned[node.tenant])
@@ -176,7 +177,7 @@ class Victims:
         """The node to leave next (of a tenant that was named by `own`), no longer queued; None if there is none."""
         while (entry := self._lowest(tenant)) is not None:
             node = entry[2]
-            if self._policy.score(node, self._tier) > entry[0] or self._policy.second_chance(node, self._tier):
+            if self._score(node) > entry[0] or self._policy.second_chance(node, self._tier):
                 self.push(node)
                 continue
             self.discard(node)
@@ -188,7 +189,21 @@ class Victims:
             return self._pop_good(self._owned[tenant])
         first = self._policy.next_queue(self._tier)
         order = (self._heaps[first], *self._heaps[:first], *self._heaps[first + 1 :])
-        return next((entry for heap in order if (entry := self._pop_good(heap)) is not None), None)
+        kept = None
+        for heap in order:
+            if (entry := self._pop_good(heap)) is not None and entry[0] < math.inf:
+                if kept is not None:
+                    heapq.heappush(kept[0], kept[1])
+                return entry
+            if entry is not None and kept is None:
+                kept = heap, entry
+            elif entry is not None:
+                heapq.heappush(heap, entry)
+        return None if kept is None else kept[1]
+
+    def _score(self, node: Node) -> float:
+        """By the policy; one that is kept leaves behind all others."""
+        return math.inf if node.kept else self._policy.score(node, self._tier)
 
     def _pop_good(self, heap: list[tuple[float, int, Node]]) -> tuple[float, int, Node] | None:
         while heap:

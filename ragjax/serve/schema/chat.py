@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 NO_EFFECT = frozenset(
     {
         *("metadata", "store", "service_tier", "user", "reasoning_effort", "verbosity"),
-        *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "prediction"),
+        *("prompt_cache_key", "safety_identifier", "prediction"),
     }
 )
 """Fields of OpenAI's API that have no effect here, whatever they say."""
@@ -67,6 +67,9 @@ REFUSED: Mapping[str, Refusal] = {
     "continue_final_message": Refusal("use /v1/completions to go on with a text", (False,)),
 }
 """Fields that would change the answer and cannot be had."""
+Retention = Literal["in_memory", "in-memory", "24h"]
+KEEP_S: Mapping[str, float] = {"24h": 86_400.0, "5m": 300.0, "1h": 3600.0}
+"""Seconds for which a prompt is kept, by what clients call them."""
 MOST_BIASES = 2**10
 """Entries of logit_bias, at most; OpenAI's clients send at most 300."""
 MOST_CALLS = 2**12
@@ -315,6 +318,12 @@ class GenerationBody(RefusingBody):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     user: Text | None = None
+    prompt_cache_retention: Retention | None = None
+
+    @property
+    def keep_s(self) -> float:
+        """Seconds for which the prompt is kept."""
+        return KEEP_S.get(self.prompt_cache_retention or "", 0.0)
 
     @property
     def include_usage(self) -> bool:
@@ -415,6 +424,7 @@ class ChatBody(GenerationBody):
                 [tool.function.to_core() for tool in self.tools or ()], self.tool_choice, self.parallel_tool_calls
             ),
             template=self.chat_template_kwargs or {},
+            keep_s=self.keep_s,
         )
         return choices([request], self.n or 1)
 
@@ -459,15 +469,16 @@ class CompletionBody(GenerationBody):
     rag: TextRag | None = None
 
     def to_core(self) -> tuple[core.Request, ...]:
-        asked = self.rag or TextRag()
+        given = self.rag or TextRag()
         rag = core.Rag(
             top_k=0,
-            strategy=asked.strategy,
-            recompute_ratio=asked.recompute_ratio,
-            compression=asked.compressed(),
-            detail=bool(asked.detail),
-            recognise=asked.recognise,
+            strategy=given.strategy,
+            recompute_ratio=given.recompute_ratio,
+            compression=given.compressed(),
+            detail=bool(given.detail),
+            recognise=given.recognise,
         )
         sampling = self._sampling(self.max_tokens, self.logprobs)
         prompts = (prompt if isinstance(prompt, str) else tuple(prompt) for prompt in self.prompt)
-        return choices([core.Request(prompt=prompt, sampling=sampling, rag=rag) for prompt in prompts], self.n or 1)
+        asked = [core.Request(prompt=one, sampling=sampling, rag=rag, keep_s=self.keep_s) for one in prompts]
+        return choices(asked, self.n or 1)

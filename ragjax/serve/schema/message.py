@@ -24,12 +24,12 @@ from ragjax.serve.schema.body import (
     at_most,
     tag_of,
 )
-from ragjax.serve.schema.chat import FEW_TOOLS, FunctionTool, NamedFunction, ToolChoice, tools_of
+from ragjax.serve.schema.chat import FEW_TOOLS, KEEP_S, FunctionTool, NamedFunction, ToolChoice, tools_of
 from ragjax.serve.schema.rag import ChatRag
 
 
 class CacheControl(Body):
-    """A breakpoint of the prompt cache. What stands before it is kept in any case, as all prompts are."""
+    """A breakpoint of the prompt cache: the prompt is kept for this time, within the tenant's bound."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -196,10 +196,11 @@ class CountBody(RefusingBody):
     rag: ChatRag | None = Field(default_factory=ChatRag)
 
     @property
-    def breakpoints(self) -> int:
-        """The number of breakpoints of the prompt cache."""
+    def breakpoints(self) -> list[CacheControl]:
+        """Breakpoints of the prompt cache."""
         blocks = [block for turn in self.messages for block in turn.content]
-        return sum(one.cache_control is not None for one in (self, *(self.system or ()), *(self.tools or ()), *blocks))
+        places = (self, *(self.system or ()), *(self.tools or ()), *blocks)
+        return [one.cache_control for one in places if one.cache_control is not None]
 
     def to_core(self) -> core.Request:
         """Makes the request.
@@ -207,8 +208,9 @@ class CountBody(RefusingBody):
         Raises:
             core.RequestError: for fields that contradict each other.
         """
-        if self.breakpoints > MOST_BREAKPOINTS:
-            reason = f"cache_control stands in {self.breakpoints} places; {MOST_BREAKPOINTS} are taken"
+        breakpoints = self.breakpoints
+        if len(breakpoints) > MOST_BREAKPOINTS:
+            reason = f"cache_control stands in {len(breakpoints)} places; {MOST_BREAKPOINTS} are taken"
             raise core.RequestError(reason, param="cache_control", code="invalid_value")
         choice, system = self.tool_choice, "\n".join(block.text for block in self.system or ())
         said = [message for turn in self.messages for message in turn.to_core()]
@@ -220,6 +222,7 @@ class CountBody(RefusingBody):
             rag=None if self.rag is None else self.rag.to_core(),
             tools=tools_of(tools, None if choice is None else choice.to_core(), parallel),
             template={} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"},
+            keep_s=max((KEEP_S[one.ttl or "5m"] for one in breakpoints), default=0.0),
         )
 
     def _sampling(self) -> core.Sampling:

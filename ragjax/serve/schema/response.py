@@ -28,10 +28,12 @@ from ragjax.serve.schema.body import (
 )
 from ragjax.serve.schema.chat import (
     FEW_TOOLS,
+    KEEP_S,
     NO_EFFECT,
     REFUSED,
     FunctionTool,
     NamedFunction,
+    Retention,
     ToolChoice,
     idle_tools,
     schema_text,
@@ -263,6 +265,7 @@ class ResponseBody(RefusingBody):
     text: TextConfig | None = None
     tools: Annotated[list[AnyTool], Field(fail_fast=True), FEW_TOOLS] | None = None
     parallel_tool_calls: bool | None = None
+    prompt_cache_retention: Retention | None = None
     tool_choice: (
         Annotated[ResponseChoice, BeforeValidator(typed, json_schema_input_type=str | ResponseChoice)] | None
     ) = None
@@ -316,6 +319,7 @@ class ResponseBody(RefusingBody):
             sampling=core.Sampling(**given, logprobs=logprobs, json_schema=schema, strict=strict),
             rag=self._rag(sources),
             tools=self._functions(),
+            keep_s=KEEP_S.get(self.prompt_cache_retention or "", 0.0),
         )
 
     def _rag(self, sources: tuple[core.Source, ...]) -> core.Rag | None:

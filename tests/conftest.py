@@ -21,6 +21,10 @@ GPU = os.environ.get("RAGJAX_TEST_GPU") == "1"
 QWEN = os.environ.get("RAGJAX_QWEN_GGUF")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
+# Python's bytecode is kept, rewritten asserts included: to make that of all tests takes each process twenty seconds.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # By environment, so that processes which tests start are held to it too, and tests without JAX need not import it.
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 if GPU:
@@ -54,6 +58,9 @@ settings.load_profile("ragjax")
 LANES = ("kernels", "models", "quality", "retrieval", "reuse", "runner", "train", "benchmarks")
 """Rooms whose slow tests run where a change touches what they test (`.ci/run`), but for those marked `smoke`."""
 
+RUN_SELDOM = ("compress", "kernels", "models", "runner", "store", "train")
+"""Rooms whose tests run a compiled program a few times."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,36 +68,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     A test is marked by the model it asks for, and skipped with a reason where the machine lacks what it needs.
     """
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    marks = {item: {mark.name for mark in item.iter_markers()} for item in items}
+    slow = {item.path for item in items if "slow" in marks[item]}
     items.sort(key=lambda item: item.path not in slow)
+    rooms = {path: path.relative_to(HERE).parts[0] for path in {item.path for item in items}}
     for item in items:
-        fixtures = getattr(item, "fixturenames", ())
+        marked, fixtures = marks[item], getattr(item, "fixturenames", ())
         if "smollm_path" in fixtures:
             item.add_marker(pytest.mark.model)
         if "qwen_path" in fixtures:
             item.add_marker(pytest.mark.qwen)
-        room = item.path.relative_to(HERE).parts[0]
-        if room in LANES and item.get_closest_marker("slow") and not item.get_closest_marker("smoke"):
-            item.add_marker(f"{room}_lane")
-        if item.get_closest_marker("qwen") and not QWEN:
+        if rooms[item.path] in LANES and "slow" in marked and "smoke" not in marked:
+            item.add_marker(f"{rooms[item.path]}_lane")
+        if ("qwen" in marked or "qwen_path" in fixtures) and not QWEN:
             item.add_marker(pytest.mark.skip(reason="RAGJAX_QWEN_GGUF does not name a Qwen2 GGUF file"))
-        if item.get_closest_marker("gpu") and not GPU:
+        if "gpu" in marked and not GPU:
             item.add_marker(pytest.mark.skip(reason="RAGJAX_TEST_GPU=1 is not set: needs a GPU"))
-        if item.get_closest_marker("compile") and CORES < 2:
+        if "compile" in marked and CORES < 2:
             item.add_marker(pytest.mark.skip(reason="simulated GPU kernels wait for a second core for ever"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures are made
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Programs are compiled without LLVM's optimisations: compiling takes a third less time.
-
-    Those that run longer than they compile are compiled with them, and those of tests that run for long or on a GPU.
+    """Programs that run a few times are compiled without LLVM's optimisations, in half the time: those of some rooms,
+    and of processes that a test starts. Tests that run for long have theirs compiled with them.
     """
     optimised = ("qwen", "long", "gpu", "compile", "optimised")
     quickly = not GPU and not any(item.get_closest_marker(name) for name in optimised)
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quickly))  # for processes that the test starts
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quickly))
     if "jax" in sys.modules:
-        sys.modules["jax"].config.update("jax_disable_most_optimizations", quickly)
+        seldom = item.path.relative_to(HERE).parts[0] in RUN_SELDOM
+        sys.modules["jax"].config.update("jax_disable_most_optimizations", quickly and seldom)
 
 
 @pytest.fixture

@@ -153,15 +153,8 @@ def test_a_step_that_fails_while_decoding_starts_the_request_again(monkeypatch: 
     with tiny.engine(lookup=0) as engine:
         plain = engine.answer_prompt(prompt, **given)
         engine.clear_cache()
-        step, calls = engine._runner.step, []
-
-        def failing(asked: Any) -> Any:
-            calls.append(asked)
-            if len(calls) == 8:  # three of the prompt, one of the window, and three that brought tokens
-                raise RuntimeError("planted")
-            return step(asked)
-
-        monkeypatch.setattr(engine._runner, "step", failing)
+        # behind three of the prompt, one of the window, and three that brought tokens
+        _fail_once(monkeypatch, "step", at=8)
         answer = engine.answer_prompt(prompt, **given)
         engine.audit()
     assert len(answer.tokens) == len(plain.tokens) and answer.tokens[:4] == plain.tokens[:4]
@@ -198,18 +191,10 @@ def test_a_compaction_that_fails_starts_the_request_again_behind_its_first_token
     with tiny.engine() as engine:
         plain = engine.answer_prompt(prompt, **given)
         engine.clear_cache()
-        compact, calls = engine._runner.compact, []
-
-        def failing(*asked: Any) -> Any:
-            calls.append(asked)
-            if len(calls) == 1:
-                raise RuntimeError("planted")
-            return compact(*asked)
-
-        monkeypatch.setattr(engine._runner, "compact", failing)
+        calls = _fail_once(monkeypatch, "compact", at=1)
         answer = engine.answer_prompt(prompt, **given)
         engine.audit()
-    assert len(calls) == 2 and len(answer.tokens) == 12 and answer.tokens[0] == plain.tokens[0]
+    assert next(calls) == 3 and len(answer.tokens) == 12 and answer.tokens[0] == plain.tokens[0]
     assert answer.exact_to is None and answer.notices
 
 
@@ -352,8 +337,8 @@ def test_scores_by_attention_need_passes() -> None:
             engine.generate_with_depkv(kv, compression="h2o:64", max_tokens=2)
 
 
-def _fail_once(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:
-    """The runner's call of this name fails, the time that `at` says and no other."""
+def _fail_once(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> itertools.count[int]:
+    """The runner's call of this name fails, the time that `at` says and no other; returns the number of the next."""
     runner, calls = tiny.runner(), itertools.count(1)
     call = getattr(runner, name)
 
@@ -363,3 +348,4 @@ def _fail_once(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:
         return call(*given, **named)
 
     monkeypatch.setattr(runner, name, failing)
+    return calls

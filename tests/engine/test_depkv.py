@@ -12,7 +12,6 @@ from ragjax.core import Grid, Kind, Prompt, RequestError, Segment
 from ragjax.core.depprompt import DepPrompt, LinearNode, Positions, TreeNode
 from ragjax.engine import Engine
 from ragjax.reuse.exact import Full
-from ragjax.runner.runner import Runner
 from tests.support import tiny
 from tests.support.pace import resting
 
@@ -111,9 +110,7 @@ def test_an_answer_that_finds_no_entries_fails_alone() -> None:
     grid = Grid(rows=((2, 2), (4, 1), (16, 8), (64, 16)), entries=(40,), logits=(2, 4))
     paths = tuple(np.concatenate([[i], tokens(4)]).astype(np.int32) for i in range(30))
     system, task = LinearNode("system", tokens(10)), LinearNode("task", tokens(5))
-    with tiny.engine(
-        Runner(tiny.decoder("float32"), pages=200, page_size=tiny.PAGE, grid=grid, scanned=True)
-    ) as engine:
+    with tiny.engine(tiny.make_runner(grid=grid)) as engine:
         for path in paths:
             engine.answer_prompt(
                 DepPrompt((system, TreeNode("a", (path,)), task)).prompt(), strategy="dependency", max_tokens=1

@@ -24,12 +24,7 @@ METHODS = ("pyramidkv", "cake")
 @pytest.fixture(scope="module")
 def runners() -> dict[bool, Runner]:
     """An array for each stage, and one for all."""
-    return {
-        whole: Runner(
-            tiny.decoder(config=CONFIG), pages=100, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True, whole=whole
-        )
-        for whole in (False, True)
-    }
+    return {whole: tiny.make_runner(tiny.decoder(config=CONFIG), pages=100, whole=whole) for whole in (False, True)}
 
 
 def watch(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[Step, int]]:

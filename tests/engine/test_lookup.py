@@ -24,7 +24,7 @@ GRID = Grid(
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[tuple[Engine, Engine]]:
-    other = Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
+    other = tiny.make_runner(grid=GRID)
     with tiny.engine(lookup=0) as plain, tiny.engine(other, lookup=6) as fast:
         yield plain, fast
         plain.audit()
@@ -57,7 +57,7 @@ def forgetful() -> Runner:
     decoder = tiny.decoder()
     for layer in decoder.layers:
         layer.out.set_value(layer.out[...] * 0)
-    return Runner(decoder, pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
+    return tiny.make_runner(decoder, grid=GRID)
 
 
 @pytest.mark.slow

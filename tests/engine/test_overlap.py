@@ -208,42 +208,32 @@ def test_the_first_token_s_time_is_that_of_its_text(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_nobody_sleeps_while_a_request_waits_for_a_place(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_is_free_is_taken_at_once(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody sleeps while a request waits for it, and no step is made without it."""
     slept: list[int] = []
+    idle: list[int] = []
     with tiny.engine(max_running=1) as engine:
         loop = engine._loop
-        drain = loop._drain_inbox
+        drain, following = loop._drain_inbox, loop._scheduler.next_batch
 
         def drained(busy: bool) -> bool:
             if not busy:
                 slept.append(len(loop.requests.live))
             return drain(busy)
 
+        def watched() -> Any:
+            batch = following()
+            if batch is None:
+                idle.append(loop.waiting)
+            return batch
+
         monkeypatch.setattr(loop, "_drain_inbox", drained)
+        monkeypatch.setattr(loop._scheduler, "next_batch", watched)
         with Hold(engine):
             futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=tokens) for prompt in prompts(6)]
         assert all(len(future.result().tokens) == tokens for future in futures)
         engine.audit()
-    assert not any(slept)
-
-
-def test_a_place_that_is_free_is_taken_before_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    idle: list[int] = []
-    with tiny.engine(max_running=1) as engine:
-        scheduler = engine._loop._scheduler
-        following = scheduler.next_batch
-
-        def watched() -> Any:
-            batch = following()
-            if batch is None:
-                idle.append(engine._loop.waiting)
-            return batch
-
-        monkeypatch.setattr(scheduler, "next_batch", watched)
-        with Hold(engine):
-            futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=3) for prompt in prompts(6)]
-        assert all(len(future.result().tokens) == 3 for future in futures)
-    assert not any(idle)
+    assert slept and not any((*slept, *idle))
 
 
 def test_what_is_called_in_the_engine_s_thread_finds_all_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ STRATEGIES = ("prefix", "naive", "blend", "fusion", "craft-focus")
 def runner() -> Runner:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ragjax.runner.weights, "STAGE_LAYERS", 1)
-        return Runner(tiny.decoder("float32"), pages=200, page_size=tiny.PAGE, grid=tiny.GRID)
+        return tiny.make_runner(scanned=False)
 
 
 @pytest.fixture(autouse=True)

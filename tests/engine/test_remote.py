@@ -14,7 +14,6 @@ from ragjax.cluster.redis import RedisServer
 from ragjax.cluster.remote import RemoteTier
 from ragjax.core import Answer, AtRest
 from ragjax.engine import Engine
-from ragjax.runner.runner import Runner
 from ragjax.schedule.admission import Admission
 from ragjax.store.disk import DiskStore
 from tests.support import tiny
@@ -23,10 +22,6 @@ from tests.support.remotes import GIGA, FakeRemote, Unreliable, free_port, real_
 
 def ask(engine: Engine, seed: int, strategy: str = "prefix", tenant: str = "") -> Answer:
     return engine.answer_prompt(tiny.prompt(seed), strategy=strategy, max_tokens=4, want_logits=True, tenant=tenant)
-
-
-def other_runner() -> Runner:
-    return Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
 
 
 def tiers(answer: Answer) -> set[str | None]:
@@ -88,7 +83,7 @@ def test_two_at_once_share_while_they_run(tmp_path: Path) -> None:
     disk = DiskStore.open(tmp_path, b"tiny", about={}, max_bytes=GIGA)
     with (
         tiny.engine(shared=tier(remote)) as first,
-        tiny.engine(other_runner(), shared=tier(remote, disk)) as second,
+        tiny.engine(tiny.make_runner(), shared=tier(remote, disk)) as second,
     ):
         assert ask(second, 1).cached_tokens == 0
         ask(first, 0)
@@ -195,7 +190,7 @@ def test_a_redis_that_is_killed_and_comes_back_empty_under_load() -> None:
                 time.sleep(0.02)
             check(second, [11, 4, 11, 5])
             settle(second)
-            with tiny.engine(other_runner(), pages=60, shared=over(port)) as third:
+            with tiny.engine(tiny.make_runner(), pages=60, shared=over(port)) as third:
                 assert check(third, [11]) == 1, "what was computed since is there"
 
 

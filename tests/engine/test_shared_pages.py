@@ -9,7 +9,6 @@ import pytest
 
 from ragjax.core import Grid
 from ragjax.engine import Engine
-from ragjax.runner.runner import Runner
 from ragjax.schedule.batch import Batch
 from tests.support import tiny
 from tests.support.matrix import few
@@ -22,8 +21,7 @@ GRID = Grid(
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    runner = Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
-    with tiny.engine(runner, lookup=0) as engine:
+    with tiny.engine(tiny.make_runner(grid=GRID), lookup=0) as engine:
         yield engine
         engine.audit()
 

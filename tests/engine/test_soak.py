@@ -157,9 +157,7 @@ class Cold:
     """What full attention answers, cold; each prompt is computed once, in an engine of its own."""
 
     def __init__(self) -> None:
-        self._engine = tiny.engine(
-            Runner(tiny.decoder(), pages=400, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True), pages=400
-        )
+        self._engine = tiny.engine(tiny.make_runner())
         self._known: dict[tuple[bytes, int | None], Future[Answer]] = {}
 
     def answer(self, prompt: Prompt, seed: int | None) -> Answer:

@@ -454,7 +454,7 @@ def test_a_lost_device_costs_time_and_no_answer(
     after: int, reference: dict[int, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hot nodes come back from host memory; a request goes on behind the tokens that it had sent."""
-    runner = tiny.Runner(tiny.decoder(), pages=60, page_size=tiny.PAGE, grid=tiny.GRID)
+    runner = tiny.make_runner()
     with tiny.engine(runner, pages=60, host_bytes=GIGA) as engine:
         for _ in range(3):
             ask(engine, 0)  # hot: it is copied to host memory when there is time

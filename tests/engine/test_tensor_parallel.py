@@ -42,7 +42,7 @@ scratch = Path(tempfile.mkdtemp())
 # two KV heads on two devices each; neither the MLP nor the vocabulary is divided by four
 ODD = replace(tiny.CONFIG, intermediate_size=62, vocab_size=261)
 made = {
-    n: Runner(tiny.decoder(config=ODD), pages=100, page_size=tiny.PAGE, grid=tiny.GRID, mesh=make_mesh(n, ODD))
+    n: tiny.make_runner(tiny.decoder(config=ODD), pages=100, scanned=False, mesh=make_mesh(n, ODD))
     for n in (1, 4)
 }
 

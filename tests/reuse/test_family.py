@@ -47,7 +47,7 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 
 @pytest.fixture(scope="module")
 def runner(decoder: Decoder) -> Runner:
-    return Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
+    return tiny.make_runner(decoder)
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from ragjax.models.trained import PACKET_FORMAT, PacketFile
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Setting, divergence
 from ragjax.reuse.naive import Packet
-from ragjax.runner.runner import Runner
 from ragjax.schedule import decoding
 from tests.support import tiny
 from tests.support.serving import wait_for
@@ -40,7 +39,7 @@ def engine() -> Iterator[Engine]:
     decoder = tiny.decoder()
     rows = np.asarray(decoder.embedding[...], np.float32)[list(LIKE.values())]
     PacketFile(rows[:2], rows[2:], {}).apply(decoder)
-    runner = Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
+    runner = tiny.make_runner(decoder)
     with tiny.engine(runner, extra=[Packet(WRAPPER)]) as made:
         yield made
 
@@ -169,7 +168,7 @@ def test_shadow_replay_reads_the_prompt_without_packets() -> None:
     contract.observe = note  # type: ignore[method-assign]
     decoder = tiny.decoder()
     PacketFile(SOFT, np.repeat(SOFT[:1], 3, 0), {}).apply(decoder)
-    runner = Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
+    runner = tiny.make_runner(decoder)
     prompt = tiny.prompt(3)
     with tiny.engine(runner, extra=[Packet(WRAPPER)], contract=contract, strategy="packet") as made:
         answer = made.answer_prompt(prompt, strategy="packet", max_tokens=6)
@@ -193,7 +192,7 @@ def test_proposed_tokens_are_those_of_the_text(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(decoding, "propose", noted)
     decoder = tiny.decoder()
     PacketFile(SOFT, np.repeat(SOFT[:1], 3, 0), {}).apply(decoder)
-    runner = Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
+    runner = tiny.make_runner(decoder)
     with tiny.engine(runner, extra=[Packet(WRAPPER)], lookup=4) as made:
         made.answer_prompt(tiny.prompt(4), strategy="packet", max_tokens=4)
     assert seen and all(tokens.max() < tiny.CONFIG.vocab_size for tokens in seen)

@@ -58,7 +58,7 @@ def runner(layers: int = 1, *, scanned: bool = False, dtype: str = "float32") ->
     """The tiny decoder in stages of so many layers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ragjax.runner.weights, "STAGE_LAYERS", layers)
-        return Runner(tiny.decoder(dtype), pages=PAGES, page_size=PAGE, grid=GRID, scanned=scanned)
+        return tiny.make_runner(tiny.decoder(dtype), pages=PAGES, grid=GRID, scanned=scanned)
 
 
 def prompts() -> tuple[Prompt, ...]:

@@ -14,7 +14,6 @@ import numpy as np
 
 from ragjax.core import Answer, Kind, Prompt, Segment
 from ragjax.engine import Engine
-from ragjax.runner.runner import Runner
 from tests.data.make_disk import prompts
 from tests.support import tiny
 
@@ -54,7 +53,7 @@ def from_host(engine: Engine) -> dict[str, list[Answer]]:
 
 def main(file: str, dtype: str) -> None:
     """Write tokens and the logits of the first one by name and number, and the attentions that ran, by backend."""
-    runner = Runner(tiny.decoder(dtype, CONFIG), pages=PAGES, page_size=tiny.PAGE, grid=tiny.GRID)
+    runner = tiny.make_runner(tiny.decoder(dtype, CONFIG), pages=PAGES, scanned=False)
     with tiny.engine(runner, pages=PAGES) as engine:
         found = answers(engine)
     with tiny.engine(runner, pages=40, host_bytes=2**26) as engine:

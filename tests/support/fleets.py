@@ -103,7 +103,7 @@ class LocalTransport:
 @cache
 def second_runner() -> Runner:
     """Beside the shared one, for a second engine at a time."""
-    return Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
+    return tiny.make_runner()
 
 
 def prefix_contract() -> Contract:

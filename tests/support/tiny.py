@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from functools import cache, partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -39,6 +40,7 @@ from ragjax.engine.knowledge import Knowledge, KnowledgeRegistry
 from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
+from ragjax.models.executables import Executables
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Setting
@@ -158,14 +160,38 @@ class HashedEncoder:
         return Embedded(self.encode(texts), sum(len(text.split()) for text in texts))
 
 
-@cache
-def runner(dtype: str = "float32", *, pages: int = 200) -> Runner:
-    """A runner, shared by all tests: one engine at a time may use it. Its programs are compiled when first used.
+class Compiled(Executables):
+    """Programs of this process: runners whose programs are equal compile them once. Nothing is written."""
+
+    def __init__(self) -> None:
+        self._programs: dict[str, tuple[Any, Any]] = {}
+
+    def load(self, key: str, devices: Sequence[jax.Device]) -> tuple[Any, Any] | None:
+        return self._programs.get(key)
+
+    def keep(self, key: str, program: Any, beside: Any) -> None:
+        self._programs[key] = program, beside
+
+
+COMPILED = Compiled()
+
+
+def make_runner(
+    made: Decoder | None = None, *, pages: int = 200, grid: Grid = GRID, scanned: bool = True, **options: Any
+) -> Runner:
+    """A runner of its own. A test that changes what is traced needs another: this one's programs may be there.
 
     It scans its layers, as on a GPU: that compiles in two thirds of the time. `tests/runner` and tests with real models
     run layers unrolled.
     """
-    return Runner(decoder(dtype), pages=pages, page_size=PAGE, grid=GRID, scanned=True)
+    kept = {"page_size": PAGE, "executables": COMPILED} | options
+    return Runner(made or decoder(), pages=pages, grid=grid, scanned=scanned, **kept)
+
+
+@cache
+def runner(dtype: str = "float32", *, pages: int = 200) -> Runner:
+    """A runner, shared by all tests: one engine at a time may use it. Its programs are compiled when first used."""
+    return make_runner(decoder(dtype), pages=pages)
 
 
 def engine(

@@ -13,7 +13,6 @@ from ragjax.models.decoder import Decoder
 from ragjax.models.trained import PacketFile
 from ragjax.prompting.chat import chat_prompt
 from ragjax.reuse.naive import Packet
-from ragjax.runner.runner import Runner
 from tests.support import tiny
 from tests.support.plain import tensors_of
 from tests.support.reading import READING, seen_of
@@ -45,7 +44,7 @@ def test_the_engine_says_what_the_arrangement_of_training_says(sample: Sample, p
     target = example.target[example.target >= 0]
     decoder = Decoder.from_tensors(tiny.CONFIG, tensors_of(tiny.CONFIG), jnp.dtype("float32"))
     PacketFile(SOFT_SE[:2], SOFT_SE[2:], {}).apply(decoder)
-    runner = Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
+    runner = tiny.make_runner(decoder)
     with tiny.engine(runner, extra=[Packet(WRAPPER)]) as engine:
         for _ in range(2):  # cold, and then from the cache
             answer = engine.answer_prompt(

@@ -71,18 +71,18 @@ Which = Callable[..., bool]
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, which: Which, told: str = FULL) -> None:
-    """Programs that are meant are compiled at their next use, which fails."""
+    """Programs that are meant are made at their next use, which fails."""
     programs = tiny.runner()._programs
-    compile_ = programs._compile
+    make = programs._make
 
-    def failing(*name: Any) -> Any:
+    def failing(name: Any) -> Any:
         if which(*name):
             raise jax.errors.JaxRuntimeError(told)
-        return compile_(*name)
+        return make(name)
 
     kept = {name: program for name, program in programs.compiled.items() if not which(*name)}
     monkeypatch.setattr(programs, "compiled", kept)
-    monkeypatch.setattr(programs, "_compile", failing)
+    monkeypatch.setattr(programs, "_make", failing)
 
 
 def is_measuring(kind: str, *sizes: Any) -> bool:

@@ -165,6 +165,7 @@ class Compiled(Executables):
 
     def __init__(self) -> None:
         self._programs: dict[str, tuple[Any, Any]] = {}
+        self.kernels = None  # nor those of the CPU that programs call
 
     def load(self, key: str, devices: Sequence[jax.Device]) -> tuple[Any, Any] | None:
         return self._programs.get(key)

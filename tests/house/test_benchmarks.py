@@ -16,7 +16,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "baseline": frozenset(),
     "policies": frozenset({"common", "baseline"}),
     "kernels": frozenset({"common", "baseline"}),
-    "cluster": frozenset({"common", "load", "policies", "quality"}),
+    "cluster": frozenset({"common", "baseline", "load", "policies", "quality"}),
     "compression": frozenset({"common", "quality"}),
     "quality": frozenset({"common", "baseline"}),
     "graph": frozenset({"common", "quality"}),

@@ -21,7 +21,7 @@ from flax import nnx
 from jax import lax
 from numpy.typing import NDArray
 
-from ragjax.kernels.cpu.op import PackedMatrix, packed_product, packed_rows
+from ragjax.kernels.cpu.op import PackedMatrix, packed_mlp, packed_product, packed_rows
 from ragjax.kernels.cpu.packing import Packing
 from ragjax.kernels.rope import Rotation, rotate
 from ragjax.models.config import ModelConfig
@@ -171,6 +171,11 @@ class Layer(nnx.Module):
             normed_TE = rms_norm(x_TE, self.mlp_norm[...], self.eps)
             prob_TN = jax.nn.softmax(dense(normed_TE, self.router[...]), axis=-1)
             return mix_experts(normed_TE, prob_TN, self.gate_up[...], self.down[...], self.chosen, self.share_out)
+        gate_up, down = self.gate_up[...], self.down[...]
+        if isinstance(gate_up, PackedMatrix) and isinstance(down, PackedMatrix) and not self.gelu:
+            made_TE = packed_mlp(x_TE, gate_up, down, (self.mlp_norm[...], self.eps))
+            if made_TE is not None:
+                return made_TE
         gate_up_TN2F = self.multiply("gate_up", x_TE, self.mlp_norm[...]).reshape(
             len(x_TE), -1, 2, self.gate_up.shape[-2]
         )

@@ -112,7 +112,10 @@ def load_decoder(
     packed &= not checkpoint.config.num_experts
     sources = Sources(checkpoint.config, checkpoint.tensors, tiled=tiled and op.tiled()) if packed else None
     packings = {} if sources is None else sources.packings
-    op.register(sorted(set(packings.values()), key=repr), Path(cache_dir) / "kernels")
+    layers = {name.rpartition(".")[0] for name in packings}
+    mlps = [tuple(packings.get(f"{layer}.{part}") for part in ("gate_up", "down")) for layer in layers]
+    pairs = sorted({(first, second) for first, second in mlps if first and second}, key=repr)
+    op.register(sorted(set(packings.values()), key=repr), Path(cache_dir) / "kernels", pairs)
     file = _own_file(checkpoint, sources, Path(path), np.dtype(dtype), Path(cache_dir))
     return Decoder.from_arrays(checkpoint.config, _mapped(file), np.dtype(dtype), packings)
 

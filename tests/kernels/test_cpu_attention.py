@@ -17,6 +17,7 @@ from ragjax.kernels.blocks import visible_blocks
 from ragjax.kernels.cpu import attention as cpu
 from ragjax.kernels.cpu.code import F32, Code, Value, vector
 from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelLibrary, KernelPhase, Machine
+from ragjax.kernels.cpu.numbers import power
 from ragjax.kernels.pages import Pages, to_storage
 from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.view import View
@@ -186,7 +187,7 @@ def test_power(machine: Machine) -> None:
 
     def body(code: Code, frame: CallFrame, tile: Value) -> None:
         x = frame.data(0, F32).load(tile * lanes, vector(F32, lanes))
-        frame.data(1, F32)[tile * lanes] = cpu.power(code, x)
+        frame.data(1, F32)[tile * lanes] = power(code, x)
 
     name = f"power_{machine.name.replace('-', '_')}"
     kernel = Kernel(name, 1, (KernelPhase(lambda _, frame: frame.size(0, 0) / lanes, body),))

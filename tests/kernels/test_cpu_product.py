@@ -175,6 +175,43 @@ def test_tiles(packing: Packing, outputs: int, units: int, rows: int, normed: bo
     assert (np.abs(made_TO - wanted_TO) <= reach).all()
 
 
+@needs_amx
+@pytest.mark.parametrize("packings", [(PAIR[0], PAIR[1]), (PAIR[1], PAIR[0])], ids=["4-8", "8-4"])
+@pytest.mark.parametrize(("inputs", "hidden"), [(64, 32), (96, 1056)])
+def test_mlp(packings: tuple[Packing, Packing], inputs: int, hidden: int) -> None:
+    """Near the MLP in float64 from the codes' definition, and a row the same beside any rows."""
+    random = np.random.default_rng(hidden)
+    packings = (replace(packings[0], tiled=True), replace(packings[1], tiled=True))
+    gate_up = random_codes(packings[0], 2 * hidden, inputs, 1)
+    down = random_codes(packings[1], inputs, hidden, 2)
+    op.register([], FOLDER, [packings])
+    matrices = weight_of(gate_up), weight_of(down)
+    x_TE = random.normal(size=(70, inputs)).astype(np.float32)
+    norm = random.uniform(0.5, 1.5, inputs).astype(np.float32) / 40
+
+    def made(begin: int, end: int) -> NDArray[np.float32]:
+        found = op.packed_mlp(jnp.asarray(x_TE[begin:end]), *matrices, (norm, EPS))
+        assert found is not None
+        return np.asarray(found)
+
+    gate_TF, up_TF = np.split(exact(gate_up, x_TE, norm), 2, axis=1)
+    hidden_TF = gate_TF / (1 + np.exp(-gate_TF)) * up_TF
+    wanted_TE = exact(down, hidden_TF.astype(np.float32), None)
+    whole_TE = made(0, 70)
+    assert np.abs(whole_TE - wanted_TE).max() < 0.02 * np.abs(wanted_TE).max()
+    for begin, end in ((0, 8), (3, 20), (31, 70), (62, 70)):
+        np.testing.assert_array_equal(made(begin, end), whole_TE[begin:end])
+
+
+def test_products_of_their_own_serve_where_the_mlp_is_not_for() -> None:
+    packing = replace(PAIR[0], tiled=op.tiled())
+    gate_up, down = (weight_of(random_codes(packing, *shape, 1)) for shape in ((64, 64), (64, 32)))
+    x_TE = jnp.ones((op.MANY - 1, 64))
+    assert op.packed_mlp(x_TE, gate_up, down, (jnp.ones(64), EPS)) is None  # few rows
+    gate_up, down = (weight_of(random_codes(packing, *shape, 1)) for shape in ((32, 4096), (4096, 32)))
+    assert op.packed_mlp(jnp.ones((op.MANY, 4096)), gate_up, down, (jnp.ones(4096), EPS)) is None  # long rows
+
+
 def _alone(codes: Codes, x_TI: NDArray[np.float32], form: str | None) -> Callable[[int, int], NDArray[np.float32]]:
     weight = None if form is not None else weight_of(codes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -57,38 +58,52 @@ def tiled() -> bool:
     return Machine.here().has("amx-bf16", "avx512bf16")
 
 
-def register(packings: Iterable[Packing], folder: Path | None = None) -> None:
+def register(
+    packings: Iterable[Packing], folder: Path | None = None, mlps: Iterable[tuple[Packing, Packing]] = ()
+) -> None:
     """Compile kernels for these packings, once a process, and register them with JAX.
 
-    folder: where compiled ones are kept (None: nowhere).
+    Args:
+        packings: of matrices.
+        folder: where compiled ones are kept (None: nowhere).
+        mlps: packings of the gate and up matrix, and of the down matrix, of layers.
     """
     for packing in packings:
-        plain = replace(packing, tiled=False)
-        _registered(_Wanted(plain, folder))
+        _registered(_Wanted((replace(packing, tiled=False),), folder))
         if packing.tiled:
-            _registered(_Wanted(packing, folder))
+            _registered(_Wanted((packing,), folder))
+    for pair in mlps:
+        if all(packing.tiled for packing in pair):
+            _registered(_Wanted(pair, folder))
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    packing: Packing
+    packings: tuple[Packing, ...]  # one, or the two of an MLP
     folder: Path | None = field(compare=False)  # a kernel is registered once, wherever it is kept
 
 
 @cache
 def _registered(wanted: _Wanted) -> Any:
-    from ragjax.kernels.cpu import product, tiles
+    from ragjax.kernels.cpu import mlp, product, tiles
     from ragjax.kernels.cpu.foreign import KernelLibrary, Machine
 
-    packing, machine = wanted.packing, Machine.here()
+    (packing, *others), machine = wanted.packings, Machine.here()
+    name = _mlp_name(packing, *others) if others else _name(packing, normed=False)
 
     def kernels() -> list[Kernel]:
+        if others:
+            return [mlp.gated_mlp(packing, others[0], name)]
         if packing.tiled:
             return [tiles.product(packing, _name(packing, normed), normed=normed) for normed in (False, True)]
         products = [product.product(packing, machine, normed=normed) for normed in (False, True)]
         return [*products, product.rows(packing)]
 
-    return KernelLibrary(_name(packing, normed=False), kernels, machine, wanted.folder)
+    return KernelLibrary(name, kernels, machine, wanted.folder)
+
+
+def _mlp_name(gate_up: Packing, down: Packing) -> str:
+    return f"ragjax_mlp_{gate_up.name()}_{down.name()}"
 
 
 def _name(packing: Packing, normed: bool) -> str:
@@ -107,10 +122,7 @@ def packed_product(
     from ragjax.kernels.cpu import product, tiles
     from ragjax.kernels.cpu.foreign import Machine
 
-    outputs = 1
-    for size in weight.shape:
-        outputs *= size
-    outputs //= inputs
+    outputs = math.prod(weight.shape) // inputs
     rows = x_TI.shape[0]
     packing = replace(weight.packing, tiled=weight.packing.tiled and rows >= MANY)
     if packing.tiled:
@@ -121,10 +133,37 @@ def packed_product(
     out = jax.ShapeDtypeStruct((rows, outputs), jnp.float32)
     scale = jnp.zeros(1) if norm is None else jnp.append(norm[0], jnp.float32(norm[1]))
     call = jax.ffi.ffi_call(_name(packing, norm is not None), (out, scratch))
-    stack = weight.data.reshape(-1, *weight.data.shape[-2:])
-    layer = jnp.zeros(1, jnp.int32) if weight.layer is None else weight.layer.reshape(1)
-    made: jax.Array = call(x_TI.astype(jnp.float32), scale, stack, layer)[0]
+    made: jax.Array = call(x_TI.astype(jnp.float32), scale, *_stack_of(weight))[0]
     return made
+
+
+def packed_mlp(
+    x_TE: jax.Array, gate_up: PackedMatrix, down: PackedMatrix, norm: tuple[jax.Array, float]
+) -> jax.Array | None:
+    """The gated MLP with silu of rows, float32 [T, E], in one call; None where products of their own serve.
+
+    norm: as of `packed_product`, of the rows before the gate.
+    """
+    from ragjax.kernels.cpu import mlp, tiles
+
+    rows, inputs = x_TE.shape
+    hidden = math.prod(gate_up.shape) // inputs // 2
+    tiled = gate_up.packing.tiled and down.packing.tiled and rows >= MANY
+    if not tiled or not mlp.serves(inputs, hidden):
+        return None
+    out = jax.ShapeDtypeStruct((rows, inputs), jnp.float32)
+    scratch = [jax.ShapeDtypeStruct((tiles.cast_bytes(rows, n),), jnp.uint8) for n in (inputs, hidden)]
+    scale = jnp.append(norm[0], jnp.float32(norm[1]))
+    (first, layer), (second, _) = _stack_of(gate_up), _stack_of(down)
+    call = jax.ffi.ffi_call(_mlp_name(gate_up.packing, down.packing), (out, *scratch))
+    made: jax.Array = call(x_TE.astype(jnp.float32), scale, first, layer, second)[0]
+    return made
+
+
+def _stack_of(weight: PackedMatrix) -> tuple[jax.Array, jax.Array]:
+    """The stack that a matrix is in, uint8 [L, panels, bytes], and which of it it is, int32 [1]."""
+    layer = jnp.zeros(1, jnp.int32) if weight.layer is None else weight.layer.reshape(1)
+    return weight.data.reshape(-1, *weight.data.shape[-2:]), layer
 
 
 def packed_rows(index_T: jax.Array, weight: PackedMatrix) -> jax.Array:

@@ -241,15 +241,15 @@ def product(packing: Packing, machine: Machine, *, normed: bool) -> Kernel:
 
 
 class PackedStack:
-    """The matrix of a product's call: uint8 [L, panels, bytes], and which of L it is, int32 [1]."""
+    """A matrix of a call: uint8 [L, panels, bytes], the buffer `number`, and which of L it is, int32 [1]."""
 
-    def __init__(self, frame: CallFrame):
-        self._frame = frame
-        self.panels = frame.size(_WEIGHT, 1)
+    def __init__(self, frame: CallFrame, number: int = _WEIGHT):
+        self._frame, self._number = frame, number
+        self.panels = frame.size(number, 1)
 
     def at(self, panel: Value) -> Pointer:
         layer = self._frame.data(_LAYER, I32)[0].cast(I64)
-        return self._frame.data(_WEIGHT, I8).at((layer * self.panels + panel) * self._frame.size(_WEIGHT, 2))
+        return self._frame.data(self._number, I8).at((layer * self.panels + panel) * self._frame.size(self._number, 2))
 
 
 def _by_rows(

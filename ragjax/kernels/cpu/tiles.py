@@ -6,6 +6,9 @@ that stays in its tile, one row as sixteen: what a row's product is does not dep
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
 from llvmlite import ir
 
 from ragjax.kernels.cpu.code import BF16, F32, I8, I16, I32, Code, Pointer, Value, vector
@@ -32,8 +35,11 @@ def cast_bytes(rows: int, inputs: int) -> int:
     return -(-rows // ROWS) * (inputs // 32) * UNIT_BYTES
 
 
-def cast_rows(*, normed: bool) -> KernelPhase:
-    """Rows [T, K] as tiles of bfloat16; `normed`: after the root-mean-square norm with a scale [K + 1], eps last."""
+def cast_rows(*, normed: bool, to: int = _CAST) -> KernelPhase:
+    """Rows [T, K] as tiles of bfloat16, into the buffer `to`.
+
+    normed: after the root-mean-square norm with a scale [K + 1], eps last.
+    """
     wide = vector(F32, 16)
 
     def tiles(code: Code, frame: CallFrame) -> Value:
@@ -42,7 +48,7 @@ def cast_rows(*, normed: bool) -> KernelPhase:
     def body(code: Code, frame: CallFrame, tile: Value) -> None:
         inputs = frame.size(_X, 1)
         scale = frame.data(_SCALE, F32)
-        target = frame.data(_CAST, I8).at(tile * (inputs / 32) * UNIT_BYTES)
+        target = frame.data(to, I8).at(tile * (inputs / 32) * UNIT_BYTES)
         for row in code.range(tile * ROWS, code.least((tile + 1) * ROWS, frame.size(_X, 0))):
             x = frame.data(_X, F32).at(row * inputs)
             own = target.at(row % ROWS * 64)
@@ -96,98 +102,148 @@ class Tiles:
         self._code.intrinsic(f"llvm.x86.{name}", _VOID, ir.Constant(I8, tile), place, self._code.like(None, stride))
 
 
+@dataclass(frozen=True)
+class TileProduct:
+    """A product, as code has it.
+
+    rows: how many. units: of 32 inputs. source: the rows as tiles. stack: the matrix. out: float32 [rows, outputs].
+    """
+
+    rows: Value
+    units: Value
+    source: Pointer
+    stack: PackedStack
+    out: Pointer
+    outputs: Value
+
+
 def product(packing: Packing, name: str, *, normed: bool) -> Kernel:
     """Rows [T, K] times a packed matrix [N, K], one of a stack: float32 [T, N]; the cast rows are scratch."""
 
+    def of_call(frame: CallFrame) -> TileProduct:
+        cast, out = frame.data(_CAST, I8), frame.data(_OUT, F32)
+        return TileProduct(
+            frame.size(_X, 0), frame.size(_X, 1) / 32, cast, PackedStack(frame), out, frame.size(_OUT, 1)
+        )
+
+    return Kernel(name, 4, (cast_rows(normed=normed), product_phase(packing, of_call)))
+
+
+def product_phase(packing: Packing, of_call: Callable[[CallFrame], TileProduct]) -> KernelPhase:
+    """Panels of a product, some at a time."""
+
     def tiles(code: Code, frame: CallFrame) -> Value:
-        panels = PackedStack(frame).panels
+        panels = of_call(frame).stack.panels
         return (panels + panels_of_part(panels) - 1) / panels_of_part(panels)
 
     def body(code: Code, frame: CallFrame, tile: Value) -> None:
-        panels = PackedStack(frame).panels
+        made = of_call(frame)
+        panels = made.stack.panels
         begin = tile * panels_of_part(panels)
         end = code.least(begin + panels_of_part(panels), panels)
-        room = _TileRoom(code)
+        room = TileRoom(code)
         pairs = begin + (end - begin) / 2 * 2
         for panel in code.range(begin, pairs, 2):
-            _multiply_panels(code, frame, packing, room, panel, 2)
+            _multiply_panels(code, made, packing, room, panel, 2)
         for panel in code.range(pairs, end):
-            _multiply_panels(code, frame, packing, room, panel, 1)
+            _multiply_panels(code, made, packing, room, panel, 1)
         room.tiles.close()
 
-    return Kernel(name, 4, (cast_rows(normed=normed), KernelPhase(tiles, body)))
+    return KernelPhase(tiles, body)
 
 
-class _TileRoom:
+class TileRoom:
     """Memory of a thread: panels as bfloat16, zeros, and sums of rows that are not all there."""
 
     def __init__(self, code: Code):
         self.tiles = Tiles(code)
         self.spread = code.room(I8, 2 * CHUNK * UNIT_BYTES)
         self.zeros = code.room(F32, ROWS * PANEL)
-        self.sums = code.room(F32, ROWS * PANEL)
+        self.sums = code.room(F32, 4 * ROWS * PANEL)
         for row in range(ROWS):
             self.zeros[row * PANEL] = code.constant(vector(F32, PANEL), 0)
 
 
 def _multiply_panels(
-    code: Code, frame: CallFrame, packing: Packing, room: _TileRoom, panel: Value, panels: int
+    code: Code, made: TileProduct, packing: Packing, room: TileRoom, panel: Value, panels: int
 ) -> None:
     """All rows times one panel or two, a chunk of inputs after the other."""
-    rows, units, stack = frame.size(_X, 0), frame.size(_X, 1) / 32, PackedStack(frame)
-    for chunk in code.range(0, units, CHUNK):
-        chunk_end = code.least(chunk + CHUNK, units)
+    for chunk in code.range(0, made.units, CHUNK):
+        chunk_end = code.least(chunk + CHUNK, made.units)
         for number in range(panels):
-            weight = stack.at(panel + number)
-            for unit in code.range(chunk, chunk_end):
-                place = room.spread.at((unit - chunk + number * CHUNK) * UNIT_BYTES)
-                _widen(code, packing, weight.at(unit * (32 // packing.block * packing.block_bytes)), place)
-        pairs = (rows + ROWS - 1) / (2 * ROWS) * (2 * ROWS)
-        for row in code.range(0, pairs, 2 * ROWS):
-            _add_chunk(code, frame, room, panel, panels, row, 2, chunk, chunk_end)
-        for row in code.range(pairs, rows, ROWS):
-            _add_chunk(code, frame, room, panel, panels, row, 1, chunk, chunk_end)
+            widen_panel(code, packing, made.stack.at(panel + number), room, number, chunk, chunk_end)
+        for row, together in rows_of_tiles(code, made.rows):
+            _add_chunk(code, made, room, panel, panels, row, together, chunk, chunk_end)
+
+
+def rows_of_tiles(code: Code, rows: Value) -> Iterator[tuple[Value, int]]:
+    """The first of two tiles of rows, and 2, for as many as there are; then of what is left, and 1."""
+    pairs = (rows + ROWS - 1) / (2 * ROWS) * (2 * ROWS)
+    for row in code.range(0, pairs, 2 * ROWS):
+        yield row, 2
+    for row in code.range(pairs, rows, ROWS):
+        yield row, 1
+
+
+def widen_panel(
+    code: Code, packing: Packing, weight: Pointer, room: TileRoom, number: int, chunk: Value, chunk_end: Value
+) -> None:
+    """A chunk of a panel, as the first or second of the room."""
+    for unit in code.range(chunk, chunk_end):
+        place = room.spread.at((unit - chunk + number * CHUNK) * UNIT_BYTES)
+        _widen(code, packing, weight.at(unit * (32 // packing.block * packing.block_bytes)), place)
+
+
+def add_units(
+    code: Code,
+    made: TileProduct,
+    room: TileRoom,
+    row: Value,
+    together: int,
+    panels: int,
+    chunk: Value,
+    chunk_end: Value,
+) -> None:
+    """Add products of a chunk to the tiles of sums, from 4 on: those of each tile of rows one after the other."""
+    for unit in code.range(chunk, chunk_end):
+        for r in range(together):
+            room.tiles.load(r, made.source.at(((row / ROWS + r) * made.units + unit) * UNIT_BYTES))
+        for p in range(panels):
+            room.tiles.load(2 + p, room.spread.at((unit - chunk + p * CHUNK) * UNIT_BYTES))
+        for r in range(together):
+            for p in range(panels):
+                room.tiles.multiply(4 + r * panels + p, r, 2 + p)
 
 
 def _add_chunk(
     code: Code,
-    frame: CallFrame,
-    room: _TileRoom,
+    made: TileProduct,
+    room: TileRoom,
     panel: Value,
     panels: int,
     row: Value,
-    tiles_of_rows: int,
+    together: int,
     chunk: Value,
     chunk_end: Value,
 ) -> None:
-    units = frame.size(_X, 1) / 32
-    tiles = room.tiles
-    first = chunk.compare("==", 0)
-    pairs = [(r, p) for r in range(tiles_of_rows) for p in range(panels)]
+    pairs = [(r, p) for r in range(together) for p in range(panels)]
     for number, (r, p) in enumerate(pairs):
-        with code.otherwise(first) as (yes, no):
+        with code.otherwise(chunk.compare("==", 0)) as (yes, no):
             with yes:
-                tiles.load(4 + number, room.zeros)
+                room.tiles.load(4 + number, room.zeros)
             with no:
-                _move_sums(code, frame, room, 4 + number, row + r * ROWS, panel + p, load=True)
-    cast = frame.data(_CAST, I8)
-    for unit in code.range(chunk, chunk_end):
-        for r in range(tiles_of_rows):
-            tiles.load(r, cast.at(((row / ROWS + r) * units + unit) * UNIT_BYTES))
-        for p in range(panels):
-            tiles.load(2 + p, room.spread.at((unit - chunk + p * CHUNK) * UNIT_BYTES))
-        for number, (r, p) in enumerate(pairs):
-            tiles.multiply(4 + number, r, 2 + p)
+                _move_sums(code, made, room, 4 + number, row + r * ROWS, panel + p, load=True)
+    add_units(code, made, room, row, together, panels, chunk, chunk_end)
     for number, (r, p) in enumerate(pairs):
-        _move_sums(code, frame, room, 4 + number, row + r * ROWS, panel + p, load=False)
+        _move_sums(code, made, room, 4 + number, row + r * ROWS, panel + p, load=False)
 
 
 def _move_sums(
-    code: Code, frame: CallFrame, room: _TileRoom, tile: int, row: Value, panel: Value, *, load: bool
+    code: Code, made: TileProduct, room: TileRoom, tile: int, row: Value, panel: Value, *, load: bool
 ) -> None:
     """A tile of sums from the output, or to it; of rows and outputs that are there."""
-    rows, outputs = frame.size(_X, 0), frame.size(_OUT, 1)
-    out = frame.data(_OUT, F32).at(row * outputs + panel * PANEL)
+    rows, outputs = made.rows, made.outputs
+    out = made.out.at(row * outputs + panel * PANEL)
     whole = Value(code, code.builder.and_((row + ROWS <= rows).raw, ((panel + 1) * PANEL <= outputs).raw))
     with code.otherwise(whole) as (yes, no):
         with yes:

@@ -301,7 +301,7 @@ def test_fields_that_nothing_reads_are_logged(caplog: pytest.LogCaptureFixture) 
         ("general.architecture", "gemma3"),
         ("general.architecture", None),
         ("llama.attention.sliding_window", 4096),
-        ("llama.expert_count", 8),
+        ("llama.expert_shared_count", 1),
         ("llama.rope.scaling.type", "yarn"),
         ("llama.rope.dimension_count", 8),
         ("llama.attention.value_length", 32),

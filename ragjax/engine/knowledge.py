@@ -420,7 +420,6 @@ def fill(filling: Filling | GraphFilling, progress: bool) -> None:
     Raises:
         ConfigError: the source is missing, or nothing in it can be read.
     """
-    told = None
     with tqdm(desc=f"indexing {filling.source.name}", unit="B", unit_scale=True, disable=not progress) as bar:
         for _ in filling.steps():
             if (told := filling.progress) is not None:
@@ -428,5 +427,6 @@ def fill(filling: Filling | GraphFilling, progress: bool) -> None:
                 held = f"{told.facts} facts" if told.facts else f"{told.chunks} chunks"
                 bar.set_postfix_str(f"{told.files}/{told.files_total} files, {held}", refresh=False)
                 bar.update(int(told.mb * 1e6) - bar.n)
+    told = filling.progress
     if told is None or not (told.chunks or told.facts):
         raise ConfigError(f"{filling.source}: no document or fact in it that can be read")

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from ragjax.core import CHUNK_TOKENS, ConfigError, Document, EndpointError, EngineOptions, RequestError
-from ragjax.engine.knowledge import Knowledge, encoder_name, encoder_opener
+from ragjax.engine.knowledge import Knowledge, encoder_name, encoder_opener, fill
 from ragjax.models.encoder import Encoder
 from ragjax.retrieval.endpoint import TEXTS, EmbeddingEndpoint, Endpoint
+from ragjax.retrieval.filling import Filling
 from ragjax.retrieval.knowledge import KnowledgeBase
 from tests.support import tiny
 from tests.support.encoders import write_encoder
@@ -132,3 +133,14 @@ def test_a_folder_of_another_encoder_or_length_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"tokens per chunk '40', not '50'; .*; or give --chunk-tokens 40"):
         open_at(encoder=made[0], max_tokens=50)
     open_at(encoder=made[0], max_tokens=40).close()
+
+
+def test_a_source_of_one_short_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.encoders.POSITIONS", 300)
+    encoder = Encoder.load(write_encoder(tmp_path / "encoder", "bert"))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("the river")
+    base = KnowledgeBase.open(None, encode_tokens=encode_bytes, encoder=encoder, model_key="bytes")
+    fill(Filling(base, tmp_path / "docs"), progress=False)
+    assert base.document_ids == {"a"}
+    base.close()

@@ -217,6 +217,10 @@ class Fleet:
         """The number of tokens of a request's prompt, what it retrieves included. Raises RequestError as `submit`."""
         return len(self._composer.ground(request).prompt)
 
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes that a token stands for; it may be a piece of a character."""
+        return self._composer.tokenizer.token_bytes(token)
+
     def pieces(self, tokens: Tokens) -> list[str]:
         return self._composer.tokenizer.pieces(tokens)
 

@@ -230,6 +230,10 @@ class Engine:
         """The number of tokens of a request's prompt, what it retrieves included. Raises RequestError as `submit`."""
         return len(self._preparation.composer.ground(request).prompt)
 
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes that a token stands for; it may be a piece of a character."""
+        return self.tokenizer.token_bytes(token)
+
     def pieces(self, tokens: Tokens) -> list[str]:
         """The text that each token of a prompt (int32 [n]) completes, control tokens by name; joined they are the
         prompt's text. A token that ends within a character has none, and nor has one that no text has.

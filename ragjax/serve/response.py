@@ -173,7 +173,7 @@ class ChatForm(Form):
         return {"delta": {} if text is None else {"content": text}}
 
     def _logprobs(self, tokens: Sequence[core.TokenLogprob]) -> Json:
-        return {"content": logprobs_of(tokens), "refusal": None}
+        return {"content": logprobs_of(tokens, self._engine.token_bytes), "refusal": None}
 
 
 class ToolForm(ChatForm):
@@ -249,10 +249,17 @@ class TextForm(Form):
         }
 
 
-def logprobs_of(tokens: Sequence[core.TokenLogprob]) -> list[Json]:
-    """Lists tokens with their log-probabilities and alternatives, in the form of chat and responses."""
+def logprobs_of(tokens: Sequence[core.TokenLogprob], spelled: Callable[[int], bytes]) -> list[Json]:
+    """Lists tokens with their log-probabilities and alternatives, in the form of chat and responses.
+
+    spelled: the bytes of a token, which may be a piece of a character.
+    """
+
+    def one(text: str, token: int, logprob: float) -> Json:
+        return {"token": text, "logprob": _logprob(logprob), "bytes": list(spelled(token))}
+
     return [
-        {**_token(t.token, t.logprob), "top_logprobs": [_token(text, value) for text, _, value in t.top]}
+        {**one(t.token, t.id, t.logprob), "top_logprobs": [one(text, token, value) for text, token, value in t.top]}
         for t in tokens
     ]
 
@@ -294,12 +301,6 @@ def _segments(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]]) -
 def _logprob(value: float) -> float:
     # JSON has no -inf; OpenAI writes -9999.0 for a token of (almost) no probability.
     return max(float(value), -9999.0)
-
-
-def _token(text: str, logprob: float) -> Json:
-    # A token may be a piece of a character: its text then holds a replacement mark, and its bytes are unknown here.
-    known = "\ufffd" not in text
-    return {"token": text, "logprob": _logprob(logprob), "bytes": list(text.encode()) if known else None}
 
 
 def _alternatives(token: core.TokenLogprob) -> dict[str, float]:

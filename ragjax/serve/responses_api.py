@@ -192,7 +192,7 @@ class Reply:
                 yield from self._output.found(None)
 
     def _going_on(self, delta: core.Delta) -> Iterator[Json]:
-        found = logprobs_of(delta.logprobs)
+        found = logprobs_of(delta.logprobs, self._engine.token_bytes)
         if self._reader is None:
             yield from self._output.say(delta.text, found)
             return

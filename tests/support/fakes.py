@@ -195,6 +195,11 @@ class FakeEngine:
         self.requests.append(request)
         return self._prompt_tokens(request)
 
+    def token_bytes(self, token: int) -> bytes:
+        """Of its answer's token with this number; what is a piece of a character there is its first byte."""
+        text = self.tokens[token] if token < len(self.tokens) else "other"
+        return text.encode() if "\ufffd" not in text else b"\xc3"
+
     def pieces(self, tokens: core.Tokens) -> list[str]:
         """Numbers."""
         return [f" {token}" for token in tokens]

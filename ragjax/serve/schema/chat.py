@@ -79,6 +79,10 @@ FEW_TOOLS = at_most(128, "tools", "Send fewer tools", field="tools")
 
 
 def _parts(content: object) -> object:
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("image_url", "input_audio", "video_url", "file"):
+            raise ValueError(f"{kind} is not read, here or in earlier turns: {TEXT_ONLY}")
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 

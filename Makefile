@@ -3,8 +3,8 @@
 #   make serve ARGS="--port 9000"    the server, on the packaged model and the demo documents; ARGS adds flags
 #   make check                       most of the suite in four minutes, for the inner loop: what is not marked slow;
 #                                    it ends with the tests that should be, if any
-#   make test                        the suite of every change, in two processes: nine minutes on two cores, when its
-#                                    programs are compiled, which takes the first run five more;
+#   make test                        the suite of every change, in two processes: ten minutes on two cores once its
+#                                    programs are compiled;
 #                                    LANES="kernels train" adds the slow tests of these rooms, as .ci/run does for
 #                                    those that a change touches (ALL_LANES below)
 #   make test-long                   all lanes; randomised runs, kills and kernel matrices

@@ -101,7 +101,7 @@ def register(dim: int, dtype: DTypeLike, capped: bool, folder: Path | None = Non
     """
     machine = Machine.here()
     form = AttentionForm.made_for(dim, dtype, capped, machine)
-    _registered(_Wanted(form, machine, folder))
+    _registered(_WantedAttention(form, machine, folder))
     return form.name(machine)
 
 
@@ -110,7 +110,7 @@ def attend(q_THD: jax.Array, view: View, machine: Machine | None = None) -> tupl
     t, heads, dim = q_THD.shape
     machine = machine or Machine.here()
     form = AttentionForm.of(view, machine)
-    _registered(_Wanted(form, machine))
+    _registered(_WantedAttention(form, machine))
     entries = view.entries
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((t, heads, dim), (t, heads))]
     out_THD, lse_TH = jax.ffi.ffi_call(form.name(machine), shapes)(
@@ -134,14 +134,14 @@ def attend(q_THD: jax.Array, view: View, machine: Machine | None = None) -> tupl
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _WantedAttention:
     form: AttentionForm
     machine: Machine
     folder: Path | None = field(default=None, compare=False)  # a kernel is registered once, wherever it is kept
 
 
 @cache
-def _registered(wanted: _Wanted) -> KernelLibrary:
+def _registered(wanted: _WantedAttention) -> KernelLibrary:
     form, name = wanted.form, wanted.form.name(wanted.machine)
     kernel = Kernel(name, _OUT, (KernelPhase(_tiles, lambda *x: _Writer(form, *x).write()),))
     return KernelLibrary(name, lambda: [kernel], wanted.machine, wanted.folder)

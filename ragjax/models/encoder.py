@@ -30,7 +30,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from ragjax.core import ConfigError, Embedded, RequestError
-from ragjax.models.encoder_files import EncoderConfig, Reading
+from ragjax.models.encoder_files import EncoderConfig, EncoderReading
 from ragjax.models.executables import Executables, key_of
 from ragjax.models.hub import cache_dir
 
@@ -105,7 +105,7 @@ class _Tensors:
 
 
 class _Embeddings(nnx.Module):
-    def __init__(self, config: EncoderConfig, reading: Reading, tensors: _Tensors):
+    def __init__(self, config: EncoderConfig, reading: EncoderReading, tensors: _Tensors):
         self.first_position = reading.first_position
         self.word_embeddings = tensors.table("embeddings.word_embeddings", config.vocab_size)
         self.position_embeddings = tensors.table("embeddings.position_embeddings", config.max_position_embeddings)
@@ -166,7 +166,7 @@ def _product(linear: nnx.Linear, x_BTE: jax.Array) -> jax.Array:
 class _Bert(nnx.Module):
     """Token ids int32 [B, T] and lengths int32 [B] → normalised sentence embeddings float32 [B, E]."""
 
-    def __init__(self, config: EncoderConfig, reading: Reading, tensors: _Tensors):
+    def __init__(self, config: EncoderConfig, reading: EncoderReading, tensors: _Tensors):
         self.pooling = reading.pooling
         self.embeddings = _Embeddings(config, reading, tensors)
         names = (f"encoder.layer.{i}" for i in range(config.num_hidden_layers))
@@ -190,7 +190,7 @@ class Encoder:
     identity: hash of weights, tokenizer and configuration; embeddings of equal identity are comparable.
     """
 
-    def __init__(self, model: _Bert, tokenizer: Tokenizer, reading: Reading, *, dim: int, identity: str):
+    def __init__(self, model: _Bert, tokenizer: Tokenizer, reading: EncoderReading, *, dim: int, identity: str):
         graph, state = nnx.split(model)
         self.identity = identity
         self.dim = dim
@@ -215,7 +215,7 @@ class Encoder:
             ConfigError: a file is missing or damaged, or asks for what is not read here.
         """
         try:
-            reading = Reading.read(directory, max(GRID))
+            reading = EncoderReading.read(directory, max(GRID))
             weights, vocabulary = reading.folder / "model.safetensors", reading.folder / "tokenizer.json"
             config = EncoderConfig.read(reading.folder)
             tokenizer = Tokenizer.from_file(str(vocabulary))

@@ -46,7 +46,7 @@ class EncoderConfig:
 
 
 @dataclass(frozen=True)
-class Reading:
+class EncoderReading:
     """How texts become vectors.
 
     Args:
@@ -69,12 +69,12 @@ class Reading:
     @property
     def unusual(self) -> str:
         """What vectors of passages depend on besides a mean of BERT's tokens; empty where it is just that."""
-        usual = Reading(self.folder, self.max_tokens, query=self.query)
+        usual = EncoderReading(self.folder, self.max_tokens, query=self.query)
         told = f" {self.pooling} {self.first_position} {self.lower} {self.passage!r}"
         return "" if self == usual else told
 
     @staticmethod
-    def read(directory: Path, most_tokens: int) -> Reading:
+    def read(directory: Path, most_tokens: int) -> EncoderReading:
         """Read an encoder's folder. most_tokens: that can be read at all.
 
         Raises:
@@ -93,7 +93,7 @@ class Reading:
         about = _json(folder / "sentence_bert_config.json", {})
         tokens = about.get("max_seq_length") or _json(folder / "tokenizer_config.json", {}).get("model_max_length")
         prompts = _prompts(directory)
-        return Reading(
+        return EncoderReading(
             folder,
             min(tokens or most_tokens, given["max_position_embeddings"] - first, most_tokens),
             _pooling(directory, parts.get("Pooling")),

@@ -49,7 +49,7 @@ class Executables:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self.kernels = folder.parent / "kernels"
+        self.kernels: Path | None = folder.parent / "kernels"
         self._kept = PrivateFolder(folder)
         self._told = set[str]()
         self.refused = 0

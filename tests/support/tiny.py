@@ -185,7 +185,7 @@ def make_runner(
     It scans its layers, as on a GPU: that compiles in two thirds of the time. `tests/runner` and tests with real models
     run layers unrolled.
     """
-    kept = {"page_size": PAGE, "executables": COMPILED} | options
+    kept: dict[str, Any] = {"page_size": PAGE, "executables": COMPILED} | options
     return Runner(made or decoder(), pages=pages, grid=grid, scanned=scanned, **kept)
 
 

@@ -446,3 +446,8 @@ def _compile(runner: Runner, names: Sequence[Name], progress: bool) -> None:
     with tqdm(total=len(names), desc="compiling", unit="program", disable=not progress) as bar:
         runner.compile(names, progress=lambda _: bar.update())
     runner.warm_up(names)
+    if not runner.computes_numbers():
+        raise ConfigError(
+            "the model computes no numbers (NaN or infinity): its weights, or its adapter's, are damaged; fetch them "
+            "again or name another --model"
+        )

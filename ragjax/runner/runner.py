@@ -218,6 +218,15 @@ class Runner(DevicePool):
         for name in names:
             jax.block_until_ready(self._run_empty(*name))
 
+    def computes_numbers(self) -> bool:
+        """True if the logits of a token, at the first position, are finite. What it writes lies in page 0."""
+        rows = self.grid.least[0].rows
+        arrays: dict[str, Any] = {**self._programs.padding(STEP_ARRAYS, rows, self.grid.entries[0])}
+        for name in ("index_T", "request_T", "request_S"):
+            arrays[name][0] = 0
+        arrays["index_SC"][0, 0] = 0
+        return bool(np.isfinite(self.logits(self.step(Step(**arrays)), [0])).all())
+
     def seconds(self, rows: int, pages: int = 0, runs: int = 3) -> float:
         """Seconds of a step with so many rows: the minimum of some runs.
 

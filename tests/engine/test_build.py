@@ -9,8 +9,9 @@ import pytest
 
 from ragjax.core import ConfigError, Grid
 from ragjax.engine import Engine
-from ragjax.engine.build import measured_profile
+from ragjax.engine.build import _compile, measured_profile
 from ragjax.reuse.exact import Full, Prefix
+from tests.support import tiny
 
 
 def test_a_strategy_goes_by_its_own_name() -> None:
@@ -43,3 +44,15 @@ def test_prefill_times_come_from_three_steps() -> None:
     assert profile.cost(0, 1) == pytest.approx(5.5e-3, rel=1e-3)
     assert profile.cost(512, 128) == pytest.approx(5e-3 + 128 * (0.5e-3 + 576e-6), rel=1e-3)
     assert profile.cost(0, 1) > profile.cost(0, 128) / 128, "a step's price is spread over its tokens"
+
+
+@pytest.mark.parametrize("part", ["embedding", "layer"])
+def test_a_model_of_nan_ends_the_start(part: str) -> None:
+    decoder = tiny.decoder()
+    weight = decoder.embedding if part == "embedding" else decoder.layers[1].down
+    weight.set_value(weight[...] * float("nan"))
+    for made, wrong in ((tiny.make_runner(), False), (tiny.make_runner(decoder), True)):
+        assert made.computes_numbers() != wrong
+        if wrong:
+            with pytest.raises(ConfigError, match="computes no numbers"):
+                _compile(made, made.programs(shapes=made.grid.least), progress=False)

@@ -38,6 +38,7 @@ class Block:
     key: bytes
     tenant: str = ""
     note: Any = None
+    kept: float = 0.0
     queued: list[int] = field(default_factory=lambda: [0] * 2)
     there: list[bool] = field(default_factory=lambda: [False] * 2)
     below: list[int] = field(default_factory=lambda: [0] * 2)

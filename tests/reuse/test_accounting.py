@@ -62,7 +62,7 @@ ASKED = ((0, 1), (1, 2), (0, 3, 1), (2,), (0, 1, 2, 3))
 @pytest.mark.parametrize("name", ["prefix", "naive", "craft"])
 def test_policies_hear_the_totals_that_the_simulator_tells_them(name: str) -> None:
     """RAGCache, Algorithm 1: alpha and beta are the request's, whatever pieces it is admitted in."""
-    strategy = Craft(alpha=0.0, tau=1.0) if name == "craft" else strategies()[name]  # nothing is mended
+    strategy = Craft(alpha=0.0) if name == "craft" else strategies()[name]  # nothing is mended
     executor, listener = listening()
     simulated, forest = Listener(), Forest()
     top = forest.child(-1, "system", SYSTEM)

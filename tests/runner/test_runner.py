@@ -593,7 +593,7 @@ def test_decoder_on_pallas_attention(monkeypatch: pytest.MonkeyPatch, scanned: b
 
 
 def test_fallback_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    made = make_runner(replace(CONFIG, num_layers=2), attention="triton")
+    made = make_runner(replace(CONFIG, num_layers=2, head_dim=16), attention="triton")
     with caplog.at_level(logging.WARNING):
         for rows in (24, 24, 2):
             compute(made, [piece(whole(tokens_of(0, 21), 3), 20, 21)], rows)

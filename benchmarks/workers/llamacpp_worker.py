@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,9 +23,6 @@ class State:
 
 def load(model: str, threads: int) -> Mapping[str, Any]:
     """Load a .gguf file; flash attention is on, as llama.cpp has it where it can, and faster here."""
-    # AMX's tiles have to be asked for, which this build leaves to others: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
-    if platform.machine() == "x86_64" and platform.system() == "Linux":
-        ctypes.CDLL(None).syscall(158, 0x1023, 18)
     State.model = llama_cpp.Llama(
         model, n_ctx=CONTEXT, n_batch=512, n_threads=threads, n_threads_batch=threads, flash_attn=True, verbose=False
     )

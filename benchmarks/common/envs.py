@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -29,8 +30,12 @@ HERE = Path(__file__).parents[1]
 HOMES = HERE / ".envs"
 WORKERS = HERE / "workers"
 
+# llama.cpp's products by AMX end with an illegal instruction on a virtual machine that was tried
+_NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" if platform.machine() == "x86_64" else ""
+_LLAMACPP = f"-DLLAVA_BUILD=OFF -DCMAKE_C_FLAGS='{_NO_AMX}' -DCMAKE_CXX_FLAGS='{_NO_AMX}'"
+
 BUILD_SETTINGS: Mapping[str, Mapping[str, str]] = {
-    "llamacpp": {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF", "CMAKE_BUILD_PARALLEL_LEVEL": "2"}
+    "llamacpp": {"CMAKE_ARGS": _LLAMACPP, "CMAKE_BUILD_PARALLEL_LEVEL": "2"}
 }
 """Environment variables that an installation needs besides its requirement file."""
 

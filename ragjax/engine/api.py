@@ -223,7 +223,7 @@ class Engine:
 
     @property
     def call_form(self) -> CallForm:
-        """How the model writes calls of tools."""
+        """The form in which the model writes calls of tools."""
         return self.tokenizer.call_form
 
     def prompt_tokens(self, request: Request) -> int:

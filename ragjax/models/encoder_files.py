@@ -47,7 +47,7 @@ class EncoderConfig:
 
 @dataclass(frozen=True)
 class EncoderReading:
-    """How texts become vectors.
+    """The way from texts to vectors.
 
     Args:
         folder: of the transformer.

@@ -35,20 +35,20 @@ class CacheControl(Body):
     ttl: Literal["5m", "1h"] | None = None
 
 
-class _Block(Body):
+class _ContentBlock(Body):
     no_effect = frozenset({"citations", "caller"})
 
     cache_control: CacheControl | None = None
 
 
-class TextBlock(_Block):
+class TextBlock(_ContentBlock):
     """A text."""
 
     type: Literal["text"]
     text: Text
 
 
-class ToolUse(_Block):
+class ToolUse(_ContentBlock):
     """A call that the assistant made."""
 
     type: Literal["tool_use"]
@@ -67,7 +67,7 @@ Texts = Annotated[
 ]
 
 
-class ToolResult(_Block):
+class ToolResult(_ContentBlock):
     """Result of a call."""
 
     no_effect = frozenset({"is_error"})
@@ -78,7 +78,7 @@ class ToolResult(_Block):
     is_error: bool | None = None
 
 
-class Thinking(_Block):
+class Thinking(_ContentBlock):
     """A thought of another model. It is not read."""
 
     type: Literal["thinking", "redacted_thinking"]
@@ -98,7 +98,7 @@ Block = Annotated[
 
 
 class TurnBody(Body):
-    """What one side says in its turn."""
+    """A turn of one side."""
 
     role: Literal["user", "assistant"]
     content: Annotated[

@@ -27,7 +27,7 @@ def evaluate(engine: Engine, questions: QuestionSet, limit: int = 9, **more: Any
     style = Style(max_tokens=12)
 
     def fuse(engine: Engine, jobs: Sequence[Job], *, record: bool) -> Sequence[bytes]:
-        return fuse_all(engine, jobs, record=record, progress=False)
+        return fuse_all(engine, jobs, record=record)
 
     return Evaluation(engine, questions, limit, tiny.HashedEncoder(), style, all_strategies(), fuse, **more)
 

@@ -122,7 +122,7 @@ def test_options_are_scored_behind_one_prefill_as_behind_one_each(boats: Questio
         asked = choices(boats, 3)
         work = Evaluation(
             engine, boats, 9, tiny.HashedEncoder(), Style(max_tokens=6), all_strategies(),
-            lambda engine, jobs, *, record: fuse_all(engine, jobs, record=record, progress=False), choices=asked,
+            lambda engine, jobs, *, record: fuse_all(engine, jobs, record=record), choices=asked,
         )  # fmt: skip
         one = work.questions[1]
         work.prepare(one, [setting])

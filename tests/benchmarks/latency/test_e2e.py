@@ -129,7 +129,7 @@ def test_passes_fit_buckets_and_pool_at_full_size() -> None:
     for config in full.models.values():
         grid = full.grid(config)
         group = 1 << (config.num_groups - 1).bit_length()
-        assert all(block * group == 128 and rows % block == 0 for rows, block, _ in grid.rows[1:])
+        assert all(shape.block * group == 128 and shape.rows % shape.block == 0 for shape in grid.rows[1:])
     buckets = full.rows
     for context in full.contexts:
         layout = Layout(context, full.chunk, full.question, full.page)

@@ -127,7 +127,7 @@ class KnowledgeCache:
         self._hierarchy.write_soon([node for key in keys if (node := self.tree.find(key)) is not None])
 
     def keep_longer(self, tenant: str, tokens: Tokens, seconds: float) -> bool:
-        """Have what is cached of these tokens, on exactly their context, leave after all else for so long.
+        """Make what is cached of these tokens, on exactly their context, leave after all else for so long.
 
         False: that would be more than a tenant may have kept.
         """

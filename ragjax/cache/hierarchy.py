@@ -391,7 +391,7 @@ class Hierarchy:
     # ------------------------------------------------------------------------------- replication and loss
 
     def keep(self, nodes: Sequence[Node], tenant: str, seconds: float) -> bool:
-        """Have nodes leave after all others for so long; False: a tenant's would take more room than it may keep."""
+        """Make nodes leave after all others for so long; False: a tenant's would take more room than it may keep."""
         self._expire()
         held = sum(len(node) for node in {*self._kept, *nodes} if node.tenant == tenant)
         if held > KEPT * self.pool.capacity * self.pool.page_size:

@@ -210,7 +210,7 @@ class Fleet:
 
     @property
     def call_form(self) -> CallForm:
-        """How the model writes calls of tools."""
+        """The form in which the model writes calls of tools."""
         return self._composer.tokenizer.call_form
 
     def prompt_tokens(self, request: Request) -> int:

@@ -91,7 +91,7 @@ VariantMode = Literal["off", "above", "fill", "background"]
 
 @dataclass(frozen=True)
 class CraftVariants:
-    """When Cache-Craft computes a chunk whole that has no variant for its prefix (section 3.3), and its focus.
+    """Variants of chunks (Cache-Craft, section 3.3): when one is computed for a new prefix, and the focus.
 
     when: off: never; above: if mending the best variant takes more than tau, before alpha; fill: always until there are
     as many variants as are kept, from then on as above; background: as fill, but behind the answer, which is mended.

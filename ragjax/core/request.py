@@ -78,7 +78,7 @@ CALL_ID = "\U000f8ff4" * 9
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a model writes calls: head, name, middle, arguments, tail.
+    """The form in which a model writes calls: head, name, middle, arguments, tail.
 
     between: stands in place of the tail and the next call's head; None: an answer makes one call. mark: what the head
     begins with and no text has, so that a text may stand before it; empty: an answer is a text or calls. thinks: the

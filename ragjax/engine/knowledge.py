@@ -317,7 +317,7 @@ def encoder_opener(place: str | Path, chunk_tokens: int = CHUNK_TOKENS) -> Calla
 
 
 def encoder_name(place: str | Path) -> str:
-    """What clients call an encoder: its model's name, the folder's, or as it is asked for."""
+    """The name of an encoder for clients: its model's name, the folder's, or as it is asked for."""
     text = str(place)
     if "://" in text:
         return text.partition("#")[2]

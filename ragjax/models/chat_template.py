@@ -85,7 +85,7 @@ class ChatTemplate:
 
     @cached_property
     def call_form(self) -> CallForm | None:
-        """How the template writes calls of tools; None if it writes none, or not as a name before an object of JSON."""
+        """The form of calls in the template; None if it writes none, or not as a name before an object of JSON."""
         name, given = sentinel(7), {sentinel(8): f'{sentinel(9)}"'}
         call, shown = ToolCall(CALL_ID, name, self._json(given)), self._json(given)
 

@@ -1,4 +1,4 @@
-"""How a sentence encoder reads texts, from the files that sentence-transformers writes beside its weights.
+"""The way in which a sentence encoder reads texts, from the files that sentence-transformers writes beside its weights.
 
 modules.json names the parts: a transformer, the pooling of its tokens and, as vectors are normalised here anyway, a
 normalisation. Without it, tokens are pooled by their mean, as sentence-transformers does.

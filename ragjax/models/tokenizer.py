@@ -232,7 +232,7 @@ class Tokenizer:
 
     @cached_property
     def call_form(self) -> CallForm:
-        """How the model writes calls of tools: as its template does; as Hermes models do if that lists tools alone."""
+        """The form of calls of tools: the template's, or that of Hermes models if it lists tools alone."""
         found = self._template.call_form if self._template is not None and self.knows_tools else None
         return found or (HERMES if self.knows_tools else CallForm())
 

@@ -115,7 +115,7 @@ def load_decoder(
     layers = {name.rpartition(".")[0] for name in packings}
     mlps = [tuple(packings.get(f"{layer}.{part}") for part in ("gate_up", "down")) for layer in layers]
     pairs = sorted({(first, second) for first, second in mlps if first and second}, key=repr)
-    op.register(sorted(set(packings.values()), key=repr), Path(cache_dir) / "kernels", pairs)
+    op.register_packed(sorted(set(packings.values()), key=repr), Path(cache_dir) / "kernels", pairs)
     file = _own_file(checkpoint, sources, Path(path), np.dtype(dtype), Path(cache_dir))
     return Decoder.from_arrays(checkpoint.config, _mapped(file), np.dtype(dtype), packings)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ragjax.core import NEVER, Compression, Grid, Measure, RowShape
 from ragjax.core.compression import BY_MASS, BY_QUERIES
 from ragjax.kernels import sampling
-from ragjax.kernels.attention.op import Choice, choose, register
+from ragjax.kernels.attention.op import Choice, choose, register_kernel
 from ragjax.kernels.device import Device
 from ragjax.kernels.pages import Pages, move_slots
 from ragjax.kernels.reductions import measure as reductions
@@ -83,7 +83,7 @@ class Programs:
         self._device = Device.of(spec.mesh.devices.flat[0])
         kernels = None if executables is None else executables.kernels
         pool_dtype, capped = pool.k_LPKCD.dtype, spec.cap is not None
-        self.kernel = register(config.head_dim, pool_dtype, capped, self._device, kernels)
+        self.kernel = register_kernel(config.head_dim, pool_dtype, capped, self._device, kernels)
         self._pool_sharding = NamedSharding(spec.mesh, POOL)
         self._everywhere = NamedSharding(spec.mesh, P())
         self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}

@@ -9,7 +9,7 @@ import pytest
 
 from ragjax.core import ConfigError, Grid
 from ragjax.engine import Engine
-from ragjax.engine.build import _compile, measured_profile
+from ragjax.engine.build import _check_deterministic, _compile, measured_profile
 from ragjax.reuse.exact import Full, Prefix
 from tests.support import tiny
 
@@ -56,3 +56,8 @@ def test_a_model_of_nan_ends_the_start(part: str) -> None:
         if wrong:
             with pytest.raises(ConfigError, match="computes no numbers"):
                 _compile(made, made.programs(shapes=made.grid.least), progress=False)
+
+
+def test_deterministic_is_refused_where_matrices_are_not_packed() -> None:
+    with pytest.raises(ConfigError, match="deterministic needs a checkpoint"):
+        _check_deterministic(tiny.decoder(), tiny.make_runner())

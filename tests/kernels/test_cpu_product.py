@@ -66,7 +66,7 @@ def random_codes(packing: Packing, outputs: int, inputs: int, seed: int) -> Code
 
 
 def weight_of(codes: Codes) -> PackedMatrix:
-    op.register([codes.packing], FOLDER)
+    op.register_packed([codes.packing], FOLDER)
     return PackedMatrix(jnp.asarray(pack(codes)), codes.value_OI.shape, codes.packing)
 
 
@@ -184,7 +184,7 @@ def test_mlp(packings: tuple[Packing, Packing], inputs: int, hidden: int) -> Non
     packings = (replace(packings[0], tiled=True), replace(packings[1], tiled=True))
     gate_up = random_codes(packings[0], 2 * hidden, inputs, 1)
     down = random_codes(packings[1], inputs, hidden, 2)
-    op.register([], FOLDER, [packings])
+    op.register_packed([], FOLDER, [packings])
     matrices = weight_of(gate_up), weight_of(down)
     x_TE = random.normal(size=(70, inputs)).astype(np.float32)
     norm = random.uniform(0.5, 1.5, inputs).astype(np.float32) / 40

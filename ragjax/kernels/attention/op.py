@@ -93,7 +93,7 @@ def choose(q_THD: jax.Array, view: View, device: Device, backend: str | None = N
     raise AssertionError("unreachable: XLA refuses nothing")
 
 
-def register(dim: int, dtype: DTypeLike, capped: bool, device: Device, folder: Path | None) -> str | None:
+def register_kernel(dim: int, dtype: DTypeLike, capped: bool, device: Device, folder: Path | None) -> str | None:
     """Register the kernel that compiled programs of this device call by its name; returns it (None: they call none).
 
     Args:
@@ -105,7 +105,7 @@ def register(dim: int, dtype: DTypeLike, capped: bool, device: Device, folder: P
     """
     if device.platform != "cpu" or find_spec("llvmlite") is None or _cpu().unserved(dim, dtype) is not None:
         return None
-    name: str = _cpu().register(dim, dtype, capped, folder)
+    name: str = _cpu().register_attention(dim, dtype, capped, folder)
     return name
 
 

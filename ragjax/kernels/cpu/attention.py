@@ -86,7 +86,7 @@ def refusal(q_THD: jax.Array, view: View) -> str | None:
 
 
 def unserved(dim: int, dtype: DTypeLike) -> str | None:
-    """Why the kernel cannot serve heads of this dimension in a pool of this dtype, or None."""
+    """The reason why the kernel cannot serve heads of this dimension in a pool of this dtype, or None."""
     if dim % 16 or dim > 256:
         return f"head dimension {dim} is not a multiple of 16 up to 256"
     if jnp.dtype(dtype) == jnp.float16:
@@ -94,7 +94,7 @@ def unserved(dim: int, dtype: DTypeLike) -> str | None:
     return None
 
 
-def register(dim: int, dtype: DTypeLike, capped: bool, folder: Path | None = None) -> str:
+def register_attention(dim: int, dtype: DTypeLike, capped: bool, folder: Path | None = None) -> str:
     """Compile the kernel for such heads, once a process, and register it with JAX; returns its name.
 
     folder: where it is kept (None: nowhere).

@@ -58,7 +58,7 @@ def tiled() -> bool:
     return Machine.here().has("amx-bf16", "avx512bf16")
 
 
-def register(
+def register_packed(
     packings: Iterable[Packing], folder: Path | None = None, mlps: Iterable[tuple[Packing, Packing]] = ()
 ) -> None:
     """Compile kernels for these packings, once a process, and register them with JAX.

@@ -367,6 +367,9 @@ def choices(requests: Sequence[core.Request], n: int) -> tuple[core.Request, ...
     return tuple(seeded(request, i) for request in requests for i in range(n))
 
 
+FEW_MESSAGES = at_most(MOST_ENTRIES, "messages", "Send fewer messages", field="messages", code=TOO_LONG)
+
+
 class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions. `rag: null` turns retrieval off."""
 
@@ -394,7 +397,7 @@ class ChatBody(GenerationBody):
             within=["content"],
             code=TOO_LONG,
         ),
-        at_most(MOST_ENTRIES, "messages", "Send fewer messages", field="messages", code=TOO_LONG),
+        FEW_MESSAGES,
     ]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None

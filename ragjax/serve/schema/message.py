@@ -24,7 +24,7 @@ from ragjax.serve.schema.body import (
     at_most,
     tag_of,
 )
-from ragjax.serve.schema.chat import FEW_TOOLS, KEEP_S, FunctionTool, NamedFunction, ToolChoice, tools_of
+from ragjax.serve.schema.chat import FEW_MESSAGES, FEW_TOOLS, KEEP_S, FunctionTool, NamedFunction, ToolChoice, tools_of
 from ragjax.serve.schema.rag import ChatRag
 
 
@@ -154,7 +154,7 @@ class MessageChoice(Body):
 
 
 class ThinkingConfig(Body):
-    """Whether the model thinks, if its template lets one choose."""
+    """The choice if the model thinks, where its template has one."""
 
     no_effect = frozenset({"budget_tokens", "display"})
 
@@ -186,7 +186,7 @@ class CountBody(RefusingBody):
             within=["content"],
             code=TOO_LONG,
         ),
-        at_most(MOST_ENTRIES, "messages", "Send fewer messages", field="messages", code=TOO_LONG),
+        FEW_MESSAGES,
     ]
     system: Texts | None = None
     tools: Annotated[list[MessageTool], Field(fail_fast=True), FEW_TOOLS] | None = None

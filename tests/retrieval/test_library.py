@@ -669,7 +669,6 @@ def test_a_long_text_gives_way_to_other_tenants_while_it_is_cut(
 
 
 def test_a_long_pdf_gives_way_to_other_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confined, "STEP_SECONDS", 0.01)
     library, _ = open_library()
     stores = [library.create(tenant, "s").id for tenant in ("acme", "umbra")]
     begun, goes_on, read = threading.Event(), threading.Event(), list[str]()
@@ -679,7 +678,7 @@ def test_a_long_pdf_gives_way_to_other_tenants(monkeypatch: pytest.MonkeyPatch) 
             begun.set()
             assert goes_on.wait(120)
             read.append("step")
-            return super().wait(seconds)
+            return read.count("step") > 6 and super().wait(seconds)  # whatever the machine's speed
 
     monkeypatch.setattr(confined, "ReadingProcess", Slow)
     settle = library._catalog.settle

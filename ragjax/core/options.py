@@ -20,6 +20,7 @@ from ragjax.core.prompt import Keep
 from ragjax.core.registry import name_of, settings_of, strategy_named
 
 AtRest = Literal["raw", "int8", "int4"]
+WeightBits = Literal["stored", "int8", "int4"]
 """How KV is encoded below the device."""
 
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -201,6 +202,10 @@ class EngineOptions:
         Flag(REUSE, "when craft keeps a chunk anew: off, fill, above=TAU, background (docs/reuse.md)", "WHEN"),
     ] = "off"
     dtype: Annotated[Dtype, Flag(REUSE, "weights and KV; auto suits the device (docs/kernels.md)")] = "auto"
+    weights: Annotated[
+        WeightBits,
+        Flag(REUSE, "of floating-point checkpoints on CPUs: stored, or packed to int8 or int4 (docs/kernels.md)"),
+    ] = "stored"
     top_k: Annotated[Count, Flag(FIRST, "chunks retrieved, if a request says nothing of it")] = 3
     retrieve: Annotated[
         Retrieve, Flag(RETRIEVAL, "when requests that name no knowledge get passages (docs/recognition.md)")

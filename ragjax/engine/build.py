@@ -37,6 +37,7 @@ from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import WHOLE_NUMBERS, Decoder
 from ragjax.models.executables import Executables
 from ragjax.models.hub import LocalModel, cache_dir, resolve
+from ragjax.models.packed import PackedForm
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.trained import load_model, model_digest, reads_blocks, wrapper_of
 from ragjax.models.weights import open_checkpoint
@@ -129,12 +130,12 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     tokenizer = Tokenizer.load(local.path)
     mesh = make_mesh(options.tensor_parallel, open_checkpoint(local.path).config)
     with _room_for_weights(), host_memory() if options.tensor_parallel > 1 else nullcontext():
-        packed = packs(mesh.size, dtype)
-        decoder = load_model(local, dtype, cache_dir(), packed=packed, tiled=not options.deterministic)
+        decoder = load_model(local, dtype, cache_dir(), _packed_form(options, mesh.size, dtype))
     config = decoder.config
     tokenizer.check(config)
     context = _context(config, options.max_context)
-    identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
+    numbers_kept = dtype if options.weights == "stored" else f"{dtype} of {options.weights}"
+    identity = _identity(model_digest(local, cache_dir()), tokenizer, config, numbers_kept)
     kept_as = identity if decoder.kernels is None else hashlib.sha256(identity + decoder.kernels.encode()).digest()
     if strategies is None:
         chosen = strategies_of(local, CraftVariants.parse(options.craft_variants))
@@ -240,6 +241,18 @@ def contract_of(
 
 def _room_for_weights() -> AbstractContextManager[None]:
     return room_for("the weights", "choose a smaller model, or share it out with --tensor-parallel")
+
+
+def _packed_form(options: EngineOptions, devices: int, dtype: str) -> PackedForm | None:
+    """The form of weights of few bits; None if all are widened."""
+    bits = {"stored": None, "int8": 8, "int4": 4}[options.weights]
+    if packs(devices, dtype):
+        return PackedForm(tiled=not options.deterministic, bits=bits)
+    if bits is not None:
+        raise ConfigError(
+            f"weights={options.weights} needs one CPU, dtype bfloat16 and llvmlite (docs/kernels.md); leave it out"
+        )
+    return None
 
 
 def _check_deterministic(decoder: Decoder, runner: Runner) -> None:

@@ -32,7 +32,7 @@ from ragjax.models.config import (
     token_ids,
 )
 from ragjax.models.gguf_codes import PACKINGS, read_codes
-from ragjax.models.tensors import Array, Checkpoint, Shape, Stored, Tensors, check_tensors, split_fused
+from ragjax.models.tensors import Array, Checkpoint, CodedMatrix, Shape, Stored, Tensors, check_tensors, split_fused
 
 # GGUF keys below the architecture's prefix that are read, that say nothing, or that must have one value.
 _READ_NAMES = """
@@ -280,8 +280,9 @@ def open_gguf(path: Path) -> Checkpoint:
             load = partial(_read_rows, path, tensor, name, count)
         kind = GGMLQuantizationType(tensor.kind).name
         packable = kind in PACKINGS and len(tensor.shape) == 2
-        codes = partial(_read_codes, path, tensor, kind, count) if packable else None
-        found[target] = Stored(load, tensor.shape, kind, codes)
+        read = partial(_read_codes, path, tensor, kind, count)
+        coded = CodedMatrix(PACKINGS[kind], read) if packable else None
+        found[target] = Stored(load, tensor.shape, kind, coded)
     tensors = Tensors(found)
     if config.family in ("phi3", *GLM):
         tensors = split_fused(tensors, config, path)

@@ -1,36 +1,54 @@
 """A decoder's matrices as they stay packed: which can, and their bytes.
 
 A fused matrix takes the packing that holds all its parts, and those of all layers: some checkpoints mix 4 and 6 bits.
-Where a part is not quantised, or in a way that is not read as codes, it is dequantised in all layers.
+Where a part is not quantised, or in a way that is not read as codes, it is dequantised in all layers, unless
+`PackedForm.bits` asks for codes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.kernels.cpu.packing import Codes, Packing, join, pack
+from ragjax.core import ConfigError
+from ragjax.kernels.cpu.packing import NARROW, Codes, Packing, join, pack, quantize
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import own_arrays, per_kv_head
-from ragjax.models.gguf_codes import PACKINGS
-from ragjax.models.tensors import Tensors
+from ragjax.models.tensors import CodedMatrix, Stored, Tensors
+
+
+@dataclass(frozen=True)
+class PackedForm:
+    """How matrices stay packed.
+
+    tiled: products of many rows use AMX where it is, and round otherwise than those of few.
+    bits: 4 or 8, of matrices that the checkpoint has no codes of; None: these are dequantised. With 4, tables of the
+        vocabulary take 8.
+    """
+
+    tiled: bool = True
+    bits: int | None = None
 
 
 class Sources:
     """The matrices of a decoder that can be packed, and the tensors that each is made of.
 
-    tiled: products of many rows use AMX.
-
     Attributes:
         packings: how each is packed, by its name in the decoder.
+
+    Raises:
+        ConfigError: if a matrix cannot have `form.bits`.
     """
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, *, tiled: bool):
-        self._config, self._tensors, self._tiled = config, tensors, tiled
+    def __init__(self, config: ModelConfig, tensors: Tensors, form: PackedForm):
+        self._config, self._tensors, self._tiled = config, tensors, form.tiled
         parts = _parts(config)
+        if form.bits is not None:
+            self._tensors = _narrowed(tensors, [part for of_name in parts.values() for part in of_name], form.bits)
         whole = [name for name, of_name in parts.items() if not self._packed(of_name)]
         mixed = {_kind(name) for name in whole}  # one program serves all layers, so those of a kind are alike
         self._parts = {name: of_name for name, of_name in parts.items() if _kind(name) not in mixed}
@@ -41,10 +59,10 @@ class Sources:
         self.packings = {name: common[_kind(name)] for name in self._parts}
 
     def _packed(self, parts: tuple[str, ...]) -> bool:
-        return all(self._tensors.stored[part].codes is not None for part in parts)
+        return all(self._tensors.stored[part].coded is not None for part in parts)
 
     def _packing(self, parts: tuple[str, ...]) -> Packing:
-        first, *others = (PACKINGS[self._tensors.stored[part].dtype] for part in parts)
+        first, *others = (coded.packing for part in parts if (coded := self._tensors.stored[part].coded))
         for other in others:
             first = first.common(other)
         return replace(first, tiled=self._tiled)
@@ -56,8 +74,8 @@ class Sources:
             yield name, value if parts is None else pack(self._codes(name, parts))
 
     def _codes(self, name: str, parts: tuple[str, ...]) -> Codes:
-        read = [self._tensors.stored[part].codes for part in parts]
-        codes = join([one() for one in read if one is not None]).to(self.packings[name])
+        read = [coded.read() for part in parts if (coded := self._tensors.stored[part].coded)]
+        codes = join(read).to(self.packings[name])
         if not name.endswith(".qkv"):
             return codes
         config = self._config
@@ -69,6 +87,25 @@ class Sources:
 def _kind(name: str) -> str:
     """A matrix's name without its layer."""
     return name.rsplit(".", 1)[-1]
+
+
+def _narrowed(tensors: Tensors, names: list[str], bits: int) -> Tensors:
+    """The tensors with codes for those of these matrices that have none."""
+    stored = dict(tensors.stored)
+    for name in names:
+        one = stored[name]
+        if one.coded is not None:
+            continue
+        if one.shape[1] % NARROW[bits].block:
+            reason = f"{name} has {one.shape[1]} inputs, which {NARROW[bits].block} does not divide"
+            raise ConfigError(f"weights cannot have {bits} bits: {reason}; leave --weights out")
+        packing = NARROW[bits if ".layers." in name else 8]
+        stored[name] = replace(one, coded=CodedMatrix(packing, partial(_quantized, one, packing)))
+    return Tensors(stored)
+
+
+def _quantized(stored: Stored, packing: Packing) -> Codes:
+    return quantize(stored.load().astype(np.float32), packing)
 
 
 class _Empty(Mapping[str, NDArray[np.generic]]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError
+from ragjax.kernels.cpu.packing import Codes, Packing
 from ragjax.models.config import check
-from ragjax.models.tensors import Array, Shape, Stored, Tensors
+from ragjax.models.tensors import Array, CodedMatrix, Shape, Stored, Tensors
 
 PLAIN_DTYPES = frozenset({"F32", "F16", "BF16"})
 """What a tensor may have that no scheme has to widen, by its name in safetensors."""
@@ -48,6 +50,62 @@ class Scheme(ABC):
         """The matrix, float32 [out, in]."""
 
 
+@dataclass(frozen=True)
+class GroupedCodes:
+    """A matrix whose weights are (code[o, i] - zero[o, g]) * scale[o, g], where g is group[i].
+
+    code_OI, zero_OG: uint8. scale_OG: float32. group_I: None if groups of equal size are in a row.
+    """
+
+    code_OI: NDArray[np.uint8]
+    zero_OG: NDArray[np.uint8]
+    scale_OG: NDArray[np.float32]
+    group_I: Array | None
+
+
+class GroupedScheme(Scheme):
+    """A format of whole numbers, a scale and a zero for each output's group of inputs.
+
+    bits: 4 or 8. size: inputs of a group; 0 for all. ordered: groups are in a row.
+    """
+
+    def __init__(self, bits: int, size: int, *, ordered: bool):
+        self.bits, self.size, self.ordered = bits, size, ordered
+
+    @abstractmethod
+    def read(self, parts: Mapping[str, Array]) -> GroupedCodes: ...
+
+    def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
+        read = self.read(parts)
+        weight_OI = read.code_OI.astype(np.float32)
+        group_I = read.group_I
+        if group_I is None:
+            group_I = np.arange(weight_OI.shape[1]) // (self.size or weight_OI.shape[1])
+        weight_OI -= read.zero_OG[:, group_I]
+        weight_OI *= read.scale_OG[:, group_I]
+        return weight_OI
+
+    def packing(self, inputs: int, group_I: Array | None) -> Packing | None:
+        """How codes are packed; None if no block divides the groups, or their inputs are in no row.
+
+        group_I: as of `GroupedCodes`.
+        """
+        size = self.size or inputs
+        block = next((block for block in (32, 16) if size % block == 0 and inputs % size == 0), None)
+        if block is None or (group_I is not None and np.any(group_I != np.arange(inputs) // size)):
+            return None
+        return Packing(self.bits, block, wide=True, lows=True)
+
+    def codes(self, parts: Mapping[str, Array], packing: Packing) -> Codes:
+        """The matrix as `packing` says."""
+        read = self.read(parts)
+        first = packing.zero  # of codes as they are packed
+        value_OI = read.code_OI.astype(np.int16) - first
+        blocks = value_OI.shape[1] // packing.block // read.scale_OG.shape[1]
+        low_OG = (first - read.zero_OG.astype(np.float32)) * read.scale_OG
+        return Codes(packing, value_OI, read.scale_OG.repeat(blocks, 1), low_OG.repeat(blocks, 1))
+
+
 def widened(stored: Tensors, scheme: Scheme, where: Path) -> Tensors:
     """The tensors with every stored matrix as a `weight`, which is widened each time it is read.
 
@@ -74,6 +132,10 @@ def widened(stored: Tensors, scheme: Scheme, where: Path) -> Tensors:
     def load(parts: Mapping[str, str]) -> Array:
         return scheme.widen({part: stored[name] for part, name in parts.items()})
 
+    def codes(parts: Mapping[str, str], packing: Packing) -> Codes:
+        assert isinstance(scheme, GroupedScheme)
+        return scheme.codes({part: stored[name] for part, name in parts.items()}, packing)
+
     for module, parts in packed.items():
         try:
             shape = scheme.shape({part: stored.shapes[name] for part, name in parts.items()})
@@ -81,7 +143,12 @@ def widened(stored: Tensors, scheme: Scheme, where: Path) -> Tensors:
             raise ConfigError(f"{where}: tensor {module}.{error.args[0]} is missing") from error
         except ValueError as error:
             raise ConfigError(f"{where}: tensor {module}.{error}") from error
-        found[f"{module}.weight"] = Stored(partial(load, parts), shape, scheme.title)
+        coded = None
+        if isinstance(scheme, GroupedScheme):
+            index = next((stored[name] for part, name in parts.items() if part.endswith("g_idx")), None)
+            packing = scheme.packing(shape[1], index)
+            coded = None if packing is None else CodedMatrix(packing, partial(codes, parts, packing))
+        found[f"{module}.weight"] = Stored(partial(load, parts), shape, scheme.title, coded)
     return Tensors(found)
 
 
@@ -200,7 +267,7 @@ _IN_ROW, _BY_INDEX = ("weight", "static"), ("group", "dynamic")
 """Of `actorder`: groups of inputs in a row, or as weight_g_idx says; the second name of each is an alias."""
 
 
-class Packed(Scheme):
+class Packed(GroupedScheme):
     """compressed-tensors' "pack-quantized": weight[o, i] = (q[o, i] - zero[o, g]) * scale[o, g].
 
     g is i // group_size, or weight_g_idx[i]. weight_packed is int32 [out, in * bits / 32]: a word holds 32 / bits
@@ -216,7 +283,8 @@ class Packed(Scheme):
     parts = frozenset({"weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"})
 
     def __init__(self, bits: int, group: int, *, symmetric: bool, ordered: bool):
-        self._bits, self._group, self._symmetric, self._ordered = bits, group, symmetric, ordered
+        super().__init__(bits, group, ordered=ordered)
+        self._symmetric = symmetric
         self.title = f"compressed-tensors, {bits} bits, {f'groups of {group}' if group else 'a scale per output'}"
 
     def stores(self, dtypes: Mapping[str, str]) -> bool:
@@ -224,26 +292,23 @@ class Packed(Scheme):
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         outputs, words = shapes["weight_packed"]
-        inputs = words * 32 // self._bits
-        groups = -(-inputs // (self._group or inputs))
+        inputs = words * 32 // self.bits
+        groups = -(-inputs // (self.size or inputs))
         fit("weight_scale", shapes["weight_scale"], (outputs, groups))
         if not self._symmetric:
-            fit("weight_zero_point", shapes["weight_zero_point"], (-(-outputs * self._bits // 32), groups))
-        if not self._ordered:
+            fit("weight_zero_point", shapes["weight_zero_point"], (-(-outputs * self.bits // 32), groups))
+        if not self.ordered:
             fit("weight_g_idx", shapes["weight_g_idx"], (inputs,))
         return outputs, inputs
 
-    def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
-        weight_OI = unpack(parts["weight_packed"], self._bits).astype(np.float32)
-        outputs, inputs = weight_OI.shape
-        group_I = np.arange(inputs) // (self._group or inputs) if self._ordered else parts["weight_g_idx"]
+    def read(self, parts: Mapping[str, Array]) -> GroupedCodes:
+        code_OI = unpack(parts["weight_packed"], self.bits)
+        scale_OG = parts["weight_scale"].astype(np.float32)
         if self._symmetric:
-            weight_OI -= 2 ** (self._bits - 1)
+            zero_OG = np.full(scale_OG.shape, 2 ** (self.bits - 1), np.uint8)
         else:
-            zero_OG = np.ascontiguousarray(unpack(parts["weight_zero_point"].T, self._bits).T[:outputs])
-            weight_OI -= zero_OG[:, group_I]
-        weight_OI *= parts["weight_scale"].astype(np.float32)[:, group_I]
-        return weight_OI
+            zero_OG = np.ascontiguousarray(unpack(parts["weight_zero_point"].T, self.bits).T[: len(code_OI)])
+        return GroupedCodes(code_OI, zero_OG, scale_OG, None if self.ordered else parts["weight_g_idx"])
 
 
 def read_compressed(section: Mapping[str, Any]) -> Scheme:
@@ -293,7 +358,7 @@ _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where in a word each of its 8 outputs lies."""
 
 
-class Awq(Scheme):
+class Awq(GroupedScheme):
     """AWQ (arXiv 2306.00978) in AutoAWQ's GEMM layout: weight[o, i] = (q[i, o] - zero[g, o]) * scale[g, o].
 
     g is i // group_size. qweight is int32 [in, out / 8]: a word holds 8 outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7
@@ -307,7 +372,7 @@ class Awq(Scheme):
     parts = frozenset({"qweight", "qzeros", "scales"})
 
     def __init__(self, group: int):
-        self._group = group
+        super().__init__(4, group, ordered=True)
         self.title = f"AWQ, 4 bits, {f'groups of {group}' if group else 'a scale per output'}"
 
     def stores(self, dtypes: Mapping[str, str]) -> bool:
@@ -315,21 +380,16 @@ class Awq(Scheme):
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         inputs, words = shapes["qweight"]
-        groups = inputs // (self._group or inputs)
-        if self._group and inputs % self._group:
-            raise ValueError(f"qweight has {inputs} inputs, which groups of {self._group} do not divide")
+        groups = inputs // (self.size or inputs)
+        if self.size and inputs % self.size:
+            raise ValueError(f"qweight has {inputs} inputs, which groups of {self.size} do not divide")
         fit("scales", shapes["scales"], (groups, 8 * words))
         fit("qzeros", shapes["qzeros"], (groups, words))
         return 8 * words, inputs
 
-    def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
-        scale_GO = parts["scales"].astype(np.float32)
-        zero_GO = _outputs(parts["qzeros"])
-        code_IO = _outputs(parts["qweight"])
-        weight_GIO = code_IO.reshape(len(scale_GO), -1, code_IO.shape[1]).astype(np.float32)
-        weight_GIO -= zero_GO[:, None]
-        weight_GIO *= scale_GO[:, None]
-        return weight_GIO.reshape(code_IO.shape).T
+    def read(self, parts: Mapping[str, Array]) -> GroupedCodes:
+        code_OI, zero_OG = (np.ascontiguousarray(_outputs(parts[name]).T) for name in ("qweight", "qzeros"))
+        return GroupedCodes(code_OI, zero_OG, np.ascontiguousarray(parts["scales"].T, np.float32), None)
 
 
 def _outputs(packed: Array) -> NDArray[np.uint8]:
@@ -348,7 +408,7 @@ def read_awq(section: Mapping[str, Any]) -> Awq:
 _FORMATS = ("gptq", "gptq_v2")
 
 
-class Gptq(Scheme):
+class Gptq(GroupedScheme):
     """GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel store it: weight[o, i] = (q[i, o] - zero[g, o]) * scale[g, o].
 
     g is g_idx[i], int32 [in]; with `desc_act` it is not i // group_size. qweight is int32 [in * bits / 32, out]: a word
@@ -364,7 +424,8 @@ class Gptq(Scheme):
     parts = frozenset({"qweight", "qzeros", "scales", "g_idx"})
 
     def __init__(self, bits: int, group: int, *, ordered: bool, less_one: bool):
-        self._bits, self._group, self._ordered, self._less_one = bits, group, ordered, less_one
+        super().__init__(bits, group, ordered=ordered)
+        self._less_one = less_one
         self.title = f"GPTQ, {bits} bits, {f'groups of {group}' if group else 'a scale per output'}"
 
     def stores(self, dtypes: Mapping[str, str]) -> bool:
@@ -372,25 +433,21 @@ class Gptq(Scheme):
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         words, outputs = shapes["qweight"]
-        inputs = words * 32 // self._bits
-        groups = -(-inputs // (self._group or inputs))
+        inputs = words * 32 // self.bits
+        groups = -(-inputs // (self.size or inputs))
         fit("scales", shapes["scales"], (groups, outputs))
-        fit("qzeros", shapes["qzeros"], (groups, outputs * self._bits // 32))
-        if not self._ordered or "g_idx" in shapes:
+        fit("qzeros", shapes["qzeros"], (groups, outputs * self.bits // 32))
+        if not self.ordered or "g_idx" in shapes:
             fit("g_idx", shapes["g_idx"], (inputs,))
         return outputs, inputs
 
-    def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
+    def read(self, parts: Mapping[str, Array]) -> GroupedCodes:
         scale_OG = np.ascontiguousarray(parts["scales"].T, np.float32)
-        zero_OG = np.ascontiguousarray(unpack(parts["qzeros"], self._bits).T)
+        zero_OG = np.ascontiguousarray(unpack(parts["qzeros"], self.bits).T)
         if self._less_one:
-            zero_OG = (zero_OG + np.uint8(1)) & np.uint8(2**self._bits - 1)
-        weight_OI = unpack(parts["qweight"].T, self._bits).astype(np.float32)
-        inputs = weight_OI.shape[1]
-        group_I = parts["g_idx"] if "g_idx" in parts else np.arange(inputs) // (self._group or inputs)
-        weight_OI -= zero_OG[:, group_I]
-        weight_OI *= scale_OG[:, group_I]
-        return weight_OI
+            zero_OG = (zero_OG + np.uint8(1)) & np.uint8(2**self.bits - 1)
+        code_OI = unpack(parts["qweight"].T, self.bits)
+        return GroupedCodes(code_OI, zero_OG, scale_OG, parts.get("g_idx"))
 
 
 def read_gptq(section: Mapping[str, Any]) -> Gptq:

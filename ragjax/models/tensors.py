@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError
-from ragjax.kernels.cpu.packing import Codes
+from ragjax.kernels.cpu.packing import Codes, Packing
 from ragjax.models.config import ModelConfig
 
 Array = NDArray[Any]
@@ -28,14 +28,20 @@ Shape = tuple[int, ...]
 class Stored:
     """A tensor of a file.
 
-    load: reads it. shape: what it will be. dtype: how it is stored, in the format's words. codes: reads a matrix as
-    whole numbers and scales (`models.gguf_codes`), where its format has them.
+    load: reads it. shape: what it will be. dtype: how it is stored, in the format's words. coded: a matrix as whole
+    numbers and scales, where its format has them.
     """
 
     load: Callable[[], Array]
     shape: Shape
     dtype: str
-    codes: Callable[[], Codes] | None = None
+    coded: CodedMatrix | None = None
+
+
+@dataclass(frozen=True)
+class CodedMatrix:
+    packing: Packing
+    read: Callable[[], Codes]
 
 
 class Tensors(Mapping[str, Array]):
@@ -92,9 +98,9 @@ def split_fused(tensors: Tensors, config: ModelConfig, where: Path) -> Tensors:
         for part, count in parts.items():
             begin, end = end, end + count
             rows = partial(_rows, whole, begin, end)
-            codes = whole.codes and partial(_code_rows, whole.codes, begin, end)
+            coded = whole.coded and replace(whole.coded, read=partial(_code_rows, whole.coded, begin, end))
             shape = (count, *whole.shape[1:])
-            split[name.replace(name.split(".")[-2], part)] = Stored(rows, shape, whole.dtype, codes)
+            split[name.replace(name.split(".")[-2], part)] = Stored(rows, shape, whole.dtype, coded)
     return Tensors(split)
 
 
@@ -155,8 +161,8 @@ def _rows(stored: Stored, begin: int, end: int) -> Array:
     return stored.load()[begin:end]
 
 
-def _code_rows(codes: Callable[[], Codes], begin: int, end: int) -> Codes:
-    return codes().rows(np.arange(begin, end))
+def _code_rows(coded: CodedMatrix, begin: int, end: int) -> Codes:
+    return coded.read().rows(np.arange(begin, end))
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:

@@ -18,22 +18,24 @@ from numpy.typing import DTypeLike, NDArray
 from ragjax.core import ConfigError, Wrapper
 from ragjax.models.decoder import INPUTS, Decoder
 from ragjax.models.hub import LocalModel
+from ragjax.models.packed import PackedForm
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 
 
-def load_model(
-    model: LocalModel, dtype: DTypeLike, cache_dir: str | Path, *, packed: bool = False, tiled: bool = True
-) -> Decoder:
+def load_model(model: LocalModel, dtype: DTypeLike, cache_dir: str | Path, packed: PackedForm | None = None) -> Decoder:
     """The decoder of a model, with its adapter if it has one.
 
-    packed, tiled: as `weights.load_decoder`; an adapter that changes matrices asks for them as they are.
+    packed: as of `weights.load_decoder`; an adapter that changes matrices asks for them as they are.
 
     Raises:
-        ConfigError: as `weights.open_checkpoint`; if the adapter is not for these weights.
+        ConfigError: as `weights.open_checkpoint`; if the adapter is not for these weights, or not for packed ones.
     """
     trained = None if model.adapter is None else load_trained(model.adapter)
-    packed = packed and not isinstance(trained, Adapter)
-    decoder = load_decoder(model.path, dtype, cache_dir, packed=packed, tiled=tiled)
+    if isinstance(trained, Adapter):
+        if packed is not None and packed.bits is not None:
+            raise ConfigError(f"{model.adapter}: an adapter changes weights as they are stored; leave --weights out")
+        packed = None
+    decoder = load_decoder(model.path, dtype, cache_dir, packed)
     if trained is not None:
         check_weights(trained.about, weights_digest(model.path, cache_dir), str(model.path))
         trained.apply(decoder)

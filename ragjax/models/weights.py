@@ -9,6 +9,7 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from ragjax.models.tensors import Array, Checkpoint
 
 if TYPE_CHECKING:
     from ragjax.models.decoder import Decoder
-    from ragjax.models.packed import Sources
+    from ragjax.models.packed import PackedForm, Sources
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def _file_digest(file: Path, memory: Path) -> bytes:
 
 
 def load_decoder(
-    path: str | Path, dtype: DTypeLike, cache_dir: str | Path, *, packed: bool = False, tiled: bool = True
+    path: str | Path, dtype: DTypeLike, cache_dir: str | Path, packed: PackedForm | None = None
 ) -> Decoder:
     """Build the decoder of a checkpoint, with weights of `dtype`.
 
@@ -99,18 +100,24 @@ def load_decoder(
     decoder has them: the next start maps the file. A damaged cache is rebuilt. Raises ConfigError as `open_checkpoint`.
 
     packed: matrices that the checkpoint has in 4 to 8 bits stay so, for a CPU (`kernels.cpu`), but for mixtures of
-    experts.
-    tiled: products of many rows with them use AMX where it is, and round otherwise than those of few.
+    experts; the form's bits are for those that have more.
     """
     from ragjax.kernels.cpu import op
     from ragjax.models.decoder import Decoder
     from ragjax.models.packed import Sources
 
     checkpoint = open_checkpoint(path)
-    if not checkpoint.quantized:
+    narrows = packed is not None and packed.bits is not None
+    if not checkpoint.quantized and not narrows:
         return Decoder.from_tensors(checkpoint.config, checkpoint.tensors, np.dtype(dtype))
-    packed &= not checkpoint.config.num_experts
-    sources = Sources(checkpoint.config, checkpoint.tensors, tiled=tiled and op.tiled()) if packed else None
+    if checkpoint.config.num_experts:
+        if narrows:
+            raise ConfigError(f"{path}: the matrices of a mixture of experts keep their bits; leave --weights out")
+        packed = None
+    sources = None
+    if packed is not None:
+        form = replace(packed, tiled=packed.tiled and op.tiled())
+        sources = Sources(checkpoint.config, checkpoint.tensors, form)
     packings = {} if sources is None else sources.packings
     layers = {name.rpartition(".")[0] for name in packings}
     mlps = [tuple(packings.get(f"{layer}.{part}") for part in ("gate_up", "down")) for layer in layers]

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import pytest
 
-from ragjax.core import ConfigError, Grid
+from ragjax.core import ConfigError, EngineOptions, Grid
 from ragjax.engine import Engine
-from ragjax.engine.build import _check_deterministic, _compile, measured_profile
+from ragjax.engine.build import _check_deterministic, _compile, _packed_form, measured_profile
+from ragjax.models.packed import PackedForm
 from ragjax.reuse.exact import Full, Prefix
 from tests.support import tiny
 
@@ -56,6 +57,14 @@ def test_a_model_of_nan_ends_the_start(part: str) -> None:
         if wrong:
             with pytest.raises(ConfigError, match="computes no numbers"):
                 _compile(made, made.programs(shapes=made.grid.least), progress=False)
+
+
+def test_weights_of_fewer_bits_are_refused_where_none_stay_packed() -> None:
+    options = EngineOptions(model="smollm2-135m-instruct", weights="int8")
+    assert _packed_form(options, 1, "bfloat16") == PackedForm(bits=8)
+    for devices, dtype in ((2, "bfloat16"), (1, "float32")):
+        with pytest.raises(ConfigError, match="weights=int8 needs one CPU"):
+            _packed_form(options, devices, dtype)
 
 
 def test_deterministic_is_refused_where_matrices_are_not_packed() -> None:

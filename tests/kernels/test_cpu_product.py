@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ragjax.kernels.cpu import op, product, tiles
 from ragjax.kernels.cpu.foreign import Kernel, KernelLibrary, Machine
 from ragjax.kernels.cpu.op import PackedMatrix, packed_product, packed_rows
-from ragjax.kernels.cpu.packing import Codes, Packing, join, pack
+from ragjax.kernels.cpu.packing import NARROW, Codes, Packing, join, pack, quantize
 from ragjax.models.gguf_codes import PACKINGS, read_codes
 
 HERE = Machine.here()
@@ -96,6 +96,26 @@ def exact(codes: Codes, x_TI: NDArray[np.float32], norm: NDArray[np.float32] | N
     if norm is not None:
         rows_TI = rows_TI / np.sqrt((rows_TI**2).mean(1, keepdims=True) + EPS) * norm
     return rows_TI @ weight_OI.T
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_floats_become_the_nearest_codes(bits: int) -> None:
+    weight_OI = np.random.default_rng(0).standard_t(4, (40, 96)).astype(np.float32)
+    weight_OI[3, 32:64] = 0
+    weight_OI[4, 32:64] = 0.25
+    codes = quantize(weight_OI, NARROW[bits])
+    by_group = weight_OI.reshape(40, 3, 32)
+    error_OG = np.abs(codes.widen().reshape(by_group.shape) - by_group).max(2)
+    step_OG = np.ptp(by_group, 2) / 15 if bits == 4 else np.abs(by_group).max(2) / 127
+    rounding_OG = np.abs(by_group).max(2) * 2.0**-11  # float16's, of the scale or the low
+    assert (error_OG <= step_OG * (1.0 if bits == 4 else 0.5) + 2 * rounding_OG).all()
+    np.testing.assert_array_equal(error_OG[3, 1], 0)
+    np.testing.assert_array_equal(error_OG[4, 1] <= 0.25 * 2.0**-11, True)
+    if bits == 4:  # scales that fit are nearer than those of the least and the greatest
+        low, scale = by_group.min(2, keepdims=True), np.ptp(by_group, 2)[..., None] / 15
+        plain = np.rint((by_group - low) / np.maximum(scale, 1e-9)) * scale + low
+        found = np.square(codes.widen().reshape(by_group.shape) - by_group).sum()
+        assert found < 0.95 * np.square(plain - by_group).sum()
 
 
 PAIR = [Packing(4, 32, wide=False, lows=True), Packing(8, 16, wide=True, lows=False)]

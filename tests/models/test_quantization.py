@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from ragjax.core import ConfigError
 from ragjax.models.hub import LocalModel
-from ragjax.models.quantization import read_scheme
+from ragjax.models.quantization import GroupedScheme, read_scheme
 from ragjax.models.trained import Adapter, load_model
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 from tests.support.devices import ROOT
@@ -217,6 +217,28 @@ def test_a_matrix_is_widened_to_what_its_format_says(case: str) -> None:
     got = scheme.widen(parts)
     assert got.dtype == np.float32
     np.testing.assert_array_equal(got, value.astype(np.float32))
+
+
+@pytest.mark.parametrize("case", [case for case, (make, *_) in CASES.items() if make not in (fp8, int8)])
+def test_codes_of_a_matrix_are_what_its_format_says(case: str) -> None:
+    make, section, settings = CASES[case]
+    group = 64 if settings.get("group") else 32
+    section = json.loads(json.dumps(section).replace('"group_size": 8', '"group_size": 32'))
+    parts, value = make(np.random.default_rng(0), np.zeros((48, 64)), **settings | {"group": group})
+    scheme = read_scheme({"quantization_config": section})
+    assert scheme is not None
+    assert isinstance(scheme, GroupedScheme)
+    packing = scheme.packing(64, parts.get("g_idx", parts.get("weight_g_idx")))
+    if settings.get("shuffled", make is gptq):
+        assert packing is None
+        return
+    assert packing is not None and packing.block == 32
+    np.testing.assert_allclose(scheme.codes(parts, packing).widen(), value, rtol=2e-6, atol=1e-9)
+
+
+def test_groups_that_no_block_divides_are_widened() -> None:
+    scheme = read_scheme({"quantization_config": GPTQ | {"group_size": 24}})
+    assert isinstance(scheme, GroupedScheme) and scheme.packing(48, None) is None
 
 
 def test_gptq_without_an_order_has_its_inputs_in_a_row() -> None:

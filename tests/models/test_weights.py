@@ -33,8 +33,9 @@ from ragjax.kernels.cpu.op import PackedMatrix
 from ragjax.models import gguf as source
 from ragjax.models import weights
 from ragjax.models.config import Family, LongRope, ModelConfig, RopeScaling
-from ragjax.models.decoder import Decoder
+from ragjax.models.decoder import WHOLE_NUMBERS, Decoder
 from ragjax.models.gguf import read_gguf, unpermute_rope_rows
+from ragjax.models.packed import PackedForm
 from ragjax.models.tensors import Checkpoint, Stored, Tensors, expected_shapes
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 from ragjax.runner.runner import Runner
@@ -552,11 +553,33 @@ def test_packed_weights_give_the_logits_of_widened_ones(
     wide = logits(load_decoder(file, "float32", tmp_path / "cache"))
     read = counting(monkeypatch)
     for start in range(2):
-        decoder = load_decoder(file, "bfloat16", tmp_path / "cache", packed=True)
+        decoder = load_decoder(file, "bfloat16", tmp_path / "cache", PackedForm())
         assert decoder.kernels is not None
         np.testing.assert_allclose(logits(decoder), wide, atol=0.05 * np.ptp(wide))
         matrices = [name for name in read if not name.endswith(("norm.weight", ".bias"))]
         assert not matrices, f"start {start} widens {matrices}"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_of_floats_can_be_packed(tmp_path: Path, bits: int) -> None:
+    config = tiny("llama")
+    file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Quant.F16)
+    wide = logits(load_decoder(file, "float32", tmp_path / "cache"))
+    decoder = load_decoder(file, "bfloat16", tmp_path / "cache", PackedForm(tiled=False, bits=bits))
+    assert decoder.kernels == WHOLE_NUMBERS
+    values = {name: weight.get_value() for name, weight in decoder.weights().items()}
+    found = {name: value.packing.bits for name, value in values.items() if isinstance(value, PackedMatrix)}
+    assert found.pop("embedding") == found.pop("head", 8) == 8 and set(found.values()) == {bits}
+    error = np.abs(logits(decoder) - wide).max() / np.ptp(wide)
+    assert error < (0.01 if bits == 8 else 0.1)
+
+
+def test_weights_that_cannot_have_fewer_bits_are_named(tmp_path: Path) -> None:
+    odd = replace(tiny("llama"), intermediate_size=72)
+    for config, reason in ((odd, "down_proj.weight has 72 inputs, which 32"), (tiny("mixtral"), "mixture of experts")):
+        file = write_gguf(tmp_path / f"{config.family}.gguf", config, random_tensors(config), Quant.F16)
+        with pytest.raises(ConfigError, match=reason):
+            load_decoder(file, "bfloat16", tmp_path / "cache", PackedForm(bits=8))
 
 
 @pytest.mark.parametrize("other", [Quant.Q8_0, Quant.F16])
@@ -568,7 +591,7 @@ def test_layers_of_mixed_types_are_alike_and_run_as_one_program(tmp_path: Path, 
     wide = logits(load_decoder(file, "float32", tmp_path / "cache"))
 
     def last(*, scanned: bool, depth: int) -> Array:
-        decoder = load_decoder(file, "bfloat16", tmp_path / "cache", packed=True)
+        decoder = load_decoder(file, "bfloat16", tmp_path / "cache", PackedForm())
         assert isinstance(decoder.layers[0].down[...], PackedMatrix) == (other is Quant.Q8_0)
         runner = Runner(decoder, pages=3, page_size=steps.PAGE, grid=steps.GRID, scanned=scanned, stage_layers=depth)
         part = steps.whole(np.arange(9, dtype=np.int32), 1)
@@ -585,7 +608,7 @@ def test_programs_of_other_packings_are_kept_apart(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", tiny("llama"), random_tensors(tiny("llama")), Quant.Q4_0)
 
     def facts(*, tiled: bool) -> dict[str, object]:
-        decoder = load_decoder(file, "bfloat16", tmp_path / "cache", packed=True, tiled=tiled)
+        decoder = load_decoder(file, "bfloat16", tmp_path / "cache", PackedForm(tiled=tiled))
         return Runner(decoder, pages=3, page_size=16)._programs._facts(("sample", 1, 0))
 
     assert facts(tiled=False) == facts(tiled=False) != facts(tiled=True)

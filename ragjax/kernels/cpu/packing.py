@@ -98,6 +98,42 @@ class Codes:
         return by_group.reshape(self.value_OI.shape)
 
 
+NARROW = {8: Packing(8, 32, wide=False, lows=False), 4: Packing(4, 32, wide=False, lows=True)}
+"""How matrices of floats are packed, by bits: as GGUF's Q8_0 and Q4_1."""
+
+
+def quantize(weight_OI: NDArray[np.float32], packing: Packing) -> Codes:
+    """A matrix of floats as the nearest codes of one of `NARROW`; of 4 bits, scales and lows fit them by least squares.
+
+    weight_OI: inputs are a multiple of the packing's block.
+    """
+    weight_NB = weight_OI.reshape(-1, packing.block)
+    if packing.bits == 8:
+        scale_N = _stored(np.abs(weight_NB).max(1) / 127)
+        value_NB = _nearest(weight_NB, scale_N, -127, 127)
+        return Codes(packing, value_NB.reshape(weight_OI.shape), scale_N.reshape(len(weight_OI), -1), None)
+    low_N = weight_NB.min(1)
+    scale_N = (weight_NB.max(1) - low_N) / 15
+    value_NB = _nearest(weight_NB - low_N[:, None], scale_N, 0, 15)
+    about_NB = value_NB - value_NB.mean(1, keepdims=True, dtype=np.float32)
+    spread_N = np.square(about_NB).sum(1)
+    scale_N = _stored((about_NB * weight_NB).sum(1) / np.maximum(spread_N, 1))
+    low_N = _stored(weight_NB.mean(1) - scale_N * value_NB.mean(1, dtype=np.float32))
+    value_NB = _nearest(weight_NB - low_N[:, None], scale_N, 0, 15)
+    scale_OG, low_OG = (x.reshape(len(weight_OI), -1) for x in (scale_N, low_N))
+    return Codes(packing, value_NB.reshape(weight_OI.shape), scale_OG, low_OG)
+
+
+def _stored(factor_N: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Scales as float16 keeps them."""
+    return factor_N.astype(np.float16).astype(np.float32)
+
+
+def _nearest(weight_NB: NDArray[np.float32], scale_N: NDArray[np.float32], least: int, most: int) -> NDArray[np.int16]:
+    inverse_N = np.divide(1, scale_N, out=np.zeros_like(scale_N), where=scale_N > 0)
+    return np.clip(np.rint(weight_NB * inverse_N[:, None]), least, most).astype(np.int16)
+
+
 def join(parts: list[Codes]) -> Codes:
     """Matrices below one another, in what holds them all."""
     packing = parts[0].packing

@@ -211,7 +211,7 @@ class Draw:
     temperature: float = 0.0
     top_k: int = 0  # likeliest tokens that may be drawn (0: all)
     top_p: float = 1.0  # mass that the likeliest of these reach together
-    uniform: float = 0.0  # where in the distribution to draw, in [0, 1)
+    key: int = 0  # of the noise that draws, 64 bits
     adjusted: Adjusted | None = None
     logprobs: bool = False  # log-probabilities are wanted
     # which tokens may be chosen, [W]: token t by bit t % 32 of word t // 32, none beyond the last word (None: all may)

@@ -2,8 +2,9 @@
 
 The vocabulary is never sorted. A cutoff is the largest number whose tokens at or above it are enough, found by
 bisection over the 32 bits of float32 in the order of their values: it is exact. Of tokens that are equal at the cutoff,
-those of the lowest ids are kept. The draw inverts the cumulative distribution in the order of ids, first over blocks of
-the vocabulary, then inside of one block.
+those of the lowest ids are kept. The draw takes the token whose logit is the largest with Gumbel noise (arXiv
+1411.0030), which depends on a key and the token alone: logits that differ a little seldom draw another token. It is
+made without a logarithm of the logits: the largest ratio of a weight to an exponential number.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def allow(logits_NV: jax.Array, bits_NW: jax.Array) -> jax.Array:
 
 
 def choose(
-    logits_NV: jax.Array, temperature_N: jax.Array, top_k_N: jax.Array, top_p_N: jax.Array, uniform_N: jax.Array
+    logits_NV: jax.Array, temperature_N: jax.Array, top_k_N: jax.Array, top_p_N: jax.Array, key_N2: jax.Array
 ) -> jax.Array:
     """The next token of each row, int32 [N].
 
@@ -59,7 +60,7 @@ def choose(
         temperature_N: float32; 0 takes the likeliest token.
         top_k_N: likeliest tokens that may be drawn, int32; 0 for no limit.
         top_p_N: mass that the likeliest of these reach together, float32; 1 for no limit.
-        uniform_N: where in the distribution to draw, float32 in [0, 1).
+        key_N2: of the noise of each draw, uint32.
     """
     vocabulary = logits_NV.shape[1]
     logits_NV = jnp.pad(logits_NV, ((0, 0), (0, -vocabulary % BLOCK)), constant_values=-jnp.inf)
@@ -67,7 +68,7 @@ def choose(
     top_k_N = jnp.where(top_k_N < vocabulary, top_k_N, 0)
     drawn_N: jax.Array = lax.cond(
         (temperature_N > 0).any(),
-        lambda: _draw(logits_NV, temperature_N, top_k_N, top_p_N, uniform_N, greedy_N),
+        lambda: _draw(logits_NV, temperature_N, top_k_N, top_p_N, key_N2, greedy_N),
         lambda: greedy_N,
     )
     return jnp.where(temperature_N > 0, drawn_N, greedy_N)
@@ -90,7 +91,7 @@ def _draw(
     temperature_N: jax.Array,
     top_k_N: jax.Array,
     top_p_N: jax.Array,
-    uniform_N: jax.Array,
+    key_N2: jax.Array,
     greedy_N: jax.Array,
 ) -> jax.Array:
     scale_N1 = jnp.where(temperature_N > 0, temperature_N, 1.0)[:, None]
@@ -107,8 +108,23 @@ def _draw(
         lambda: jnp.where(cuts_p_N[:, None], _nucleus(weight_NV, rank_NV, top_p_N), weight_NV),
         lambda: weight_NV,
     )
-    token_N = _at_mass(weight_NV, uniform_N * _sum(weight_NV))
-    return jnp.where(token_N < logits_NV.shape[1], token_N, greedy_N)
+    token_N = _likeliest_one(weight_NV / exponential(key_N2, logits_NV.shape[1]))
+    return jnp.where(weight_NV.max(-1) > 0, token_N, greedy_N)
+
+
+def exponential(key_N2: jax.Array, vocabulary: int) -> jax.Array:
+    """A number of the exponential distribution for each token of draws with these keys, float32 [N, V]."""
+    token_V = jnp.arange(vocabulary, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    bits_NV = _mixed(_mixed(token_V ^ key_N2[:, :1]) ^ key_N2[:, 1:])
+    # the smallest shares, which win, have all 32 bits
+    return -jnp.log1p(-jnp.minimum((bits_NV.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24))
+
+
+def _mixed(bits: jax.Array) -> jax.Array:
+    """Bits that all depend on all (the end of MurmurHash3, https://github.com/aappleby/smhasher)."""
+    bits = (bits ^ bits >> 16) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ bits >> 13) * jnp.uint32(0xC2B2AE35)
+    return bits ^ bits >> 16
 
 
 def _likeliest_one(logits_NV: jax.Array) -> jax.Array:

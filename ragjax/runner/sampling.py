@@ -114,7 +114,7 @@ def arrays_of(draws: Sequence[Draw], rows: int, vocabulary: int) -> tuple[NDArra
         np.array(temperatures, np.float32),
         np.array([min(draw.top_k, vocabulary) for draw in padded], np.int32),
         np.array([draw.top_p for draw in padded], np.float32),
-        np.array([draw.uniform for draw in padded], np.float32),
+        np.array([draw.key for draw in padded], "<u8").view("<u4").reshape(-1, 2),
         token_NA,
         factor_NA,
         add_NA,

@@ -308,7 +308,7 @@ def sample(
     temperature_N: jax.Array,
     top_k_N: jax.Array,
     top_p_N: jax.Array,
-    uniform_N: jax.Array,
+    key_N2: jax.Array,
     token_NA: jax.Array,
     factor_NA: jax.Array,
     add_NA: jax.Array,
@@ -316,7 +316,7 @@ def sample(
     """The next token of each row, int32 [N] (`kernels.sampling`); A may be 0."""
     if token_NA.shape[1]:
         logits_NV = sampling.adjust(logits_NV, token_NA, factor_NA, add_NA)
-    return sampling.choose(logits_NV, temperature_N, top_k_N, top_p_N, uniform_N)
+    return sampling.choose(logits_NV, temperature_N, top_k_N, top_p_N, key_N2)
 
 
 def sample_shapes(n: int, vocabulary: int, adjusted: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -326,7 +326,7 @@ def sample_shapes(n: int, vocabulary: int, adjusted: int) -> tuple[jax.ShapeDtyp
         return jax.ShapeDtypeStruct((n, *size), dtype)
 
     number, index = jnp.float32, jnp.int32
-    by_row = (shape(number), shape(index), shape(number), shape(number))
+    by_row = (shape(number), shape(index), shape(number), shape(jnp.uint32, 2))
     return shape(number, vocabulary), *by_row, *(shape(dtype, adjusted) for dtype in (index, number, number))
 
 

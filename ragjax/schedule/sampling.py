@@ -23,7 +23,7 @@ LEAST_FACTOR, MOST_FACTOR = 1e-30, 1e30
 class Sampler:
     """Says how the tokens of one request are chosen.
 
-    Each generated token has a random number of its own, the i-th of the seed's stream for token i. So the tokens do not
+    Each generated token has a key of its own, the i-th number of the seed's stream for token i. So the tokens do not
     depend on which steps compute them: with proposed tokens or without, before a restart or after.
 
     prompt: its tokens, int32 [n]; the repetition penalty counts them. constraint: says which tokens may be chosen
@@ -34,7 +34,7 @@ class Sampler:
         self._sampling = sampling
         self.constraint = constraint
         self._stream = np.random.default_rng(sampling.seed)
-        self._uniform: list[float] = []
+        self._keys: list[int] = []
         self._changes = _Changes(sampling, prompt)
 
     @property
@@ -64,14 +64,14 @@ class Sampler:
         logprobs, adjusted = asked.logprobs is not None, changes.now()
         if asked.temperature == 0.0:
             return Draw(adjusted=adjusted, logprobs=logprobs)
-        return Draw(asked.temperature, asked.top_k, asked.top_p, self._number(number), adjusted, logprobs)
+        return Draw(asked.temperature, asked.top_k, asked.top_p, self._key(number), adjusted, logprobs)
 
-    def _number(self, token: int) -> float:
-        """The random number of a generated token."""
-        missing = token + 1 - len(self._uniform)
+    def _key(self, token: int) -> int:
+        """The key of a generated token's draw."""
+        missing = token + 1 - len(self._keys)
         if missing > 0:
-            self._uniform += self._stream.random(missing).tolist()
-        return self._uniform[token]
+            self._keys += self._stream.integers(0, 2**64, missing, np.uint64).tolist()
+        return self._keys[token]
 
 
 class _Changes:

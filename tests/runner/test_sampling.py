@@ -51,7 +51,7 @@ def test_each_row_is_drawn_as_it_asks(runner: Runner, seed: int, uploaded: bool)
             temperature=float(random.choice([0.0, 0.6, 1.0])),
             top_k=int(random.choice([0, 3, 10**6])),
             top_p=float(random.choice([0.7, 1.0])),
-            uniform=float(random.random()),
+            key=int(random.integers(0, 2**64, dtype=np.uint64)),
             adjusted=adjusted(random, int(random.choice([0, 0, 5, CONFIG.vocab_size]))),
             logprobs=bool(random.random() < 0.2),
         )
@@ -61,7 +61,7 @@ def test_each_row_is_drawn_as_it_asks(runner: Runner, seed: int, uploaded: bool)
     assert len(found) == ROWS
     for draw, one, logits_V in zip(draws, found, logits_NV, strict=True):
         asked = Sampling(temperature=draw.temperature, top_k=draw.top_k, top_p=draw.top_p)
-        assert oracle.near(changed(logits_V, draw.adjusted), asked, draw.uniform, one.token)
+        assert oracle.near(changed(logits_V, draw.adjusted), asked, draw.key, one.token)
         log_V = logits_V.astype(np.float64) - np.logaddexp.reduce(logits_V.astype(np.float64))
         assert one.logprob is not None or not draw.logprobs
         if one.logprob is not None:
@@ -92,7 +92,7 @@ for devices in (1, 8):
     mesh = mesh_of(jax.devices()[:devices])
     made = t.make_runner(config, mesh=mesh)
     logits = made.predict(made.step(t.step_of([t.whole(t.tokens_of(3, 8), 1)], 24)), range(8))
-    draws = [Draw(0.8, 5, 0.9, i / 8, logprobs=True) for i in range(8)]
+    draws = [Draw(0.8, 5, 0.9, i << 61 | i, logprobs=True) for i in range(8)]
     found.append([one.token for one in made.sample(logits, draws).read()])
     found.append([one.token for one in made.sample(made.upload_logits(list(logits.read().values())), draws).read()])
 assert all(tokens == found[0] for tokens in found), found
@@ -118,7 +118,7 @@ def test_only_tokens_that_are_allowed_are_chosen(runner: Runner, temperature: fl
             bits = np.zeros(tokens[-1] // 32 + 1, np.uint32)
             np.bitwise_or.at(bits, tokens // 32, np.uint32(1) << (tokens % 32).astype(np.uint32))
         allowed.append(tokens)
-        draws.append(Draw(temperature, uniform=float(random.random()), logprobs=row == 1, allowed=bits))
+        draws.append(Draw(temperature, key=int(random.integers(2**63)), logprobs=row == 1, allowed=bits))
     found = runner.sample(runner.upload_logits(list(logits_NV)), draws).read()
     free = [replace(draw, allowed=None) for draw in draws]
     unbound = runner.sample(runner.upload_logits(list(logits_NV)), free).read()

@@ -207,12 +207,13 @@ def test_a_bad_value_names_its_field(field, value):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 4), min_size=1, max_size=30))
-def test_each_token_has_a_random_number_of_its_own(seed, proposed):
+def test_each_token_has_a_key_of_its_own(seed, proposed):
     """However many tokens are proposed in each step, number i of the stream is that of token i."""
-    sampler, said, expected = Sampler(Sampling(temperature=1.0, seed=seed)), [], np.random.default_rng(seed).random(200)
+    sampler, said = Sampler(Sampling(temperature=1.0, seed=seed)), []
+    expected = np.random.default_rng(seed).integers(0, 2**64, 200, np.uint64)
     for n in proposed:
         draws = sampler.draws(said, range(n))
-        assert [draw.uniform for draw in draws] == expected[len(said) : len(said) + n + 1].tolist()
+        assert [draw.key for draw in draws] == expected[len(said) : len(said) + n + 1].tolist()
         said += range(1 + n // 2)  # some are accepted
 
 

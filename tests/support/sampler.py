@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -16,7 +17,7 @@ from ragjax.runner.sampling import arrays_of
 from ragjax.schedule.sampling import Sampler
 
 NEAR = 2e-5
-"""Mass within which float32 may tell two tokens, or two nuclei, the other way round."""
+"""Logarithm of a weight, and mass of a nucleus, within which float32 may tell two the other way round."""
 
 
 class Reference:
@@ -33,8 +34,8 @@ class Reference:
 
     def accepts(self, logits_V: NDArray[np.float32], token: int) -> bool:
         """Whether the next token of float32 logits [V] is this one; penalties count it from then on."""
-        uniform = self._random.random() if self._sampling.temperature > 0 else 0.0
-        found = near(self.penalized(logits_V), self._sampling, uniform, token)
+        key = int(self._random.integers(0, 2**64, dtype=np.uint64)) if self._sampling.temperature > 0 else 0
+        found = near(self.penalized(logits_V), self._sampling, key, token)
         self._chosen[token] += 1
         return found
 
@@ -53,22 +54,36 @@ class Reference:
         return out_V
 
 
-def draw(logits_V: NDArray[np.floating], sampling: Sampling, uniform: float) -> int:
-    """The token of logits [V] at a place of the distribution."""
+def noise(key: int, token: int) -> float:
+    """Gumbel noise of a token in a draw."""
+
+    def mixed(bits: int) -> int:
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            bits = (bits ^ bits >> shift) * factor % 2**32
+        return bits ^ bits >> 16
+
+    bits = mixed(mixed(token * 0x9E3779B9 % 2**32 ^ key % 2**32) ^ key >> 32)
+    return -math.log(-math.log1p(-min((bits + 0.5) / 2**32, 1 - 2**-24)))
+
+
+def drawn(logits_V: NDArray[np.floating], sampling: Sampling, key: int) -> set[int]:
+    """The token that is drawn, and those that rounding may take for it."""
     if sampling.temperature == 0.0:
-        return int(np.argmax(logits_V))
+        return {int(np.argmax(logits_V))}
     kept, weights = distribution(logits_V, sampling)
-    drawn = int(np.searchsorted(np.cumsum(weights), uniform, side="right"))
-    return int(kept[min(drawn, len(kept) - 1)])
+    possible = weights > 1e-30
+    kept, weights = kept[possible], weights[possible]
+    noisy = np.log(weights) + [noise(key, int(token)) for token in kept]
+    return set(kept[noisy > noisy.max() - NEAR].tolist())
 
 
-def near(logits_V: NDArray[np.floating], asked: Sampling, uniform: float, token: int) -> bool:
+def near(logits_V: NDArray[np.floating], asked: Sampling, key: int, token: int) -> bool:
     """Whether the token is the definition's, or one that rounding may take for it."""
-    found = {draw(logits_V, asked, uniform)}
-    if asked.temperature:
-        for p in (asked.top_p, *((asked.top_p - NEAR, asked.top_p + NEAR) if asked.top_p < 1 else ())):
+    found = drawn(logits_V, asked, key)
+    if asked.temperature and asked.top_p < 1:
+        for p in (asked.top_p - NEAR, asked.top_p + NEAR):
             cut = Sampling(temperature=asked.temperature, top_k=asked.top_k, top_p=min(max(p, 1e-9), 1.0))
-            found |= {draw(logits_V, cut, min(max(uniform + d, 0.0), 1.0)) for d in (-NEAR, 0.0, NEAR)}
+            found |= drawn(logits_V, cut, key)
     return token in found
 
 

@@ -109,7 +109,7 @@ def test_max_tokens_cuts_an_answer(engine: Engine) -> None:
 
 def test_pauses_leave_an_answer_as_it_is(engine: Engine) -> None:
     expected = [begin(engine, seed).result(60).tokens for seed in range(4)]
-    with tiny.engine(pages=30) as small:
+    with tiny.engine(pages=26) as small:
         with Hold(small):
             futures = [begin(small, seed) for seed in range(4)]
         found = [future.result(120) for future in futures]

@@ -15,8 +15,6 @@ from ragjax.core import Run, Tokens
 
 
 class Admitter:
-    """Attaches nodes; KV that the tree holds already stays as it is."""
-
     def __init__(self, matcher: Matcher):
         self._matcher = matcher
         self._hierarchy = hierarchy = matcher.hierarchy
@@ -35,8 +33,7 @@ class Admitter:
     ) -> None:
         """Keep the causal KV of `tokens[from_:]`, which lies in `run`, computed at positions equal to token indexes.
 
-        KV that the tree holds already stays as it is, and that part of `run` is not kept. The cache takes references
-        of its own: the caller still frees its reservation.
+        The cache takes references of its own: the caller still frees its reservation.
 
         Args:
             context: match that covers at least `tokens[:from_]`.
@@ -99,8 +96,8 @@ class Admitter:
     ) -> None:
         """Keep the KV of `tokens` (int32 [n]) as computed by `method` on exactly the matched context.
 
-        A node that is there already stays, and takes over `meta` if that is longer than its own. The cache takes a
-        reference of its own to `run`.
+        A node that is there already stays, and takes over `meta`, the strategy's own, if that is longer. The cache
+        takes a reference of its own to `run`.
 
         Args:
             context: match of the tokens before the segment.
@@ -110,7 +107,7 @@ class Admitter:
             provenance: isolated or approximate.
             method: that computed it.
             behind: digest of neighbours it was computed behind (`neighbours_digest`).
-            meta: the strategy's own, kept with it.
+            meta: kept with it.
             variant: whether it is one of the variants whose number is limited, of all chunks and tenants together.
             public: whether every tenant may read it (None: if the request has no tenant).
             totals: as in `admit_prefix`.
@@ -158,20 +155,10 @@ class Admitter:
     ) -> None:
         """Keep the KV of a dependency path behind a context: `tokens[from_:]`, which lies in `run`.
 
-        Every token was computed on the context and its ancestors on the path alone. KV that the tree holds already
-        stays as it is; if the path's first tokens have left meanwhile, nothing is kept.
-
-        Args:
-            context: match of exactly the tokens before the path.
-            tokens: the path, int32 [n].
-            from_: first token in the run.
-            run: of n - from_ tokens.
-            cuts: offsets in the path at which the tree is to branch, though it could branch anywhere.
-            method: of dependency attention.
-            local_start: RoPE position of token `from_` (None: the one that follows its ancestors, `path` positions).
-            meta: the strategy's own, kept with it.
-            public: whether every tenant may read it (None: if the request has no tenant).
-            totals: as in `admit_prefix`.
+        Every token was computed on the context (a match of exactly the tokens before the path) and its ancestors on the
+        path alone. If the path's first tokens have left meanwhile, nothing is kept. cuts: offsets in the path at which
+        the tree is to branch. local_start: RoPE position of token `from_` (None: `path` positions). All else is as in
+        `admit_prefix` and `admit_segment`.
         """
         self._matcher.require(context)
         if not context.complete or run.length != len(tokens) - from_:

@@ -78,7 +78,6 @@ class KnowledgeCache:
         )
 
     def peek(self, outlook: Outlook) -> Look:
-        """Tell what a request would find now; nothing is pinned, loaded or counted."""
         return outlook.look(self.tree)
 
     @property
@@ -87,7 +86,6 @@ class KnowledgeCache:
 
     @property
     def inquiry(self) -> Inquiry | None:
-        """Questions to the shared tier, if there is one."""
         return self._hierarchy.storage.inquiry if self._hierarchy.storage is not None else None
 
     @contextmanager
@@ -106,7 +104,6 @@ class KnowledgeCache:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Within it look-ups count for nothing, and no policy hears of them."""
         self.matcher.quiet = True
         try:
             yield
@@ -127,10 +124,7 @@ class KnowledgeCache:
         self._hierarchy.write_soon([node for key in keys if (node := self.tree.find(key)) is not None])
 
     def keep_longer(self, tenant: str, tokens: Tokens, seconds: float) -> bool:
-        """Make what is cached of these tokens, on exactly their context, leave after all else for so long.
-
-        False: that would be more than a tenant may have kept.
-        """
+        """Make what is cached of these tokens, on exactly their context, leave last; False: beyond a tenant's share."""
         steps = self.tree.walk(raw_of(tokens), tenant)
         return self._hierarchy.keep([node for node, _ in steps], tenant, seconds)
 
@@ -147,7 +141,6 @@ class KnowledgeCache:
 
     @property
     def used(self) -> dict[str, float]:
-        """Share of the room on the device, and in host memory if there is some, that is taken."""
         found = {Tier.DEVICE.label: 1 - self.pool.free_pages / self.pool.capacity}
         storage = self._hierarchy.storage
         if storage is not None and storage.host_bytes:
@@ -157,10 +150,7 @@ class KnowledgeCache:
     # ----------------------------------------------------------------------------------------- reserve
 
     def reserve(self, n_tokens: int, label: str = "", spare: int = 0) -> Run:
-        """Pages of the caller's own for `n_tokens` new tokens, evicting what must leave; give back with `free`.
-
-        spare: pages that must be left, free or not in use.
-        """
+        """Pages for `n_tokens` new tokens, evicting what must leave. spare: pages that must be left for others."""
         need = self.pool.pages_for(n_tokens)
         if need + spare > self.pool.reclaimable_pages:
             pinned = self.pool.capacity - self.pool.reclaimable_pages
@@ -175,10 +165,7 @@ class KnowledgeCache:
         return run
 
     def free(self, run: Run, *, clear: bool = False) -> None:
-        """Give a reservation back; pages that the tree refers to stay.
-
-        clear: it may hold what is not finite, which must not stay in its pages.
-        """
+        """Give a reservation back; pages that the tree refers to stay. clear: what is in them may not be finite."""
         if self._reserved.pop(run, None) is None:
             raise ValueError(f"{run} is not reserved, or was freed before")
         self.pool.unpin(run)
@@ -199,15 +186,12 @@ class KnowledgeCache:
         tenant: str = PUBLIC,
         behind: bytes = b"",
     ) -> bytes:
-        """Key of the node of `tokens` as computed by `method` on the causal `context`, and behind neighbours."""
         return self.tree.key(tenant, provenance, method, context_digest(raw_of(context)), raw_of(tokens), behind)
 
     def announce(self, request: str, keys: Collection[bytes]) -> None:
-        """A request waits that will use the nodes with these keys (`Outlook.keys`), whether they are kept or not."""
         self._refresh(self._hierarchy.policy.on_queue(request, keys))
 
     def withdraw(self, request: str) -> None:
-        """The request waits no more: it starts, or was cancelled."""
         self._refresh(self._hierarchy.policy.on_start(request))
 
     def _refresh(self, fallen: Iterable[bytes]) -> None:
@@ -226,7 +210,6 @@ class KnowledgeCache:
         return len(self._hierarchy.loads)
 
     def lose_device(self) -> None:
-        """The device's pool is empty again: keep what host memory holds."""
         matches = self.matcher.matches
         if matches or self._reserved:
             raise ValueError(f"{len(matches)} matches and {len(self._reserved)} reservations are outstanding")
@@ -235,10 +218,7 @@ class KnowledgeCache:
     # ------------------------------------------------------------------------------------------- audit
 
     def audit(self, live: Collection[str] | None = None) -> None:
-        """Check every book against every other; O(everything).
-
-        live: labels that may hold matches and reservations now (none: `()`); None accepts all labels.
-        """
+        """Check every book against every other; O(everything). live: labels that may hold something now (None: all)."""
         matches = self.matcher.matches
         for match in matches:
             if live is not None and match.label not in live:

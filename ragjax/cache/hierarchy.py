@@ -46,8 +46,6 @@ HEAD = 24
 
 @dataclass(frozen=True)
 class Storage:
-    """The tiers below the device."""
-
     transfer: TransferEngine  # moves the bytes
     page_bytes: int  # of a page of the device
     host_bytes: int = 0  # room in host memory (0: none)
@@ -58,8 +56,6 @@ class Storage:
 
 
 class LeftNode(NamedTuple):
-    """A node that left a tier by the policy's choice."""
-
     at: float  # `time.monotonic()`
     tenant: str
     head: bytes  # its first tokens, raw
@@ -101,10 +97,7 @@ class Hierarchy:
     # ------------------------------------------------------------------------------------ leaving the device
 
     def make_room(self, pages: int) -> None:
-        """Evict until so many pages are free; the caller has checked that it can be done.
-
-        Nodes whose pages running requests hold anyway would free nothing: they leave last.
-        """
+        """Evict until so many pages are free. Nodes whose pages running requests hold leave last."""
         self._expire()
         deferred: dict[Node, None] = {}  # in order; one that a child's leaving queues again comes here twice
         while self.pool.free_pages < pages:
@@ -153,7 +146,7 @@ class Hierarchy:
         self.departures.appendleft(left)
 
     def put_back(self, nodes: Sequence[Node]) -> bool:
-        """Take nodes off the device that are to come no more, parents first; False if one is in use or only there."""
+        """Take nodes off the device, parents first; False if one is in use or only there."""
         own = set(nodes)
         if any(node.dead or node.host is None or node.pins for node in nodes):
             return False
@@ -166,13 +159,11 @@ class Hierarchy:
         return True
 
     def _demote(self, node: Node) -> None:
-        """The node's pages are given back; it is not queued for them any more."""
         self.device.discard(node)
         self.policy.on_leave(node, Tier.DEVICE)
         self.tree.lift(node)
 
     def _keep(self, node: Node) -> bool:
-        """Order a host copy of a node of the device, if room can be made."""
         storage = self.storage
         if storage is None or not storage.host_bytes:
             return False
@@ -187,7 +178,7 @@ class Hierarchy:
         return True
 
     def on_disk(self, node: Node) -> bool:
-        """Tell if the node's KV is on disk, or on its way there; an entry of the past may have left since.
+        """Tell if the node's KV is on disk, or on its way there.
 
         With a shared tier the note of the past is trusted: an entry that left the disk is there, and to ask takes time.
         """
@@ -199,7 +190,6 @@ class Hierarchy:
         return node.shelved
 
     def written(self, key: bytes, error: str | None) -> None:
-        """An entry is on disk, or could not be put there."""
         self._writing[key] -= 1
         if not self._writing[key]:
             del self._writing[key]
@@ -243,7 +233,6 @@ class Hierarchy:
             self.consider(parent)
 
     def remove(self, node: Node) -> None:
-        """Take an unpinned leaf out of the tree, unkept."""
         self._lose_copy(node)  # what is not worth its place in memory is not worth one on disk
         self._drop(node)
         self.host_memory.dispatch()
@@ -289,7 +278,6 @@ class Hierarchy:
             self.consider(node.parent)
 
     def _unhost(self, node: Node, last: bool) -> None:
-        """The node leaves host memory, to disk if there is one that does not have it. last: it leaves memory."""
         if node.host is not None:
             self._shelve(node, last)
             self._lose_copy(node)
@@ -306,7 +294,6 @@ class Hierarchy:
     # --------------------------------------------------------------------------- shape, pins, and what is lost
 
     def split(self, node: Node, at: int) -> Node:
-        """Cut a node, and return its new upper part."""
         before = node.key
         upper = self.tree.split(node, at)
         if upper.host is not None:
@@ -344,7 +331,6 @@ class Hierarchy:
         self.tree.pin(node)
 
     def let_go(self, node: Node) -> None:
-        """Undo a pin; what is dead and unused is given back now."""
         self.tree.unpin(node)
         if not node.dead:
             self.consider(node)
@@ -391,7 +377,7 @@ class Hierarchy:
     # ------------------------------------------------------------------------------- replication and loss
 
     def keep(self, nodes: Sequence[Node], tenant: str, seconds: float) -> bool:
-        """Make nodes leave after all others for so long; False: a tenant's would take more room than it may keep."""
+        """Make nodes leave after all others for so long; False: it is more than a tenant may keep."""
         self._expire()
         held = sum(len(node) for node in {*self._kept, *nodes} if node.tenant == tenant)
         if held > KEPT * self.pool.capacity * self.pool.page_size:
@@ -406,7 +392,6 @@ class Hierarchy:
         return True
 
     def _expire(self) -> None:
-        """Nodes whose time is over leave as all others do."""
         now = time.monotonic()
         if now < self._until:
             return
@@ -418,7 +403,6 @@ class Hierarchy:
         self._until = min((node.kept for node in self._kept), default=math.inf)
 
     def accessed(self, node: Node) -> None:
-        """A request matched the node; hot ones are noted for replication."""
         node.hits += 1
         if node.hits == REPLICATE and self.storage is not None:
             self._hot[node] = None
@@ -429,15 +413,11 @@ class Hierarchy:
             self.write_soon(nodes)
 
     def write_soon(self, nodes: Sequence[Node]) -> None:
-        """Write nodes to disk in idle time, before they leave memory."""
         if self.storage is not None and self.storage.disk_index is not None:
             self._new.update(dict.fromkeys(nodes))
 
     def replicate(self, limit: int = 64) -> bool:
-        """Copy hot nodes to host memory and disk while there is time (RAGCache, section 6); True if there were any.
-
-        Nodes of `write_soon` go to disk too. While too much waits to be written, all of them wait.
-        """
+        """Copy hot nodes to host memory and disk (RAGCache, section 6); True if there were any."""
         if self.storage is None or self.storage.transfer.backlog > BACKLOG:
             return False
         hot, new = list(islice(self._hot, limit)), list(islice(self._new, limit))
@@ -455,10 +435,9 @@ class Hierarchy:
         return bool(hot or new)
 
     def flush(self, limit: int = 256) -> bool:
-        """Order up to `limit` nodes that only memory holds to be put on disk; True if there were any.
+        """Order up to `limit` nodes that only memory holds to be put on disk; True if there is more to come.
 
         Each node is ordered once until none is left, so that calling again ends even where policy or disk refuse.
-        While too much waits to be written nothing is ordered, and there is more to come.
         """
         if self.storage is None or self.storage.disk_index is None:
             return False
@@ -479,7 +458,6 @@ class Hierarchy:
         return left < limit
 
     def lose_device(self) -> None:
-        """The pool's content is gone; keep what host memory has. No match and no load may be under way."""
         if len(self.loads):
             raise ValueError("a load is under way: poll until there is none")
         nodes = list(self.tree.nodes())
@@ -504,7 +482,6 @@ class Hierarchy:
         self.host_memory.dispatch()
 
     def own(self, tenant: str) -> None:
-        """Called before the first node of a tenant is kept."""
         if self.storage is not None and self.storage.quota(tenant) is not None:
             self.device.own(tenant)
             self.host.own(tenant)
@@ -512,7 +489,6 @@ class Hierarchy:
     # ------------------------------------------------------------------------------------------ audit
 
     def audit(self, nodes: Sequence[Node]) -> None:
-        """Check queues, host entries and loads against the tree; O(nodes)."""
         may = {n for n in nodes if n.run is not None and not (n.on_device or n.pins or n.loading)}
         if may != self.device.nodes():
             raise AuditError("the device's queue of victims is not the set of unpinned leaves")
@@ -526,7 +502,6 @@ class Hierarchy:
                 raise AuditError(f"node {name(node)} waits for a load that does not bring it")
 
     def audit_counts(self) -> None:
-        """Check what can be checked in O(host entries)."""
         self.host_memory.audit_counts()
         used = self.host_memory.used
         if self.storage is not None and used > self.storage.host_bytes:

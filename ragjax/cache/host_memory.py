@@ -20,9 +20,7 @@ class SavedEntry:
 
 
 class HostMemory:
-    """Entries of host memory by number, the bytes `used` by them, and those `held` by tenant. Without an engine there
-    are none.
-    """
+    """Entries of host memory by number, the bytes `used` by them, and those `held` by tenant."""
 
     def __init__(self, engine: TransferEngine | None):
         self._engine = engine
@@ -36,7 +34,6 @@ class HostMemory:
         self._forgotten: list[int] = []
 
     def save(self, run: Run, size: int, tenant: str) -> Copy:
-        """Order an entry of `size` bytes for a run of the device; it counts one node."""
         self._number += 1
         self.entries[self._number] = SavedEntry(size, tenant)
         self._count(tenant, size)
@@ -44,15 +41,12 @@ class HostMemory:
         return Copy(self._number, 0, run.length)
 
     def write(self, record: Record, copy: Copy) -> None:
-        """Order a copy in host memory to be written to disk."""
         self._writes.append(Write(record, copy))
 
     def share(self, copy: Copy) -> None:
-        """One more node lies in the copy's entry."""
         self._entry(copy).nodes += 1
 
     def leave(self, copy: Copy) -> None:
-        """One node less lies in the copy's entry; without any it is forgotten."""
         entry = self._entry(copy)
         entry.nodes -= 1
         if not entry.nodes:
@@ -62,7 +56,6 @@ class HostMemory:
             self._forgotten.append(copy.entry)
 
     def dispatch(self) -> None:
-        """Hand the orders that have come together to the transfer engine."""
         saves, self._saves = self._saves, []
         writes, self._writes = self._writes, []
         forgotten, self._forgotten = self._forgotten, []
@@ -76,13 +69,11 @@ class HostMemory:
             self._engine.forget(forgotten)
 
     def audit(self, nodes: Sequence[Node]) -> None:
-        """Check the entries against the copies of all nodes; O(nodes)."""
         copies = Counter(node.host.entry for node in nodes if node.host is not None)
         if copies != {number: entry.nodes for number, entry in self.entries.items()}:
             raise AuditError("host entries are not those that nodes lie in")
 
     def audit_counts(self) -> None:
-        """Check the bytes in use; O(entries)."""
         held = Counter[str]()
         for entry in self.entries.values():
             held[entry.tenant] += entry.size

@@ -34,8 +34,6 @@ class _Find:
 
 
 class Loader:
-    """Starts loads for what look-ups find below the device, and ends them."""
-
     def __init__(self, hierarchy: Hierarchy):
         self._hierarchy = hierarchy
         self._loads = hierarchy.loads
@@ -92,10 +90,7 @@ class Loader:
         return bool(finished)
 
     def give_up(self) -> bool:
-        """End the loads that nobody waits for any more, for their pages' sake; True if there were any.
-
-        What came from host memory is still there.
-        """
+        """End the loads that nobody waits for any more, for their pages' sake; True if there were any."""
         idle = sorted(self._loads.idle(), reverse=True)  # those behind others first
         for number in idle:
             if number in self._loads.under_way:  # the end of one may have been that of another
@@ -156,7 +151,6 @@ class Loader:
         return found
 
     def _fit(self, held: list[Node], records: list[_Find]) -> tuple[list[Node], list[_Find]]:
-        """Cut both to the room that there is."""
         room = self._room
         while held and self._pool.pages_for(sum(map(len, held))) > room:
             held, records = held[:-1], []
@@ -166,7 +160,6 @@ class Loader:
         return held, records
 
     def _load_held(self, nodes: list[Node]) -> None:
-        """Load nodes that are in host memory, parents first."""
         assert self._storage is not None
         number = self._loads.number()
         for node in nodes:  # before room is made, so that none of them leaves host memory for it
@@ -182,7 +175,6 @@ class Loader:
         self._start(Loading(nodes, Tier.HOST), run, copies)
 
     def _load_records(self, parent: Node, records: list[_Find], behind: bytes = b"") -> Steps:
-        """Attach entries of the disk as a chain below a pinned node, and load them."""
         number = self._loads.number()
         run = self._allocate(sum(map(len, records)))
         nodes: list[Node] = []
@@ -217,7 +209,6 @@ class Loader:
         return self._pool.allocate(tokens)
 
     def _start(self, loading: Loading, run: Run, copies: tuple[Copy, ...]) -> None:
-        """The nodes hold the run's pages from here on, and the load pins them."""
         assert self._storage is not None
         self._pool.release(run)
         number = loading.nodes[-1].loading

@@ -30,7 +30,6 @@ class Look:
 
     @cached_property
     def found(self) -> int:
-        """Tokens that are kept."""
         return sum(self.kept.values())
 
     @classmethod
@@ -45,17 +44,14 @@ class Look:
 
 
 class LookaheadPart(Protocol):
-    """Pieces that one look-up finds."""
+    """Pieces that one look-up finds, and keys of the nodes that it uses: of kept ones, then of those it would add."""
 
     def look(self, tree: KnowledgeTree) -> Look: ...
 
-    def keys(self, tree: KnowledgeTree) -> Iterable[bytes]:
-        """Keys of the nodes that it uses: of those that are kept, then of those it would add."""
+    def keys(self, tree: KnowledgeTree) -> Iterable[bytes]: ...
 
 
 class Outlook:
-    """Everything that a request will look for. Without parts it finds nothing and shares nothing."""
-
     def __init__(self, parts: Iterable[LookaheadPart] = ()):
         self._parts = tuple(parts)
         self._seen: tuple[int, Look] = (-1, Look())
@@ -66,15 +62,11 @@ class Outlook:
         return self._seen[1]
 
     def keys(self, tree: KnowledgeTree) -> tuple[bytes, ...]:
-        """Keys of the nodes that it will use, kept or not."""
         return tuple(dict.fromkeys(key for part in self._parts for key in part.keys(tree)))
 
 
 class Causal:
-    """A causal prompt, or the beginning of one: its tokens, and indexes at which pieces end, besides the last.
-
-    public: leading tokens that go to all tenants.
-    """
+    """A causal prompt, or its beginning. cuts: where pieces end. public: leading tokens that go to all tenants."""
 
     def __init__(self, raw: bytes, cuts: Sequence[int], tenant: str = PUBLIC, public: int = 0):
         self._raw, self._cuts, self._tenant, self._public = raw, cuts, tenant, public
@@ -103,11 +95,7 @@ class Causal:
 
 
 class Keyed:
-    """A chunk that is found by its keys alone.
-
-    keys: under which it may be kept, the best first; any of them will do. name: of what is computed if none is.
-    tokens: its length.
-    """
+    """A chunk that is found by its keys alone. keys: the best first. name: of what is computed if none is kept."""
 
     def __init__(self, keys: Sequence[bytes], name: bytes, tokens: int):
         self._keys, self._name = tuple(keys), name
@@ -121,11 +109,7 @@ class Keyed:
 
 
 class Paths:
-    """Dependency paths behind a causal context; what paths share is one piece.
-
-    paths: tokens of each, the offsets at which its branches end, and how many of its first tokens go to all tenants, if
-    the context does.
-    """
+    """Dependency paths behind a causal context, each with the offsets at which its branches end."""
 
     def __init__(self, context: bytes, paths: Iterable[tuple[bytes, Sequence[int], int]], method: str, tenant: str):
         self._context = context
@@ -154,7 +138,6 @@ class Paths:
                 at = stop
 
     def _behind(self, tree: KnowledgeTree) -> tuple[Node, Callable[[bytes], Steps]]:
-        """The node that the context ends in, and what walks a path behind it."""
         top = tree.walk(self._context, self._tenant)
         end = top[-1][0] if top else tree.root
         # behind a node that goes on beyond the context are the paths of another one
@@ -163,10 +146,7 @@ class Paths:
 
 
 class _Pieces:
-    """Names and lengths along one path of tokens.
-
-    method: of dependency attention (None: causal). head: digest of what stands before the path.
-    """
+    """Names and lengths along one path of tokens. head: digest of what stands before the path."""
 
     def __init__(
         self, raw: bytes, cuts: Iterable[int], tenant: str, public: int, method: str | None = None, head: bytes = b""

@@ -24,8 +24,6 @@ class Totals(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """One entry under which a segment's KV may be kept."""
-
     provenance: Provenance
     method: str
     # digest of the neighbours that it was computed behind, besides the context (b"": none); of causal KV that is to be
@@ -37,8 +35,6 @@ class Candidate(NamedTuple):
 
 @dataclass
 class CacheMetrics:
-    """Counters since the start, in tokens unless named otherwise; the last three are the present state."""
-
     lookups: int = 0
     exact_hit_tokens: int = 0
     approximate_hit_tokens: int = 0
@@ -103,7 +99,6 @@ class Match:
 
     @cached_property
     def context(self) -> bytes:
-        """Digest of the tokens found, as the context of other nodes, 32 bytes."""
         return context_digest(self.tokens.tobytes())
 
     def tier(self, begin: int = 0, end: int | None = None) -> Tier | None:
@@ -128,8 +123,6 @@ class Match:
 
 @dataclass
 class Loading:
-    """A load under way: the nodes it brings (parents first), how far it is, and the matches that wait for it."""
-
     nodes: list[Node]
     tier: Tier
     progress: Progress = field(default_factory=Progress)
@@ -161,7 +154,6 @@ class Loads:
         self.under_way[number] = loading
 
     def end(self, number: int, seconds: float | None) -> Loading:
-        """A load is no longer under way; it took so many seconds, if all of it arrived."""
         loading = self.under_way.pop(number)
         if seconds is not None:
             tokens, spent = self._pace.get(loading.tier, (0.0, 0.0))
@@ -169,7 +161,6 @@ class Loads:
         return loading
 
     def note(self, arrived: Mapping[int, int]) -> None:
-        """So many stages of these loads are on the device."""
         for number, stages in arrived.items():
             if number in self.under_way:
                 self.under_way[number].progress.stages = stages
@@ -191,21 +182,17 @@ class Loads:
         return tuple(origins)
 
     def split(self, upper: Node, lower: Node) -> None:
-        """A node that is under way was cut: its load brings both halves."""
         nodes = self.under_way[lower.loading].nodes
         nodes.insert(nodes.index(lower), upper)
 
     def break_dead(self, error: str) -> None:
-        """Break the matches that wait for nodes which have left the tree."""
         for loading in self.under_way.values():
             if loading.nodes[0].dead or loading.nodes[-1].dead:
                 for match in loading.matches:
                     match.broken = error
 
     def idle(self) -> list[int]:
-        """Numbers of the loads that nobody waits for any more."""
         return [number for number, load in self.under_way.items() if all(match.released for match in load.matches)]
 
     def pinned(self) -> Iterable[Node]:
-        """Deepest node of each load."""
         return [loading.nodes[-1] for loading in self.under_way.values()]

@@ -38,8 +38,7 @@ class Matcher:
             tenant: whose nodes may be read besides the public ones.
             label: who holds the match, for audits.
             cold: look below the device too. KV found there is ordered; the match is `ready` when it has arrived.
-            quiet: pin alone: no counter rises and no policy hears of it. For a request that looks up again what it
-                has computed.
+            quiet: no counter rises and no policy hears of it.
         """
         raw = raw_of(tokens)
         steps = self._tree.walk(raw, tenant)
@@ -67,16 +66,11 @@ class Matcher:
     def match_dependency(
         self, context: Match, tokens: Tokens, method: str, *, seen: int = 0, exact: bool = True, cold: bool = True
     ) -> Match:
-        """Pin the longest prefix of a dependency path (int32 [n]) that is kept behind exactly the matched context.
+        """Pin the longest prefix of a dependency path (int32 [n]) that is kept behind exactly the matched causal
+        context.
 
-        Args:
-            context: causal match that the path begins behind.
-            tokens: of the path.
-            method: of dependency attention.
-            seen: leading tokens that another path of the request asked for before, which count once: siblings share
-                what their paths share (DepCache, section 4.2.1).
-            exact: whether KV found here counts as exact to dependency attention; it is under `path` positions.
-            cold: as in `match_prefix`.
+        seen: leading tokens that another path of the request asked for before, which count once (DepCache, section
+        4.2.1). exact: whether KV found here counts as exact to dependency attention; it is under `path` positions.
         """
         self.require(context)
         raw = raw_of(tokens)
@@ -95,13 +89,8 @@ class Matcher:
     ) -> tuple[Node | Record, ...]:
         """Every place where a method keeps exactly these tokens (Cache-Craft's variants of a chunk), oldest first.
 
-        Args:
-            tokens: of the chunk, int32 [n].
-            method: that computed it.
-            tenant: whose nodes are looked at besides the public ones.
-            context: causal tokens that they must have been computed on (None: any; entries that lie on disk alone are
-                left out then).
-            cold: look below the device too. Entries that lie on disk alone come last.
+        context: causal tokens that they must have been computed on (None: any; entries that lie on disk alone are left
+        out then). cold: look below the device too.
         """
         raw, tenants = raw_of(tokens), tuple(dict.fromkeys((tenant, PUBLIC)))
         found = [node for t in tenants for node in self._tree.places(t, raw)]
@@ -125,16 +114,13 @@ class Matcher:
             raise ValueError(f"{provenance} KV is matched and admitted as a prefix or a path, not as a segment")
 
     def cut_after(self, node: Node, used: int) -> Node:
-        """The node that ends after the first `used` tokens of `node`."""
         return node if used == len(node) else self.hierarchy.split(node, used)
 
     def end_of(self, match: Match) -> Node:
-        """The node that ends exactly where the match does (its own node may lie deeper)."""
         node = _last(match)
         return node if node.parent is None else self.cut_after(node, match.length - node.start)
 
     def _match(self, context: Match, tokens: Tokens, candidate: Candidate, cold: bool) -> Match | None:
-        """Pin one candidate, if it is kept; a miss is not counted."""
         causal = candidate.provenance is Provenance.CAUSAL
         self.require(context, None if causal else candidate.provenance)
         find = self._find_causal if causal else self._find
@@ -159,7 +145,6 @@ class Matcher:
         return None
 
     def _brought(self, node: Node, tenant: str, cold: bool) -> Node | None:
-        """The node if it is on the device, or is loaded from host memory now."""
         if node.run is not None:
             return node if cold or not node.loading else None
         if not cold or self._storage is None:
@@ -170,7 +155,6 @@ class Matcher:
         return node if loaded and loaded[-1][0] is node else None
 
     def _find(self, context: Match, raw: bytes, candidate: Candidate, cold: bool) -> Node | None:
-        """The keyed node, on the device or on its way there: the tenant's own, or a public one."""
         provenance, method, behind, *_ = candidate
         storage = self._storage if cold else None
         parent = _last(context)
@@ -262,12 +246,10 @@ class Matcher:
 
 
 def _present(steps: Steps) -> Steps:
-    """The part of a path whose bytes are on the device now."""
     return list(takewhile(lambda step: step[0].run is not None and not step[0].loading, steps))
 
 
 def _usable(context: Match) -> bool:
-    """True if other nodes may be looked for behind it."""
     return context.complete and context.broken is None
 
 

@@ -18,8 +18,6 @@ PUBLIC = ""
 
 
 class Provenance(StrEnum):
-    """On what context a node's KV was computed."""
-
     CAUSAL = "causal"
     """Exactly the tokens of its path, all visible."""
     ISOLATED = "isolated"
@@ -36,8 +34,6 @@ RADIX = frozenset({Provenance.CAUSAL, Provenance.DEPENDENCY})
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """A run of tokens whose KV is kept."""
-
     tenant: str  # whose it is
     raw: bytes  # its tokens, int32, little-endian
     parent: Node | None
@@ -79,7 +75,6 @@ class Node:
 
     @property
     def end(self) -> int:
-        """Number of tokens on the path up to and with this node."""
         return self.start + len(self.raw) // 4
 
     @property
@@ -88,18 +83,15 @@ class Node:
         return self.method if self.provenance is Provenance.DEPENDENCY else None
 
     def children(self) -> Iterator[Node]:
-        """All nodes whose KV is useless without this one."""
         yield from (self.edges or {}).values()
 
     def path(self) -> Iterator[Node]:
-        """This node and its ancestors, upward to the root."""
         node: Node | None = self
         while node is not None:
             yield node
             node = node.parent
 
     def subtree(self) -> Iterator[Node]:
-        """This node and all below, parents first."""
         stack = [self]
         while stack:
             node = stack.pop()
@@ -112,12 +104,10 @@ Steps = list[tuple[Node, int]]
 
 
 def name(node: Node) -> str:
-    """A node as error messages name it."""
     return node.key.hex()[:12] or "root"
 
 
 def raw_of(tokens: Tokens) -> bytes:
-    """Tokens (int32 [n]) as the bytes that nodes keep: int32, little-endian."""
     return np.ascontiguousarray(tokens, "<i4").tobytes()
 
 
@@ -136,7 +126,6 @@ def context_digest(*raws: bytes) -> bytes:
 
 
 def context_hasher(*raws: bytes) -> hashlib.blake2b:
-    """A hasher whose digest is the context of the tokens it was fed."""
     return hashlib.blake2b(b"".join(raws), digest_size=32, person=b"context")
 
 
@@ -173,7 +162,6 @@ def edge_of(node: Node) -> bytes:
 
 
 def radix_tag(tenant: str, method: str | None) -> bytes:
-    """Suffix of radix edges, one for each tenant and dependency method (None: causal)."""
     if method is None and tenant == PUBLIC:
         return b""
     return b"\0".join((tenant.encode(), b"" if method is None else b"\1" + method.encode()))

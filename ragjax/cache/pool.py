@@ -39,7 +39,6 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Pages that can be handed out."""
         return self.num_pages - 1
 
     @property
@@ -48,20 +47,16 @@ class PagePool:
 
     @property
     def reclaimable_pages(self) -> int:
-        """Pages without a pinned reference, the free ones included."""
         return self._reclaimable
 
     @property
     def counts(self) -> NDArray[np.int32]:
-        """References to each page, int32 [num_pages]."""
         return np.asarray(self._counts, np.int32)
 
     def pages_for(self, n_tokens: int) -> int:
-        """Pages a fresh run of `n_tokens` takes."""
         return -(-n_tokens // self.page_size)
 
     def allocate(self, n_tokens: int) -> Run:
-        """A run of fresh pages, one reference each."""
         if n_tokens < 1:
             raise ValueError(f"a run holds at least one token, not {n_tokens}")
         need = self.pages_for(n_tokens)
@@ -73,13 +68,11 @@ class PagePool:
         return Run(pages, 0, n_tokens)
 
     def retain(self, run: Run) -> None:
-        """One more reference to each page of a run that is held already."""
         self._require_held(run)
         for page in run.pages:
             self._counts[page] += 1
 
     def release(self, run: Run) -> None:
-        """One reference less to each page; pages without any become free."""
         self._require_held(run)
         for page in run.pages:
             if self._counts[page] == self._pinned[page]:
@@ -90,7 +83,6 @@ class PagePool:
                 self._free.append(page)
 
     def pin(self, run: Run) -> None:
-        """Turn one reference to each page into a pinned one."""
         for page in run.pages:
             if self._pinned[page] == self._counts[page]:
                 raise ValueError(f"page {page} has no unpinned reference: retain before pinning")
@@ -99,7 +91,6 @@ class PagePool:
             self._pinned[page] += 1
 
     def unpin(self, run: Run) -> None:
-        """Turn one pinned reference to each page back into a plain one."""
         for page in run.pages:
             if self._pinned[page] == 0:
                 raise ValueError(f"page {page} is not pinned")
@@ -112,7 +103,6 @@ class PagePool:
         return all(self._pinned[page] for page in run.pages)
 
     def audit(self, held: Iterable[Run], pinned: Iterable[Run]) -> None:
-        """Compare the books with the runs that should be held, and with those of them that are pinned."""
         references, pins = (Counter(page for run in runs for page in run.pages) for runs in (held, pinned))
         free = set(self._free)
         if len(free) != len(self._free):

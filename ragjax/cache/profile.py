@@ -65,7 +65,6 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Read what `save` wrote."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["version"] != VERSION:

@@ -63,10 +63,7 @@ class KnowledgeTree:
         return digest(b"node", self._identity, *fields)
 
     def place(self, tenant: str, context: bytes, method: str | None = None) -> bytes:
-        """Digest under which KV that continues `context` is looked for on disk; a tenant's own, 32 bytes.
-
-        method: of dependency attention (None: causal).
-        """
+        """Digest under which KV that continues `context` is looked for on disk; a tenant's own, 32 bytes."""
         return digest(b"place", self._identity, radix_tag(tenant, method), context)
 
     def chunk_place(self, tenant: str, method: str, context: bytes, raw: bytes) -> bytes:
@@ -97,14 +94,12 @@ class KnowledgeTree:
         return self._by_key.get(key)
 
     def places(self, tenant: str, raw: bytes) -> tuple[Node, ...]:
-        """Every node of the tenant that holds exactly these tokens, oldest first."""
         found = self._by_content.get(self.content(tenant, raw))
         if found is None:
             return ()
         return tuple(found) if isinstance(found, dict) else (found,)
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the root, parents first."""
         nodes = self.root.subtree()
         next(nodes)
         return nodes
@@ -129,7 +124,6 @@ class KnowledgeTree:
         return node
 
     def land(self, node: Node, run: Run) -> None:
-        """The node's KV lies on the device now, or will when its load is done."""
         assert node.run is None and node.parent is not None
         self._retain(node, run)
         node.run = run
@@ -139,7 +133,6 @@ class KnowledgeTree:
             self._pool.pin(run)
 
     def lift(self, node: Node) -> None:
-        """The node leaves the device; its pages are given back."""
         assert node.run is not None and node.parent is not None
         if node.pins:
             self._pool.unpin(node.run)
@@ -149,7 +142,6 @@ class KnowledgeTree:
         self.held[Tier.DEVICE][node.tenant] -= len(node)
 
     def store(self, node: Node, copy: Copy | None) -> None:
-        """Set where in host memory the node lies (None: nowhere)."""
         assert node.parent is not None
         change = (copy is not None) - (node.host is not None)
         node.parent.on_host += change if not node.dead else 0
@@ -159,8 +151,7 @@ class KnowledgeTree:
     def split(self, node: Node, at: int) -> Node:
         """Cut a radix node before its token `at`, and return the new upper half.
 
-        The node itself becomes the lower half: it keeps its children, and matches on it stay good, for they
-        pin the whole path upward.
+        The node itself becomes the lower half: matches on it stay good, for they pin the whole path upward.
         """
         if node.provenance not in RADIX or not 0 < at < len(node):
             raise ValueError(f"cannot split a {node.provenance} node of {len(node)} tokens at {at}")
@@ -263,7 +254,6 @@ class KnowledgeTree:
         return parent
 
     def pin(self, node: Node) -> None:
-        """Keep a node and all its ancestors from leaving the device."""
         for step in node.path():
             step.pins += 1
             if step.pins == 1 and step.run is not None:
@@ -298,7 +288,6 @@ class KnowledgeTree:
     # --------------------------------------------------------------------------------------------- audit
 
     def audit(self) -> None:
-        """Check shape, keys, counts and both indexes; O(tokens on all paths)."""
         held = 0
         _audit_children(self.root)
         for node in self.nodes():
@@ -327,7 +316,6 @@ class KnowledgeTree:
             raise AuditError("an index holds a node that the root does not lead to")
 
     def key_of(self, node: Node) -> bytes:
-        """The key that a node has by its place and its tokens; O(tokens on its path)."""
         return self.key(node.tenant, node.provenance, node.method, context_of(node.parent), node.raw, node.behind)
 
 
@@ -340,7 +328,6 @@ def join_runs(first: Run, second: Run, page_size: int) -> Run | None:
 
 
 def common_prefix(a: bytes, b: bytes) -> int:
-    """Number of int32 tokens in which two runs agree from their first one on."""
     n = min(len(a), len(b)) // 4
     differs = np.frombuffer(a, "<i4", n) != np.frombuffer(b, "<i4", n)
     first = int(differs.argmax()) if n else 0
@@ -366,7 +353,6 @@ def _walked(raw: bytes, tenant: str, top: Node, method: str | None) -> Steps:
 
 
 def _follow(node: Node, raw: bytes, at: int, tag: bytes) -> Steps:
-    """The path along edges with one tag that spells the tokens from byte `at` on."""
     steps: Steps = []
     while at < len(raw) and node.edges and (child := node.edges.get(raw[at : at + 4] + tag)) is not None:
         if not raw.startswith(child.raw, at):
@@ -391,7 +377,6 @@ def _alike(upper: Node, lower: Node) -> bool:
 
 
 def _audit_node(node: Node) -> None:
-    """Check that what a node says of itself fits: where it lies, where it starts, that it is in the tree."""
     if node.run is None and node.host is None:
         raise AuditError(f"node {name(node)} is kept nowhere")
     if node.run is not None and node.run.length != len(node):
@@ -407,7 +392,6 @@ def _audit_node(node: Node) -> None:
 
 
 def _audit_children(node: Node) -> None:
-    """Check a node's edges, and its counts of children on each tier."""
     for edge, child in (node.edges or {}).items():
         if child.parent is not node or not len(child) or edge != edge_of(child):
             raise AuditError(f"node {name(child)} is on a wrong edge below {name(node)}")

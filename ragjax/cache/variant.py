@@ -17,8 +17,6 @@ from ragjax.cache.policy.craft import reuse_of
 
 
 class Variants:
-    """The variants that are kept, and how much each was reused."""
-
     def __init__(self, limit: int):
         self._limit = limit
         self._reuse: dict[Node, float] = {}
@@ -39,7 +37,6 @@ class Variants:
         return self._reuse[node]
 
     def add(self, node: Node) -> None:
-        """A new variant, not used yet."""
         self._reuse[node] = self._start
         self._push(node)
 

@@ -42,7 +42,6 @@ class Terminal(Console):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code: 0, 1 if a line of piped input failed, 2 if it cannot start as asked."""
     errors = Terminal(stderr=True, highlight=False)
     parser = Parser("ragjax chat", "A conversation in a terminal; under each answer, what of it was reused.")
     flag = parser.add_argument
@@ -73,8 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Talk:
-    """A conversation, and how the next question is asked."""
-
     def __init__(self, client: httpx.Client, options: argparse.Namespace, errors: Terminal):
         self._client, self._errors, self._console = client, errors, Terminal(highlight=False)
         self._name, self._bases = self._model()
@@ -126,7 +123,6 @@ class _Talk:
                 self._history = [*asked, {"role": "assistant", "content": text}]
 
     def _model(self) -> tuple[str, str]:
-        """The server's model, and its knowledge bases."""
         try:
             response = self._client.get("models", timeout=5.0)
             found = response.json()
@@ -139,7 +135,6 @@ class _Talk:
         return model["id"], ", ".join(model["rag"]["knowledge"]) or "none"
 
     def _answer(self, asked: list[dict[str, str]], rag: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Show an answer as it comes, then what was reused; both are returned."""
         body = {"model": self._name, "messages": asked, "max_tokens": self._max_tokens, "stream": True, "rag": rag}
         texts, account = list[str](), None
         with self._client.stream("POST", "chat/completions", json=body) as response:

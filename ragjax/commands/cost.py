@@ -24,7 +24,6 @@ ROUNDS = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code: 0, or 2 if it cannot run as asked."""
     return exit_code("ragjax cost", lambda: _run(argv))
 
 
@@ -44,7 +43,6 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def grid(longest: int) -> tuple[int, ...]:
-    """Powers of four from 32 on, and the longest."""
     counts = [32]
     while counts[-1] * 4 < longest:
         counts.append(counts[-1] * 4)
@@ -70,7 +68,6 @@ def seconds(engine: Engine, cached: int, new: int, rounds: int) -> float:
 
 
 def measure(engine: Engine, longest: int, rounds: int) -> Profile:
-    """The whole grid, of up to `longest` cached and as many new tokens."""
     cached, new = (0, *grid(longest)), (1, *grid(longest))
     pairs = tqdm([(a, b) for a in cached for b in new], desc="prefill", unit="pair")
     times = [seconds(engine, a, b, rounds) for a, b in pairs]

@@ -25,7 +25,6 @@ _TOKEN_BYTES = 4  # the endpoint's tokenizer is not at hand; texts have about 4 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code: 0 if every chunk was asked, 1 if it cannot run or go on, 130 if stopped."""
     return exit_code("ragjax extract", lambda: _run(argv), 1, "stopped; the same command goes on from here")
 
 

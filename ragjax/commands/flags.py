@@ -52,14 +52,7 @@ class Parser(argparse.ArgumentParser):
     def add_fields(
         self, of: object, names: Iterable[str] | None = None, needed: Iterable[str] = (), sections: bool = True
     ) -> None:
-        """Add the flags of a dataclass's fields.
-
-        Args:
-            of: an instance, whose values are the defaults.
-            names: which fields (None: all that have a flag).
-            needed: fields that have to be given.
-            sections: whether the help shows flags in sections.
-        """
+        """Add the flags of a dataclass's fields; the instance `of` has the defaults. names: which (None: all)."""
         for name, kind, flag in flags_of(type(of)):
             if names is None or name in names:
                 settings: dict[str, Any] = {"dest": name} | _settings(kind, flag, getattr(of, name))
@@ -68,7 +61,6 @@ class Parser(argparse.ArgumentParser):
                 self.section(flag.section if sections else None).add_argument(spelled(name, flag), **settings)
 
     def section(self, title: str | None) -> Any:
-        """Where the flags of a section are added; None: outside of sections."""
         if title is None:
             return self
         if title not in self._sections:
@@ -81,7 +73,6 @@ def spelled(name: str, flag: Flag) -> str:
 
 
 def flags_of(kind: type) -> Iterator[tuple[str, Any, Flag]]:
-    """The fields of a dataclass that have a flag: name, type and flag."""
     hints = get_type_hints(kind, include_extras=True)
     for one in fields(kind):
         for flag in getattr(hints[one.name], "__metadata__", ()):  # of `Annotated`
@@ -90,7 +81,6 @@ def flags_of(kind: type) -> Iterator[tuple[str, Any, Flag]]:
 
 
 def _settings(hint: Any, flag: Flag, default: Any) -> dict[str, Any]:
-    """Arguments of argparse's `add_argument`."""
     kind = _bare(hint)
     if kind is bool:
         return {"action": "store_false" if default else "store_true", "default": default, "help": flag.help}
@@ -109,7 +99,6 @@ def _settings(hint: Any, flag: Flag, default: Any) -> dict[str, Any]:
 
 
 def _bare(hint: Any) -> Any:
-    """The type without bounds and None."""
     if get_origin(hint) is Annotated:
         return _bare(hint.__origin__)
     if get_origin(hint) in (Union, UnionType):
@@ -119,7 +108,6 @@ def _bare(hint: Any) -> Any:
 
 
 def reader(hint: Any) -> Callable[[str], Any]:
-    """Reads a value of a type from the command line."""
     adapter = TypeAdapter(hint)
 
     def read(text: str) -> Any:
@@ -168,7 +156,6 @@ def graph(value: str) -> dict[str, str | Path]:
 
 
 def knowledge(value: str) -> dict[str, str | Path]:
-    """A knowledge base and its name; the demo's is "demo", others are named after their folder or file."""
     if value == "demo":
         return {"demo": DEMO / "documents"}
     source = Path(value)
@@ -198,7 +185,6 @@ share, positive, from_zero = reader(Share), reader(Positive), reader(FromZero)
 
 
 def error_line(prog: str, error: Exception) -> str:
-    """An error of a command, on one line."""
     return f"{prog}: error: {' '.join(str(error).split())}"
 
 
@@ -219,7 +205,6 @@ def plural(number: int, one: str, many: str) -> str:
 
 
 def size_text(number: int) -> str:
-    """Bytes in units of 1024, three digits."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(max(number, 1).bit_length() - 1, 49) // 10
     return f"{number / 1024**power:.3g} {units[power]}"

@@ -88,24 +88,17 @@ class Question:
 
     @property
     def turned(self) -> Prompt:
-        """The same with the chunks in reversed order."""
         chunks = [segment for segment in self.prompt.segments if segment.kind is Kind.CHUNK]
         return Prompt(tuple(chunks.pop() if s.kind is Kind.CHUNK else s for s in self.prompt.segments))
 
     @property
     def alone(self) -> Question:
-        """The same with the first chunk alone."""
         chunks = [segment for segment in self.prompt.segments if segment.kind is Kind.CHUNK]
         kept = [s for s in self.prompt.segments if s.kind is not Kind.CHUNK or s is chunks[0]]
         return replace(self, prompt=Prompt(tuple(kept)))
 
 
 def demo_questions(engine: Engine, limit: int | None = None, file: Path = BUNDLED) -> tuple[Question, ...]:
-    """The bundled questions, or those of another file, over the engine's default knowledge base.
-
-    Raises:
-        ConfigError: if the file cannot be read, or a line has no question and answers.
-    """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
         entries = [json.loads(line) for line in lines[:limit]]
@@ -126,13 +119,7 @@ def _question(engine: Engine, entry: dict[str, list[str]]) -> Question:
 def settings_of(
     known: Mapping[str, Strategy], names: Sequence[str] | None = None, ratios: Sequence[float] = RATIOS
 ) -> tuple[Setting, ...]:
-    """Settings to measure of the named strategies, except `full`, the reference.
-
-    names: None for all but those of graphs.
-
-    Raises:
-        ConfigError: for a strategy that is not known, or if none is left.
-    """
+    """Settings to measure of the named strategies (None: all but those of graphs), except `full`, the reference."""
     names = None if names is None else [strategy_named(name) for name in names]
     unknown = [name for name in names or () if name not in known]
     if unknown:
@@ -154,8 +141,6 @@ def measure(
 
     Raises:
         BrokenCache: if an answer that is labelled exact is not, or logits are no finite numbers.
-        ConfigError: if those of full attention are none.
-        RequestError: if a question does not fit the engine's context.
     """
     seen: dict[Setting, list[Divergence]] = {setting: [] for setting in settings}
     ttft_ms: dict[Setting, list[float]] = {setting: [] for setting in settings}
@@ -183,7 +168,6 @@ def measure(
 
 
 def count_answers(questions: int, settings: Sequence[Setting]) -> int:
-    """Number of answers that `measure` asks for."""
     each = 1 + len(settings)
     return questions * (each + len(_first_of_each(settings))) + min(questions, ALONE) * each
 
@@ -219,7 +203,6 @@ def _compare(engine: Engine, setting: Setting, answer: Answer, full: Answer) -> 
 
 
 def digest(questions: Sequence[Question]) -> str:
-    """Hex of all that was asked."""
     whole = hashlib.sha256()
     for question in questions:
         for tokens in (question.prompt.tokens, question.reference):
@@ -231,7 +214,6 @@ def digest(questions: Sequence[Question]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code."""
     try:
         options = _options(argv)
         report = _measured(options)
@@ -253,7 +235,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measured(options: argparse.Namespace) -> Report:
-    """Load, measure, and keep the report where the server looks for it."""
     known = strategies(wrapper=Wrapper.of(0, 1, 1))
     settings = settings_of(known, options.strategies, options.ratios)
     storage = StorageOptions(host_gb=HOST_GB)  # for KV, fused and isolated, that the device has no room for
@@ -286,11 +267,7 @@ def _measured(options: argparse.Namespace) -> Report:
 
 
 def _known(engine: Engine, settings: tuple[Setting, ...], named: bool) -> tuple[Setting, ...]:
-    """Keep the settings of strategies that the model has. named: the command line names them.
-
-    Raises:
-        ConfigError: if it names one that the model lacks.
-    """
+    """Keep the settings of strategies that the model has; ConfigError if the command line names one that it lacks."""
     lacking = [setting.strategy for setting in settings if setting.strategy not in engine.strategies]
     if lacking and named:
         raise ConfigError(f"{lacking[0]} needs {NEEDED[lacking[0]]}")

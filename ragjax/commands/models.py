@@ -36,10 +36,7 @@ SHARE = 0.9
 
 @dataclass(frozen=True)
 class Advice:
-    """A model that suits a machine.
-
-    weights, token: bytes of all weights and of the KV of one token, in bfloat16. flags: beside --model.
-    """
+    """weights, token: bytes of all weights and of the KV of one token, in bfloat16. flags: beside --model."""
 
     machine: str
     model: str
@@ -86,7 +83,6 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _advice() -> str:
-    """The table "your machine, take this"."""
     lines = ["", f"{DEFAULTS.model} is a demonstration. For answers take"]
     for one in ADVICE:
         size = f"weights {size_text(one.weights)}, KV of 1,000 tokens {size_text(1000 * one.token)}"
@@ -136,10 +132,7 @@ def _report(model: LocalModel, asked: str) -> int:
 
 
 def _print_needs(config: ModelConfig) -> str | None:
-    """Print what a model takes in memory and what fits beside it.
-
-    Returns the flags that the server needs for it beside --model; None if the model does not fit.
-    """
+    """Print what a model takes in memory; returns the flags that it needs beside --model, None if it does not fit."""
     weights, token = weight_bytes(config, ITEM_BYTES), config.kv_bytes_per_token(ITEM_BYTES)
     shape, rest = (config.num_layers, config.num_kv_heads, config.head_dim, np.dtype(np.uint16)), dict[str, int]()
     for kind in get_args(AtRest)[1:]:

@@ -15,7 +15,6 @@ from ragjax.reuse.fusion import NEIGHBOURS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code: 0 if all is kept, 1 if some KV found no room, 2 if it cannot run as asked."""
     return exit_code("ragjax preprocess", lambda: _run(argv), stopped="stopped; the same command goes on from here")
 
 

@@ -36,7 +36,6 @@ class Evidence:
 
     @property
     def valid_N(self) -> jax.Array:
-        """Mask of the rows that are tokens, bool [N]."""
         return jnp.arange(self.k_NKD.shape[0]) < self.count
 
 
@@ -75,5 +74,4 @@ class Scorer(ABC):
 
 
 def uniform(s_NK: jax.Array) -> Score:
-    """Scores of a scorer without a view on layers."""
     return Score(s_NK, jnp.ones((), jnp.float32))

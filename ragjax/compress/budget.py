@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 
 def equal(layers: int, size: int, count: int) -> NDArray[np.int32]:
-    """`size` tokens in every layer, int32 [L]; all of the prompt's `count` if it has no more."""
     return np.full(layers, min(size, count), np.int32)
 
 

@@ -42,7 +42,6 @@ class CAKE(Scorer):
     def budgets(
         self, layers: int, size: int, window: int, count: int, preference_L: NDArray[np.float32] | None = None
     ) -> NDArray[np.int32]:
-        """Number of tokens that each layer keeps."""
         if preference_L is None:
             raise ValueError("cake's budgets need the layers' preferences")
         return budget.proportional(preference_L, size, window, count)

@@ -34,10 +34,7 @@ def quota(
     count: int,
     preference_L: NDArray[np.float32] | None = None,
 ) -> Quota:
-    """Numbers of tokens that each layer of a prompt keeps. Their mean is the budget, or `count` if that is less.
-
-    preference_L: `Score.preference` of each layer, without which a scorer with `needs_preference` raises ValueError.
-    """
+    """Numbers of tokens that each layer of a prompt keeps. Their mean is the budget, or `count` if that is less."""
     kept_L = scorer.budgets(layers, compression.budget, compression.window, count, preference_L)
     recent_L = [min(int(kept), scorer.recent(int(kept), compression.window)) for kept in kept_L]
     sources_L = [sources(compression.graph, int(kept)) if compression.graph else 0 for kept in kept_L]
@@ -58,17 +55,9 @@ def choose(
 ) -> jax.Array:
     """The indexes that a layer keeps, ascending, -1 behind the last: int32 [K, most]; [1, most] with heads "all".
 
-    Pure, so that it can be compiled with `compression` and `most` static, and mapped over layers.
-
-    Args:
-        s_NK: scores (`Score.s_NK`). With heads "all" a token has one, their mean over heads.
-        evidence: keys, or what else the graph's edges compare.
-        kept: int32, of the layer's `Quota`.
-        recent: int32, likewise.
-        number: int32, likewise: sources.
-        edges: int32, likewise: of each source, at most the graph's `neighbours`.
-        compression: graph and heads.
-        most: room for indexes, at least `kept`. Few different numbers make few programs.
+    Pure, so that it can be compiled with `compression` and `most` static, and mapped over layers. s_NK: scores
+    (`Score.s_NK`). kept, recent, number, edges: int32, of the layer's `Quota`. most: room for indexes, at least `kept`.
+    Few different numbers make few programs.
     """
     graph = compression.graph
     n_N = jnp.arange(s_NK.shape[0])
@@ -99,13 +88,8 @@ def keep(
 ) -> jax.Array:
     """The last `recent` tokens and the best of the others, `kept` in all: indexes ascending, int32 [most], -1 behind.
 
-    Args:
-        s_N: scores; -inf comes after all others.
-        first_N: scores before the graph, by which equal ones are ordered; then the lower index comes first.
-        count: int32, tokens; rows from there on are padding. All are kept if they are no more than `kept`.
-        kept: int32, at most `most`.
-        recent: int32, at most `kept`.
-        most: static.
+    first_N: scores before the graph, by which equal ones are ordered; then the lower index comes first. count: int32,
+    tokens; rows from there on are padding.
     """
     n_N = jnp.arange(s_N.shape[0])
     kind_N = jnp.where(n_N >= count, 2, jnp.where(n_N >= count - recent, 0, 1))

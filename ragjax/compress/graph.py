@@ -27,7 +27,6 @@ MOST_GAIN = 60.0
 
 
 def sources(graph: GraphKV, budget: int) -> int:
-    """Number of sources in a layer that keeps `budget` tokens: the graph's share, rounded up."""
     return math.ceil(round(graph.sources * budget, 6))
 
 
@@ -66,14 +65,9 @@ def propagate(
 ) -> jax.Array:
     """Scores after the graph's rounds, float32 [N]; -inf for tokens that are evicted.
 
-    Args:
-        s_N: scores, float32 >= 0.
-        ends: vectors of the tokens, as sources and as neighbours.
-        candidate_N: bool, tokens that take part; the others keep their scores.
-        number: int32, sources of this layer, at most `most`. Among equal scores the lower index is one first.
-        edges: int32, most similar tokens that a source sends to, at most `graph.neighbours`.
-        graph: rounds, signal and the rest.
-        most: room for sources, a static number.
+    candidate_N: tokens that take part; the others keep their scores. number: int32, sources of this layer; among equal
+    scores the lower index is one first. edges: int32, most similar tokens that a source sends to. most: room for
+    sources, static.
     """
     if graph.rounds == 0:
         return s_N

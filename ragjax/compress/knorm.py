@@ -17,8 +17,6 @@ SMALL = 1e-6
 
 
 class KNorm(Scorer):
-    """The reciprocal of a key's length."""
-
     def score(self, evidence: Evidence) -> Score:
         norm_NK = jnp.linalg.norm(from_storage(evidence.k_NKD).astype(jnp.float32), axis=-1)
         return uniform(jnp.where(evidence.valid_N[:, None], 1.0 / (norm_NK + SMALL), 0.0))

@@ -62,14 +62,12 @@ def by_head(evidence: Evidence, summary: Callable[[jax.Array], T]) -> T:
 
 
 def max_pool(s_GN: jax.Array, size: int) -> jax.Array:
-    """The maximum over `size` tokens around each (`size` odd)."""
     reach = (size // 2, size // 2)
     pooled_GN: jax.Array = lax.reduce_window(s_GN, -jnp.inf, lax.max, (1, size), (1, 1), ((0, 0), reach))
     return pooled_GN
 
 
 def mean_pool(s_GN: jax.Array, size: int) -> jax.Array:
-    """The mean over `size` tokens around each (`size` odd); what lies outside counts as 0."""
     reach = (size // 2, size // 2)
     sum_GN: jax.Array = lax.reduce_window(s_GN, 0.0, lax.add, (1, size), (1, 1), ((0, 0), reach))
     return sum_GN / size
@@ -94,8 +92,6 @@ BETA = 20.0
 
 
 class PyramidKV(SnapKV):
-    """SnapKV with a pyramid of budgets."""
-
     def budgets(
         self, layers: int, size: int, window: int, count: int, preference_L: NDArray[np.float32] | None = None
     ) -> NDArray[np.int32]:

@@ -15,6 +15,5 @@ class Cancellation:
         self._cancelled = True
 
     def check(self) -> None:
-        """Raises `concurrent.futures.CancelledError` if the work was cancelled."""
         if self._cancelled:
             raise CancelledError

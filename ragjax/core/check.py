@@ -20,12 +20,8 @@ def put(of: object, name: str, value: object) -> None:
 def check_fields(of: Any, error: Callable[[str, str], Exception], unchecked: tuple[str, ...] = ()) -> None:
     """Check the fields of a frozen dataclass by their types and bounds, while it is made.
 
-    Numbers of NumPy become Python's, and a list that stands for a tuple becomes one. Nothing else is converted.
-
-    Args:
-        of: the object.
-        error: makes what is raised from the field's name and the whole reason, which names it too.
-        unchecked: fields that stay as they are.
+    Numbers of NumPy become Python's, and a list that stands for a tuple becomes one. Nothing else is converted. error:
+    makes what is raised from the field's name and the whole reason, which names it too.
     """
     for name, adapter in _adapters(type(of), unchecked).items():  # type: ignore[arg-type] # a class can be hashed
         given = getattr(of, name)

@@ -65,7 +65,6 @@ class GraphKV:
 
     @property
     def needs_queries(self) -> bool:
-        """True if the queries of all tokens are compared, not only their keys and values."""
         return "q" in self.edges
 
 
@@ -124,7 +123,6 @@ class Compression:
 
     @staticmethod
     def asked(text: str) -> Compression | Literal["none"]:
-        """From the short form in a request, or "none"."""
         if text == "none":
             return "none"
         try:
@@ -133,7 +131,6 @@ class Compression:
             raise RequestError(str(error), param="rag.compression", code="invalid_value") from None
 
     def __str__(self) -> str:
-        """The short form; what it cannot say is left out."""
         graph = "+graphkv" if self.graph == PAPER else "+graph" if self.graph else ""
         return f"{self.method}{graph}:{self.budget}"
 

@@ -109,7 +109,6 @@ class DepPrompt:
     nodes: tuple[LinearNode | TreeNode, ...]
 
     def prompt(self) -> Prompt:
-        """Its segments: one for each linear node, and for each branch of a tree, all of a tree under its id."""
         segments: list[Segment] = []
         places: dict[str, range] = {}
         for node in self.nodes:
@@ -137,7 +136,6 @@ def _named(node: LinearNode | TreeNode, places: dict[str, range]) -> tuple[int, 
 
 
 def branches(node: TreeNode, begin: int, on: tuple[int, ...] | None = None) -> Iterator[Segment]:
-    """A tree's segments, the first of which is the prompt's segment `begin`; `on`: what its root depends on."""
     for branch in merge(node.paths):
         depends = on if branch.parent is None else (begin + branch.parent,)
         yield Segment(node.id, Kind.NODE, branch.tokens, node.title, node.score, node.public, depends=depends)
@@ -156,13 +154,11 @@ class Layout:
     hide_until: Tokens
 
     def visible(self) -> NDArray[np.bool_]:
-        """Visibility of each key to each row, bool [n, n]. For looking at, and for checks."""
         index = np.arange(len(self.token))[:, None]
         return (index >= index.T) & ~((self.hide_from <= index) & (index < self.hide_until))
 
 
 def layout(prompt: Prompt, positions: Positions) -> Layout:
-    """Dependency attention's view of a prompt."""
     lengths = [len(segment) for segment in prompt.segments]
     hidden = np.array(Visibility.dependency(prompt).hidden, np.int32)
     hide_from, hide_until = (np.repeat(column, lengths) for column in hidden.T)

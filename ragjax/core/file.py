@@ -13,7 +13,6 @@ from pathlib import Path
 
 @contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
-    """Give a path to write to; it becomes `target` when the block ends well, and is deleted otherwise."""
     with _draft(target, f"{target.name}.{os.getpid()}.part") as part:
         yield part
 
@@ -46,10 +45,7 @@ _MAGIC = b"ragjax kept 1\n"
 class PrivateFolder:
     """Files that are as good as code: folder and files belong to the user who runs ragjax, and nobody else may write.
 
-    Several threads and processes may use it; a file is there as a whole or not at all.
-
-    Attributes:
-        fault: why it cannot be used, or None.
+    Several threads and processes may use it; a file is there as a whole or not at all. fault: why it cannot be used.
     """
 
     def __init__(self, folder: Path):
@@ -62,11 +58,7 @@ class PrivateFolder:
             self.fault = str(error)
 
     def read(self, name: str) -> bytes | None:
-        """A file's content; None if there is none.
-
-        Raises:
-            ValueError: if it is damaged, or not the user's own.
-        """
+        """A file's content; None if there is none, ValueError if it is damaged, or not the user's own."""
         try:
             fd = os.open(self._folder / name, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
         except FileNotFoundError:
@@ -83,7 +75,6 @@ class PrivateFolder:
         return payload
 
     def write(self, name: str, payload: bytes) -> None:
-        """Keep a file. Raises OSError if it cannot be written."""
         fd, draft = tempfile.mkstemp(dir=self._folder)  # for its owner alone
         try:
             with open(fd, "wb") as file:

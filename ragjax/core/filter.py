@@ -41,7 +41,6 @@ class Filter:
 
 
 def _like(one: Scalar, other: Scalar) -> bool:
-    """True if two values are of one type: a boolean is no number."""
     return _kind(one) is _kind(other)
 
 

@@ -12,8 +12,6 @@ TEXT_CHARS = 80
 
 @dataclass(frozen=True)
 class Holding:
-    """A node of the knowledge tree."""
-
     id: str  # key in hexadecimal, shortened
     parent: str | None  # None: a root of what is shown
     tokens: int
@@ -41,8 +39,6 @@ class Preprocessed:
 
 @dataclass(frozen=True)
 class Departure:
-    """KV that the replacement policy had leave a tier."""
-
     age: float  # seconds since
     tokens: int
     left: str  # the tier
@@ -61,8 +57,6 @@ class Served:
 
 @dataclass(frozen=True)
 class SharedTierState:
-    """The shared tier as one server sees it."""
-
     address: str
     on: bool  # whether its server answers
     error: str | None  # why it does not
@@ -72,8 +66,6 @@ class SharedTierState:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The part of the cache that one tenant may see."""
-
     policy: str  # of replacement
     tokens: Mapping[str, int]  # the tenant's own KV, by tier; of the disk it is not known
     used: Mapping[str, float]  # share of each tier's room that is taken, by all; without tenant only
@@ -116,7 +108,6 @@ class Replicas:
 
 
 def _short(entry: dict[str, Any]) -> dict[str, Any]:
-    """Numbers to three digits, and a text of one line."""
     if "text" in entry:
         entry["text"] = " ".join(entry["text"].split())[:TEXT_CHARS]
     return {name: _rounded(value) if isinstance(value, float) else value for name, value in entry.items()}

@@ -22,8 +22,6 @@ CHUNK_TOKENS = 192
 
 @dataclass(frozen=True)
 class File:
-    """An uploaded file. created, expires: seconds since 1970; it expires never if that is None."""
-
     id: str
     name: str
     purpose: str
@@ -65,7 +63,6 @@ class Indexing:
 
     @classmethod
     def together(cls, several: Sequence[Indexing]) -> Indexing:
-        """The progress of several sources as one."""
         counts = ("files", "files_total", "mb", "mb_total", "chunks", "seconds_left", "facts")
         return cls(
             ", ".join(one.knowledge for one in several),
@@ -75,7 +72,6 @@ class Indexing:
         )
 
     def body(self, names: int) -> dict[str, Any]:
-        """The JSON body. names: files left out that are named, at most."""
         return {
             **{
                 name: getattr(self, name)
@@ -90,7 +86,6 @@ class Indexing:
 
     @property
     def notice(self) -> str | None:
-        """The notice of an answer about documents that could not be searched; None: all could."""
         told = Notice(f"{self.share} are indexed so far: the others were not searched", "indexing")
         return told if self.running else None
 
@@ -101,8 +96,6 @@ class Indexing:
 
 @dataclass(frozen=True)
 class Attachment:
-    """A file in a store."""
-
     store: str
     file: str
     created: int
@@ -115,8 +108,6 @@ class Attachment:
 
 @dataclass(frozen=True)
 class Counts:
-    """Files of a store by what has become of them."""
-
     in_progress: int = 0
     completed: int = 0
     failed: int = 0
@@ -129,8 +120,6 @@ class Counts:
 
 @dataclass(frozen=True)
 class Store:
-    """A knowledge base that is filled with files."""
-
     id: str
     name: str
     created: int
@@ -143,14 +132,11 @@ class Store:
 
     @property
     def expires(self) -> int | None:
-        """When it expires unless it is used before, in seconds since 1970."""
         return None if self.days is None else self.active + self.days * 86400
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Part of a list."""
-
     count: int = -1  # entries, at most; -1: all
     after: str | None = None  # the id that they stand behind
     before: str | None = None

@@ -27,7 +27,6 @@ class Overload:
         self._promised = 0.0
 
     def begin(self, now: float) -> None:
-        """A request came in; if it is the only one, the measured time begins anew."""
         if not self._present:
             self._before = self.rate(now) if self._ends else self._before
             self._ends.clear()
@@ -35,14 +34,12 @@ class Overload:
         self._present += 1
 
     def end(self, now: float) -> None:
-        """A request ended, however it did."""
         self._present -= 1
         if len(self._ends) == WINDOW:
             self._begun = self._ends[0]
         self._ends.append(now)
 
     def rate(self, now: float) -> float | None:
-        """Requests that end a second, while any are here; None if none ever ended."""
         if not self._ends:
             return self._before
         count, idle = len(self._ends), not self._present

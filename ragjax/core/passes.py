@@ -46,7 +46,6 @@ class LayerLayout:
     reach: int  # layers that may use each other's units, since one array holds them; it divides L
 
     def pages_L(self, page_size: int) -> NDArray[np.int32]:
-        """Pages that each layer takes, int32 [L]."""
         return -(-self.kept_L // page_size)
 
     def containers(self, page_size: int) -> int:
@@ -71,10 +70,7 @@ class LayerLayout:
 
 
 def most_containers(budget: int, window: int, tokens: int, layers: int, reach: int, page_size: int) -> int:
-    """Containers that are enough whatever each layer keeps of so many tokens.
-
-    Each keeps at least `window`, and `budget` in the mean.
-    """
+    """Containers that are enough whatever each layer keeps: at least `window`, and `budget` in the mean."""
     kept = min(reach * tokens, layers * budget - (layers - reach) * window)
     units = min(reach * -(-tokens // page_size), (kept + reach * (page_size - 1)) // page_size)
     return -(-units // reach)
@@ -89,12 +85,10 @@ class Run:
     length: int
 
     def slots(self, page_size: int) -> NDArray[np.int32]:
-        """Physical slot numbers `page * page_size + slot`, int32 [length]."""
         flat = self.start + np.arange(self.length, dtype=np.int32)
         return np.asarray(self.pages, np.int32)[flat // page_size] * np.int32(page_size) + flat % page_size
 
     def slice(self, begin: int, end: int, page_size: int) -> Run:
-        """The sub-run of tokens [begin, end)."""
         if not 0 <= begin <= end <= self.length:
             raise ValueError(f"[{begin}, {end}) is outside a run of {self.length} tokens")
         if begin == end:
@@ -123,7 +117,6 @@ class Span:
 
     @staticmethod
     def consecutive(index: int, run: Run, offset: int = 0, hidden: tuple[int, int] = (0, 0)) -> Span:
-        """Tokens of consecutive indexes from `index` on."""
         return Span(np.arange(index, index + run.length, dtype=np.int32), run, offset, hidden)
 
     @staticmethod

@@ -65,13 +65,7 @@ def _refused(reason: str, param: str) -> RequestError:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part of a document stands in its source; it ends where the next one begins.
-
-    Args:
-        begin: offset in characters into the document's text.
-        page: number in the source, from 1; None if it has no pages.
-        heading: what the part stands under, the outermost first, as "Setup > Linux".
-    """
+    """Where a part of a document stands in its source; it ends where the next one begins."""
 
     begin: Annotated[int, Ge(0)]
     page: Annotated[int, Ge(1)] | None = None
@@ -83,14 +77,6 @@ class Place:
 
 @dataclass(frozen=True)
 class Document:
-    """One source text.
-
-    Args:
-        id: unique within a knowledge base.
-        places: where its parts stand, ascending by `begin`.
-        filename: of its source, with the path inside the folder; empty if it has none.
-    """
-
     id: str
     text: str
     title: str = ""
@@ -104,15 +90,12 @@ class Document:
             raise _refused("a document's places must be ascending by begin, and within its text", "documents")
 
     def place_at(self, offset: int) -> Place | None:
-        """The place in which the character at this offset stands; of several that begin at once, the last."""
         found = bisect_right(self.places, offset, key=lambda place: place.begin)
         return self.places[found - 1] if found else None
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a document as it enters a prompt."""
-
     id: str
     document_id: str
     title: str
@@ -125,7 +108,6 @@ class Chunk:
 
     @property
     def source_name(self) -> str:
-        """The name by which a reader knows its document."""
         return self.filename or self.title or self.document_id
 
 
@@ -139,8 +121,6 @@ class Hit:
 
 
 class Kind(StrEnum):
-    """Role of a segment in its prompt; it decides which segments it sees."""
-
     SYSTEM = "system"
     """Depends on everything before it (it comes first)."""
     CHUNK = "chunk"
@@ -213,7 +193,6 @@ class Prompt:
         return tuple(int(n) for n in np.cumsum([0, *(len(s) for s in self.segments)]))
 
     def bounds(self, i: int) -> tuple[int, int]:
-        """Half-open interval of segment i's token indexes."""
         return self.starts[i], self.starts[i + 1]
 
     @cached_property
@@ -264,7 +243,6 @@ class Prompt:
 
     @cached_property
     def tokens(self) -> Tokens:
-        """All tokens, int32 [len(self)]."""
         return np.concatenate([s.tokens for s in self.segments])
 
 
@@ -277,13 +255,11 @@ class Wrapper:
 
     @staticmethod
     def of(vocabulary: int, header: int, trailer: int) -> Wrapper:
-        """Header and trailer of so many tokens, numbered behind a vocabulary of this size."""
         tokens = vocabulary + np.arange(header + trailer, dtype=np.int32)
         return Wrapper(tokens[:header], tokens[header:])
 
     @property
     def tokens(self) -> Tokens:
-        """All of them, int32 [h + t]."""
         return np.concatenate([self.header, self.trailer])
 
     def dressed(self, prompt: Prompt) -> Prompt:

@@ -19,7 +19,6 @@ RENAMED: Mapping[str, str] = {"ragjax": "anchor"}
 
 
 def strategy_named(name: str) -> str:
-    """Today's name of a strategy."""
     return RENAMED.get(name, name)
 
 
@@ -31,7 +30,6 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 
 def name_of(text: str) -> str:
-    """The name in "NAME:field=value,field=value"."""
     return text.partition(":")[0]
 
 
@@ -60,11 +58,7 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Values by name, in the order in which they were registered.
-
-    Args:
-        kind: what the values are, in the singular, for errors.
-    """
+    """Values by name, in the order in which they were registered. kind: what they are, in the singular, for errors."""
 
     def __init__(self, kind: str):
         self._kind = kind
@@ -90,13 +84,10 @@ class Registry(Mapping[str, T], Generic[T]):
         return self._values[name]
 
     def configured(self, text: str) -> tuple[T, dict[str, Any]]:
-        """The class whose name is in "NAME:field=value,field=value", and the settings behind it (`settings_of`)."""
         value = self.lookup(name_of(text))
         return value, settings_of(self._kind, text, cast(type[Any], value))
 
     def register(self, name: str) -> Callable[[Made], Made]:
-        """Decorator that registers a class or function under this name."""
-
         def registered(made: Made) -> Made:
             self.add(name, cast(T, made))
             return made

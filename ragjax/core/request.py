@@ -217,7 +217,6 @@ class Rag:
 
     @property
     def searched(self) -> tuple[Source, ...]:
-        """Where chunks are looked for, if they are."""
         return self.sources or (Source(self.knowledge),)
 
     @property
@@ -227,8 +226,6 @@ class Rag:
 
 @dataclass(frozen=True)
 class FactReport:
-    """A relation path that stood in the prompt: whose it is, its steps, and its similarity to the question."""
-
     entity: str
     steps: tuple[str, ...]
     score: float
@@ -236,16 +233,7 @@ class FactReport:
 
 @dataclass(frozen=True)
 class Citation:
-    """A passage that stood in the prompt, and where it is from.
-
-    Args:
-        segment: its index in the account of segments.
-        knowledge: the base that it was found in; None if the request brought it.
-        filename: of its document, or what else that is known by.
-        page, heading: as `Chunk` has them.
-        score: cosine similarity to the question; None if the request named or brought its document.
-        earlier: whether an earlier question of the conversation alone found it; the score is then of that one.
-    """
+    """A passage that stood in the prompt, and where it is from."""
 
     segment: int
     knowledge: str | None
@@ -318,7 +306,6 @@ class Request:
 
     @property
     def question(self) -> str:
-        """Last message of the user; empty if there is none."""
         return next((message.content for message in reversed(self.messages) if message.role == "user"), "")
 
 

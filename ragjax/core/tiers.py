@@ -16,8 +16,6 @@ from ragjax.core import Run
 
 
 class Tier(IntEnum):
-    """Where KV lies, hottest first."""
-
     DEVICE = 0
     HOST = 1
     DISK = 2
@@ -25,14 +23,11 @@ class Tier(IntEnum):
 
     @property
     def label(self) -> str:
-        """Name in responses and metrics."""
         return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Description of an entry on disk; all digests are 32 bytes and salted by tenant."""
-
     key: bytes  # digest of all that the KV depends on
     # Digest of the context the KV was computed on, where readers look for what continues it; of approximate KV, what it
     # says there (`KnowledgeTree.chunk_place`).
@@ -49,7 +44,6 @@ class Record:
 
 
 def first_of(tokens: bytes) -> int:
-    """The first of some tokens, written as a record's."""
     return int.from_bytes(tokens[:4], "little", signed=True)
 
 
@@ -72,16 +66,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Copy a run of the device into the new host entry `entry`; the run's pages may be written again at once."""
-
     entry: int
     run: Run
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Put part of a host entry on disk."""
-
     record: Record
     copy: Copy
 
@@ -115,78 +105,62 @@ class Done:
 class TransferEngine(Protocol):
     """Moves KV between tiers. All methods are called in the thread that owns the pool; none waits for bytes.
 
-    lossy: whether what it saves loses precision.
+    The cache orders `save` (the runs are read as they are now), `write` and `load`, `forget`s entries once the jobs
+    begun before have finished, and `poll`s what has finished. lossy: whether what it saves loses precision.
     """
 
     lossy: bool
 
     @property
-    def backlog(self) -> int:
-        """Bytes that wait to be written to disk, and stay in memory until they are."""
+    def backlog(self) -> int: ...
 
-    def size(self, tokens: int) -> int:
-        """Bytes that an entry of so many tokens takes at rest."""
+    def size(self, tokens: int) -> int: ...
 
-    def save(self, jobs: Sequence[Save]) -> None:
-        """Begin; the runs are read as they are now, before any later step of the pool."""
+    def save(self, jobs: Sequence[Save]) -> None: ...
 
-    def write(self, jobs: Sequence[Write]) -> None:
-        """Begin."""
+    def write(self, jobs: Sequence[Write]) -> None: ...
 
-    def load(self, jobs: Sequence[Load]) -> None:
-        """Begin; a piece whose save is under way is waited for (not here)."""
+    def load(self, jobs: Sequence[Load]) -> None: ...
 
-    def give_up(self, number: int) -> None:
-        """Put nothing more of the load of this number into its pages, whenever it arrives, and do not report it."""
+    def give_up(self, number: int) -> None: ...
 
-    def forget(self, entries: Iterable[int]) -> None:
-        """Free host entries, each once the jobs begun before have finished."""
+    def forget(self, entries: Iterable[int]) -> None: ...
 
-    def poll(self) -> Sequence[Done]:
-        """Jobs finished since the last call. A load is finished when later steps see its bytes in the pool."""
+    def poll(self) -> Sequence[Done]: ...
 
-    def clear(self, pages: Sequence[int]) -> None:
-        """Put zeros into pages, none twice, before any later step of the pool."""
+    def clear(self, pages: Sequence[int]) -> None: ...
 
     def arrived(self) -> Mapping[int, int]:
         """Leading stages of loads under way, by number, that later steps see in the pool, as of the last `poll`.
 
-        A load that has none may be left out. What has arrived is not checked before the whole load is done: if the
-        load fails, nothing computed on it may be used.
+        What has arrived is not checked before the whole load is done: if the load fails, nothing computed on it may be
+        used.
         """
 
 
 class DiskIndex(Protocol):
     """The index of the disk tier. Answers at once, from the index alone."""
 
-    def find(self, key: bytes) -> Record | None:
-        """The entry with this key."""
+    def find(self, key: bytes) -> Record | None: ...
 
     def children(self, place: bytes, tokens: bytes) -> Sequence[Record]:
-        """Causal and dependency entries whose context is `place` and whose first token is that of `tokens` (little-
-        endian int32, one at least): of those that begin with most of `tokens` one at least, and perhaps others.
-        """
+        """Entries whose context is `place` and whose first token is that of `tokens`; some of the best matches."""
 
-    def chunks(self, place: bytes) -> Sequence[Record]:
-        """Approximate entries whose place is `place`, oldest first."""
+    def chunks(self, place: bytes) -> Sequence[Record]: ...
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Note an access, of ancestors last: what was touched longest ago leaves first."""
+    def touch(self, keys: Sequence[bytes]) -> None: ...
 
 
 class Inquiry(Protocol):
     """Questions to the shared tier on behalf of requests that wait; its answers reach the `DiskIndex`.
 
-    patience: seconds that a request may wait for them.
+    patience: seconds that a request may wait for them. asked: questions that look-ups raised since the last call.
     """
 
     patience: float
 
-    def asked(self) -> Collection[str]:
-        """Questions that look-ups raised since the last call, also those answered meanwhile."""
+    def asked(self) -> Collection[str]: ...
 
-    def waits(self, questions: Collection[str]) -> bool:
-        """Tell if one of them is not answered."""
+    def waits(self, questions: Collection[str]) -> bool: ...
 
-    def serves(self, key: bytes) -> bool:
-        """Tell if the entry with this key is in the shared tier alone."""
+    def serves(self, key: bytes) -> bool: ...

@@ -55,7 +55,6 @@ class Visibility:
 
 
 def _unbroken(seers: Sequence[int], i: int, total: int) -> int:
-    """Number of the segments that see segment i and follow it without a gap."""
     first = next((n for n, j in enumerate(seers) if j != i + 1 + n), len(seers))
     if list(seers[first:]) != list(range(total - len(seers) + first, total)):
         raise VisibilityError(

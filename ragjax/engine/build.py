@@ -77,8 +77,6 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Parts of an engine."""
-
     model_name: str
     context_length: int  # most tokens of a prompt and its answer
     vocabulary: int  # one past the highest id that the model reads
@@ -102,13 +100,8 @@ class Parts:
 def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = None, *, early: bool = False) -> Parts:
     """Load the model, compile its programs, and make everything else that an engine is made of.
 
-    Args:
-        options: of the engine.
-        strategies: what requests may name (None: all of ragjax's).
-        early: compile no more than answers any prompt, and the rest while requests run.
-
-    Raises:
-        ConfigError: saying what to change.
+    strategies: what requests may name (None: all of ragjax's). early: compile no more than answers any prompt, and the
+    rest while requests run.
     """
     if is_wide():
         raise ConfigError(
@@ -211,18 +204,12 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
 
 
 def strategies_of(local: LocalModel, craft: CraftVariants = NO_VARIANTS) -> dict[str, Strategy]:
-    """The strategies that a model can be served by. craft: settings of Cache-Craft's."""
     return all_strategies(wrapper=wrapper_of(local), blocks=reads_blocks(local), craft=craft)
 
 
 def contract_of(
     options: EngineOptions, chosen: Mapping[str, Strategy], name: str, identity: bytes, dtype: str
 ) -> Contract:
-    """The quality contract of a model of this name and identity. chosen: its strategies.
-
-    Raises:
-        ConfigError: if no setting is as asked.
-    """
     budget, path = Budget.parse(options.quality_budget), report_path(identity)
     blank = Report(identity.hex(), name, dtype, "", "", 1, ())
     candidates = [one for one in CANDIDATES if one.strategy in chosen]
@@ -265,7 +252,6 @@ def _check_deterministic(decoder: Decoder, runner: Runner) -> None:
 
 
 def _check_names(strategies: Mapping[str, Strategy] | None) -> None:
-    """Raise ConfigError if a strategy is not given by its own name."""
     if strategies is None:
         return
     if not isinstance(strategies, Mapping):
@@ -278,7 +264,6 @@ def _check_names(strategies: Mapping[str, Strategy] | None) -> None:
 
 
 def _check_fallbacks(options: EngineOptions, known: Mapping[str, Strategy]) -> None:
-    """Raise ConfigError if requests may turn to a strategy that is not known."""
     if options.shadow_rate > 0 and "full" not in known:
         raise ConfigError("a shadow rate needs the strategy full, to which requests turn after a fault")
     if options.strategy == AUTO and not {"full", "prefix"} <= known.keys():
@@ -286,11 +271,6 @@ def _check_fallbacks(options: EngineOptions, known: Mapping[str, Strategy]) -> N
 
 
 def _setting(options: EngineOptions, known: Mapping[str, Strategy]) -> Setting:
-    """The setting of requests that name no strategy.
-
-    Raises:
-        ConfigError: for names that are not known, and a ratio that has no effect.
-    """
     name, ratio = options.strategy, options.recompute_ratio
     if name == AUTO and ratio is None:
         return Setting(AUTO)
@@ -338,7 +318,6 @@ def _disk(storage: StorageOptions, identity: bytes, model: str, config: ModelCon
 
 
 def _host_bytes(storage: StorageOptions) -> int:
-    """Bytes of host memory for KV: as asked, or a quarter of what is free now."""
     if storage.host_gb is not None:
         return int(storage.host_gb * 2**30)
     free = free_memory() // 4
@@ -366,11 +345,7 @@ def page_bytes(config: ModelConfig, itemsize: int, copies: int = 1) -> int:
 
 
 def pool_pages(page: int, gigabytes: float, context: int) -> int:
-    """Pages of `page` bytes that fit, the scratch page included.
-
-    Raises:
-        ConfigError: if not even one request of full context would fit.
-    """
+    """Pages of `page` bytes that fit, the scratch page included; ConfigError: not even one request of full context."""
     pages = int(gigabytes * 2**30) // page
     least = context // PAGE_SIZE + 2
     if pages < least:
@@ -438,11 +413,6 @@ def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: 
 
 
 def compression_of(options: EngineOptions, served: Iterable[Strategy]) -> Compression | None:
-    """Compression of prompts whose requests say nothing of it.
-
-    Raises:
-        ConfigError: if the engine cannot do it, or not beside these strategies.
-    """
     if options.compression is None:
         return None
     compression = Compression.parse(options.compression)
@@ -455,7 +425,6 @@ def compression_of(options: EngineOptions, served: Iterable[Strategy]) -> Compre
 
 
 def _compile(runner: Runner, names: Sequence[Name], progress: bool) -> None:
-    """Make programs, and run each once."""
     with tqdm(total=len(names), desc="compiling", unit="program", disable=not progress) as bar:
         runner.compile(names, progress=lambda _: bar.update())
     runner.warm_up(names)

@@ -57,7 +57,7 @@ class ServedBy:
 
 @dataclass(frozen=True)
 class Composer:
-    """Makes the prompts of requests. Any thread may call it."""
+    """Makes the prompts of requests. Any thread may call it. RequestError: one cannot be served as asked."""
 
     tokenizer: Tokenizer
     grounding: Grounding
@@ -78,7 +78,6 @@ class Composer:
         limits: StepLimits,
         context_length: int,
     ) -> Composer:
-        """The composer of a model that serves with these options."""
         share = options.storage.share_knowledge
         cutter = Cutter(options.separators)
         grounding = Grounding(
@@ -89,7 +88,6 @@ class Composer:
 
     @property
     def context_length(self) -> int:
-        """Most tokens of a prompt and its answer."""
         return self.grounding.context_length
 
     def checked(self, check: Callable[[], None]) -> Composer:
@@ -97,11 +95,7 @@ class Composer:
         return replace(self, tokenizer=tokenizer, grounding=grounding, check=check)
 
     def ground(self, request: Request) -> Grounded:
-        """Retrieve what a request needs, and make its prompt.
-
-        Raises:
-            RequestError: if it cannot be served as asked.
-        """
+        """Retrieve what a request needs, and make its prompt."""
         self._check_texts(request)
         if request.prompt is not None:
             build = partial(chat.text_prompt, self.tokenizer, request.prompt)
@@ -117,11 +111,7 @@ class Composer:
         return replace(made, notices=(*notices, *unread, *made.notices), retrieve_ms=retrieve_ms)
 
     def search(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
-        """The search for a request's chunks in stages; None if it needs none, or its strategy's answers depend on it.
-
-        Raises:
-            RequestError: if it cannot be served as asked.
-        """
+        """The search for a request's chunks in stages; None if it needs none, or its strategy depends on it."""
         if request.grounded is not None:
             return None
         self._check_texts(request)
@@ -131,11 +121,7 @@ class Composer:
         return self.grounding.stages(request, stages)
 
     def compose(self, request: Request, hits: tuple[Hit, ...] | None) -> Grounded:
-        """The prompt of a request with these chunks (None: it uses no knowledge), and where they are from.
-
-        Raises:
-            RequestError: if it cannot be served as asked.
-        """
+        """The prompt of a request with these chunks (None: it uses no knowledge), and where they are from."""
         build = partial(
             chat.chat_prompt,
             self.tokenizer.speaking(request.template),
@@ -158,7 +144,6 @@ class Composer:
         return Grounded(prompt, notices=self.grounding.unfit(request, hits), sources=sources)
 
     def _fits(self, prompt: Prompt, request: Request) -> bool:
-        """True if a prompt leaves the answer its tokens, or else a quarter of the context."""
         answer = min(request.sampling.max_tokens, self.context_length // 4)
         pieces = sum(segment.kind is not Kind.NODE for segment in prompt.segments)
         length = len(prompt) + answer
@@ -169,7 +154,6 @@ class Composer:
         return self.recognise if rag.recognise is None else rag.recognise
 
     def _recognised(self, request: Request, build: Callable[..., Prompt]) -> Prompt:
-        """The prompt that `build` makes, with passages recognised if that is asked for."""
         rag = request.rag or Rag()
         if not self._recognises(request):
             return build()
@@ -211,11 +195,6 @@ class Composer:
         return self.contract.pick.strategy if name == AUTO else name
 
     def choose(self, rag: Rag, made: Grounded) -> ServedBy:
-        """The strategy of a request.
-
-        Raises:
-            RequestError: if no strategy can serve it as asked.
-        """
         if made.strategy is not None:
             return self._resolve(replace(rag, strategy=made.strategy))
         contract = self.contract
@@ -229,7 +208,6 @@ class Composer:
         return replace(chosen, ratio=setting.ratio, picked=reason is None, notice=reason or None)
 
     def _resolve(self, rag: Rag) -> ServedBy:
-        """The strategy that a request names, or the default one."""
         default = self.contract.setting
         strategy = self.strategies.get(default.strategy if rag.strategy is None else rag.strategy)
         if strategy is None:

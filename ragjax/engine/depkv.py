@@ -24,8 +24,8 @@ from ragjax.schedule.requests import Requests
 class DepKV:
     """A prompt whose KV is held.
 
-    prompt: as the strategy has the model read it. label: under which name it is held. release: how to give it back.
-    closed: why it cannot be used any more. timings: of the request that made it, up to its first token.
+    prompt: as the strategy has the model read it. label: under which name it is held. closed: why it cannot be used any
+    more. timings: of the request that made it, up to its first token.
     """
 
     prompt: Prompt = field(repr=False)
@@ -40,15 +40,10 @@ class DepKV:
 
     @property
     def reports(self) -> tuple[SegmentReport, ...]:
-        """Account of every segment when it was made."""
         return self.plan.reports
 
     def close(self) -> None:
-        """Give it back. Safe to call twice.
-
-        Raises:
-            RequestError: while something is generated from it.
-        """
+        """Give it back; RequestError while something is generated from it."""
         self.release(self)
 
     def __enter__(self) -> DepKV:
@@ -67,7 +62,6 @@ class KeptKV(dict[str, DepKV]):
         self._requests = requests
 
     def drop(self, kv: DepKV, reason: str) -> None:
-        """Give one back. reason: what its owner is told."""
         del self[kv.label]
         kv.closed = reason
         kv.allocation.close()
@@ -110,12 +104,6 @@ class Resumed(Strategy):
         self.kv = kv
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        """The plan as it was, with slots for what is generated now.
-
-        Raises:
-            RequestError: if it was closed.
-            OutOfPages: if there is no room for what is generated.
-        """
         if self.kv.closed:
             raise RequestError(self.kv.closed, param="kv")
         plan, begin, end = self.kv.plan, len(self.kv.prompt), len(prompt)

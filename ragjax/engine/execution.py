@@ -95,12 +95,10 @@ class Execution:
         return {}
 
     def _step_on(self, state: RequestState, moved: Results) -> None:
-        """A pass or a move of the prefill is done."""
         state.advance(moved)
         self._go_on(state)
 
     def launch(self, batch: Batch) -> None:
-        """Start the computation of a batch and the choice of its tokens on the device."""
         assert self._flight is None
         began, waited_s = time.perf_counter(), self._runner.waited_s
         try:
@@ -124,7 +122,6 @@ class Execution:
         return logits, wanted, sampled
 
     def land(self) -> bool:
-        """Wait for the step that was launched, and have its requests go on; whether one was."""
         flight, self._flight = self._flight, None
         if flight is None:
             return False
@@ -148,11 +145,9 @@ class Execution:
         return True
 
     def begin(self, state: RequestState) -> None:
-        """A request was started; maybe its prompt needs no pass."""
         self._guarded(state, self._go_on)
 
     def tell(self) -> None:
-        """Make the text of tokens that have none yet, and let it out."""
         untold, self._untold = self._untold, []
         for state in untold:
             if not state.ended:
@@ -179,7 +174,6 @@ class Execution:
         self._cache.lose_device()
 
     def _failed(self, states: Sequence[RequestState], error: Exception) -> bool:
-        """A step of some requests failed; whether the device's memory is lost."""
         error = self._runner.explained(error)
         if self._runner.lost:
             self._note_full(states, error)
@@ -216,7 +210,6 @@ class Execution:
             state.suspect = True
 
     def _guarded(self, state: RequestState, work: Callable[[RequestState], object]) -> None:
-        """Do something for one request; an error ends it alone."""
         try:
             work(state)
         except Exception as error:
@@ -226,7 +219,6 @@ class Execution:
                 self._requests.fail(state, self._runner.explained(error))
 
     def _advance(self, state: RequestState) -> None:
-        """A pass, a move or a decode step of the request is done."""
         if state.plan is None:
             self._step_on(state, {})
             return
@@ -242,7 +234,6 @@ class Execution:
                 break
 
     def _go_on(self, state: RequestState) -> None:
-        """The prefill is a step further, or done."""
         if state.plan is not None:
             self._prompt_done(state)
         elif state.tells_early:
@@ -252,7 +243,6 @@ class Execution:
             self._tell(state)  # before the prompt is compressed
 
     def _prompt_done(self, state: RequestState) -> None:
-        """The prompt's KV and last logits are there."""
         assert state.plan is not None and state.generation is not None
         if state.allocation is not None and state.allocation.gave_back:
             self._requests.free()
@@ -328,17 +318,13 @@ class Execution:
 
 
 def _reads_logits(part: ScheduledRows) -> bool:
-    """True if logits of a request's rows are read on the host."""
     if part.rows.sampled:
         return part.state.wants_logits
     return part.state.decoding or part.state.reads_logits
 
 
 def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str]) -> Answer:
-    """The answer of a request whose generation has ended.
-
-    fallbacks: why attention did not run by the preferred backends.
-    """
+    """The answer of a request whose generation has ended. fallbacks: why attention ran by other backends."""
     plan, generation = state.plan, state.generation
     assert plan is not None and generation is not None and generation.finish_reason is not None
     return Answer(
@@ -381,7 +367,6 @@ def _compiled(state: RequestState) -> tuple[str, ...]:
 
 
 def _unmeasured(state: RequestState) -> tuple[str, ...]:
-    """Notices for a setting that was measured with other KV than was found."""
     if not state.picked or not state.lossy or state.exact_to == "full":
         return ()
     rounded = "some that was found lost precision at rest (--at-rest raw keeps it)"
@@ -389,7 +374,6 @@ def _unmeasured(state: RequestState) -> tuple[str, ...]:
 
 
 def _unfused(state: RequestState, plan: Plan) -> tuple[str, ...]:
-    """A notice for a strategy that takes preprocessed chunks and found others."""
     if not (state.strategy.preprocessed and plan.unfused) or state.exact_to == "full":
         return ()
     found = f"{plan.unfused} of {state.prompt.chunks} chunks were not preprocessed"
@@ -397,7 +381,6 @@ def _unfused(state: RequestState, plan: Plan) -> tuple[str, ...]:
 
 
 def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergence | None:
-    """Divergence to expect; of recognised passages, and of KV that lost precision at rest, nothing was measured."""
     exact = state.exact_to == "full"
     if (state.prompt.recognised or state.lossy) and not exact:
         return None
@@ -424,7 +407,6 @@ def _timings(state: RequestState) -> Timings:
 
 
 def _figures(state: RequestState) -> dict[str, float]:
-    """Figures of its decoding: pauses, and tokens of a step if any were proposed."""
     found, lookup = {}, state.lookup
     if state.times.pauses:
         found["pauses"] = float(state.times.pauses)

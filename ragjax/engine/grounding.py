@@ -43,11 +43,7 @@ class Grounding:
         return replace(self, chunker=self.chunker.checked(check), check=check)
 
     def hits(self, request: Request) -> tuple[Hit, ...] | None:
-        """The chunks of a request, in the order they are to stand in; None: it uses no knowledge.
-
-        Raises:
-            RequestError: for knowledge that there is not, or documents that are too long or empty.
-        """
+        """The chunks of a request, in the order they are to stand in; None: it uses no knowledge."""
         rag = request.rag
         if rag is None or not request.messages:
             return None
@@ -75,7 +71,6 @@ class Grounding:
         return {i: self._found(request, rag, _query(request, i + 1)) for i in left}
 
     def unfit(self, request: Request, hits: Sequence[Hit] | None) -> tuple[str, ...]:
-        """A notice if a search found no chunk that fits the question."""
         if hits is None or request.rag is None or request.rag.documents is not None:
             return ()
         best = max((hit.score for hit in hits), default=None)
@@ -93,7 +88,6 @@ class Grounding:
         return tuple(replace(hit, public=public[part.base.name], knowledge=part.base.name) for part, hit in found)
 
     def stages(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
-        """The search for a request's chunks in stages; None if it needs none."""
         rag = request.rag
         if rag is None or rag.graph is not None or rag.documents is not None or not self._searches(request, rag):
             return None
@@ -112,7 +106,6 @@ class Grounding:
         )
 
     def unread(self, request: Request) -> tuple[str, ...]:
-        """Notices of documents that are still to be read into the knowledge that a request searches."""
         rag = request.rag
         if rag is None or rag.documents is not None or not request.messages or not self._searches(request, rag):
             return ()
@@ -127,7 +120,6 @@ class Grounding:
         return replace(self, retrieve="always")._searches(request, rag) and not self._searches(request, rag)
 
     def _public(self, name: str | None) -> bool:
-        """True if tenants share the KV of a knowledge base."""
         return self.share and not self.knowledge.owned(name)
 
     def _searches(self, request: Request, rag: Rag) -> bool:
@@ -173,7 +165,6 @@ class Grounding:
 
 
 def _query(request: Request, end: int | None = None) -> Query:
-    """The query of the last question in the messages before `end` (None: in all)."""
     *before, text = (one.content for one in request.messages[:end] if one.role == "user" and one.content.strip())
     return Query(text, tuple(before), request.tenant)
 
@@ -190,7 +181,6 @@ def dropped(turns: int, most: int) -> int:
 
 
 def overlong(context_length: int, what: str, advice: str, param: str) -> RequestError:
-    """The error of a request with more tokens than the context holds."""
     return too_long(
         f"the {what} more than {context_length} tokens; the context holds no more, answer included. {advice}", param
     )

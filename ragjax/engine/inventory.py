@@ -27,11 +27,6 @@ ID_CHARS = 16
 
 
 def inventory_of(loop: Loop, parts: Parts, storage: StorageOptions, tenant: str, most: int) -> Inventory:
-    """List the cache for a tenant; of its nodes the `most` largest.
-
-    Raises:
-        ClosedError: if nothing is served any more.
-    """
     cache, shared = parts.cache, parts.shared if tenant == PUBLIC else None
 
     def look() -> tuple[Inventory, list[bytes], list[LeftNode]]:
@@ -111,7 +106,6 @@ def _id(node: Node) -> str:
 def _used(
     cache: KnowledgeCache, disk: DiskStore | None, shared: Standing | None, storage: StorageOptions
 ) -> dict[str, float]:
-    """Share of each tier's room that is taken."""
     used = cache.used
     if disk is not None:
         used[Tier.DISK.label] = disk.stats().bytes / (storage.disk_gb * 2**30)

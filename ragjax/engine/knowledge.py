@@ -52,17 +52,14 @@ Source = str | Path | Mapping[str, str | Path] | None
 
 
 class KnowledgeEncoder(TextEncoder, Protocol):
-    """A sentence encoder that clients may use too."""
+    """A sentence encoder that clients may use too. check: RequestError for a text that it cannot embed as a whole."""
 
     @property
-    def max_tokens(self) -> int | None:
-        """Tokens of a text that it reads; None: it does not tell."""
+    def max_tokens(self) -> int | None: ...
 
-    def check(self, texts: Sequence[str]) -> None:
-        """Raise RequestError for a text that it cannot embed as a whole."""
+    def check(self, texts: Sequence[str]) -> None: ...
 
-    def embed(self, texts: Sequence[str]) -> Embedded:
-        """Embed texts as they are."""
+    def embed(self, texts: Sequence[str]) -> Embedded: ...
 
 
 T = TypeVar("T", bound=KnowledgeBase | KnowledgeGraph)
@@ -87,44 +84,31 @@ class KnowledgeRegistry(Generic[T]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of those that nobody owns, in the order in which they were opened."""
         held = tuple(self._held)  # at once: other threads add and drop some
         return tuple(name for name in held if name not in self._owners)
 
     @property
     def owners(self) -> dict[str, str | None]:
-        """Names of all that are open, and whose they are (None: everybody's); those of everybody first."""
         held = tuple(self._held)
         return dict(sorted(((name, self._owners.get(name)) for name in held), key=lambda one: one[1] is not None))
 
     def get(self, name: str | None = None) -> T:
-        """The one of this name (None: the default one).
-
-        Raises:
-            RequestError: if there is none of that name.
-        """
         name = self._name(name)
         if name not in self._held:
             raise self._unknown(name)
         return self._held[name]
 
     def seen(self, name: str | None, tenant: str) -> T:
-        """Get one for a tenant ("": for nobody): what another one owns is not there.
-
-        Raises:
-            RequestError: if there is none of that name.
-        """
+        """Get one for a tenant ("": for nobody): what another one owns is not there."""
         name = self._name(name)
         if self._owners.get(name, tenant) != tenant:
             raise self._unknown(name)
         return self.get(name)
 
     def owned(self, name: str | None) -> bool:
-        """True if one of this name belongs to a tenant, or to those who are none."""
         return name in self._owners
 
     def make(self, name: str | None = None, owner: str | None = None) -> T:
-        """Get one, opened if need be. owner: who alone may use it (None: everybody)."""
         name = self._name(name)
         if name not in self._held and self._open is not None:
             opened = self._open(name)
@@ -134,13 +118,11 @@ class KnowledgeRegistry(Generic[T]):
         return self.get(name)
 
     def drop(self, name: str) -> None:
-        """Close one, and forget it. Whoever uses it just now is told so."""
         self.get(name).close()
         del self._held[name]
         self._owners.pop(name, None)
 
     def close(self) -> None:
-        """Close all."""
         for one in list(self._held.values()):
             one.close()
 
@@ -192,7 +174,6 @@ class Knowledge:
 
     @classmethod
     def open(cls, options: EngineOptions, tokenizer: Tokenizer) -> Knowledge:
-        """The knowledge that an engine with these options has, still empty."""
         encoder = encoder_opener(options.encoder, options.chunk_tokens)
         open_base = knowledge_opener(
             tokenizer, options.index, options.index_dir, encoder, sources(options.knowledge), options.chunk_tokens
@@ -212,13 +193,8 @@ class Knowledge:
     def fill(self, options: EngineOptions, busy: Callable[[], bool] = lambda: False, *, early: bool = False) -> None:
         """Read the documents and triples that the options name, and go on with uploads that were interrupted.
 
-        Args:
-            options: of the engine.
-            busy: tells if requests run.
-            early: read them in a thread, beside the requests; a few of them are waited for (`SOON`).
-
-        Raises:
-            ConfigError: if they cannot be read, or the encoder that the options name does not suit.
+        early: read them in a thread, beside the requests; a few of them are waited for (`SOON`). busy: tells if
+        requests run. ConfigError: they cannot be read, or the encoder that the options name does not suit.
         """
         if (options.encoder, options.chunk_tokens) != (ENCODER, CHUNK_TOKENS):
             self.encoder()
@@ -254,18 +230,12 @@ class Knowledge:
 
     @property
     def indexing(self) -> Indexing | None:
-        """Progress of reading the documents and facts of the options."""
         bases = [self.bases.get(name).indexing for name in self.bases.names]
         graphs = [self.graphs.get(name).indexing for name in self.graphs.names]
         told = [one for one in (*bases, *graphs) if one is not None]
         return Indexing.together(told) if told else None
 
     def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
-        """Vectors of texts. check: called before each batch of them; an error of it ends the work.
-
-        Raises:
-            RequestError: for a text that is no valid Unicode, or longer than the encoder reads.
-        """
         encoder, parts = self.encoder(), list[Embedded]()
         encoder.check(texts)  # before any is embedded
         for begin in range(0, max(len(texts), 1), BATCH):
@@ -282,12 +252,7 @@ class Knowledge:
 
 
 def encoder_opener(place: str | Path, chunk_tokens: int = CHUNK_TOKENS) -> Callable[[], KnowledgeEncoder]:
-    """Gives a sentence encoder, which is loaded when it is first asked for.
-
-    Args:
-        place: packaged name, folder, Hugging Face id, or "URL#MODEL" of an endpoint.
-        chunk_tokens: of the chunks that it embeds, at most.
-    """
+    """Gives a sentence encoder, which is loaded when it is first asked for. place: name, folder or "URL#MODEL"."""
 
     @cache
     def loaded() -> KnowledgeEncoder:
@@ -317,7 +282,6 @@ def encoder_opener(place: str | Path, chunk_tokens: int = CHUNK_TOKENS) -> Calla
 
 
 def encoder_name(place: str | Path) -> str:
-    """The name of an encoder for clients: its model's name, the folder's, or as it is asked for."""
     text = str(place)
     if "://" in text:
         return text.partition("#")[2]
@@ -325,11 +289,6 @@ def encoder_name(place: str | Path) -> str:
 
 
 def _folder(directory: str | Path | None, name: str, kind: str) -> Path | None:
-    """Where the knowledge of this name is kept, if anywhere.
-
-    Raises:
-        ConfigError: if the name cannot be a folder's.
-    """
     if not re.fullmatch(r"\w[\w. -]*", name):
         raise ConfigError(f"{name!r} cannot name a {kind}: use letters, digits, '_', '-', '.' and spaces")
     return None if directory is None else Path(directory) / name
@@ -338,8 +297,6 @@ def _folder(directory: str | Path | None, name: str, kind: str) -> Path | None:
 def graph_opener(
     directory: str | Path | None, encoder: Callable[[], TextEncoder], progress: bool
 ) -> Callable[[str], KnowledgeGraph]:
-    """Opens knowledge graphs by name."""
-
     def open_graph(name: str) -> KnowledgeGraph:
         with tqdm(desc=f"reading {name}", unit="name", disable=not progress) as bar:
             folder = _folder(directory, name, "knowledge graph")
@@ -356,10 +313,7 @@ def knowledge_opener(
     read: Mapping[str, str | Path] = MappingProxyType({}),
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Callable[[str], KnowledgeBase]:
-    """Opens knowledge bases by name. read: sources of those that are kept for later starts wherever `index_dir` is.
-
-    What clients upload is not among them.
-    """
+    """Opens knowledge bases by name. read: sources of those that are kept for later starts wherever `index_dir` is."""
 
     def open_base(name: str) -> KnowledgeBase:
         folder, loaded = _folder(index_dir, name, "knowledge base"), encoder()
@@ -382,7 +336,6 @@ def knowledge_opener(
 
 
 def sources(given: Source) -> Mapping[str, str | Path]:
-    """Sources by name; one alone is named after its folder or file."""
     if given is None:
         return {}
     if isinstance(given, str | Path):
@@ -391,11 +344,7 @@ def sources(given: Source) -> Mapping[str, str | Path]:
 
 
 def check_documents(options: EngineOptions) -> None:
-    """Read all documents and facts that the options name, if they are strict.
-
-    Raises:
-        ConfigError: naming all that cannot be read; in any case a file of facts that is missing, or of another kind.
-    """
+    """Read all documents and facts that the options name, if they are strict; ConfigError names what cannot be read."""
     faults = list[ConfigError]()
     for source in sources(options.knowledge).values() if options.strict_documents else ():
         try:
@@ -415,11 +364,6 @@ def check_documents(options: EngineOptions) -> None:
 
 
 def fill(filling: Filling | GraphFilling, progress: bool) -> None:
-    """Make a knowledge base or graph hold exactly what its source holds, but for what cannot be read.
-
-    Raises:
-        ConfigError: the source is missing, or nothing in it can be read.
-    """
     with tqdm(desc=f"indexing {filling.source.name}", unit="B", unit_scale=True, disable=not progress) as bar:
         for _ in filling.steps():
             if (told := filling.progress) is not None:

@@ -52,10 +52,6 @@ class Loop:
         tuning: measures the budget, a step at a time, once all programs are made and while no request is there.
         load_timeout: seconds that a request waits for KV before it computes it.
         request_timeout: seconds without progress after which a request is started again once, then ends (0: none).
-
-    Attributes:
-        requests: the table of live requests; changed in this thread alone.
-        kept: KV that outlives its request; changed in this thread alone.
     """
 
     def __init__(
@@ -111,12 +107,10 @@ class Loop:
 
     @property
     def tuned(self) -> bool:
-        """True if the budget of a step is what it will be."""
         return self._tuning is None
 
     @property
     def closed(self) -> bool:
-        """True if nothing is served any more."""
         return self._closed
 
     @property
@@ -129,34 +123,16 @@ class Loop:
         return self._scheduler.limits
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """Seconds that a prompt of so many computed tokens takes; None if that is not known yet."""
         return self._scheduler.preload.seconds(tokens)
 
     def holders(self) -> set[str]:
-        """Labels under which requests, and what outlives them, hold KV."""
         return {state.id for state in self.requests.running} | set(self.kept)
 
     def enqueue(self, state: RequestState, place: object = None) -> None:
-        """Queue a request. place: that was held for it.
-
-        Raises:
-            OverloadError: if the queue is full.
-            ClosedError: if nothing is served any more.
-        """
         self.post(partial(self.requests.arrive, state), None if state.background else state, place)
 
     def post(self, work: Callable[[], object], entering: RequestState | None = None, place: object = None) -> None:
-        """Run something in this thread soon.
-
-        Args:
-            work: changes the table of requests.
-            entering: a request that takes its place in the queue first.
-            place: that was held for it.
-
-        Raises:
-            OverloadError: if the queue is full.
-            ClosedError: if nothing is served any more.
-        """
+        """Run something in this thread soon. entering: a request that takes its place in the queue first."""
         with self._lock:
             self._check_open()
             if entering is not None:
@@ -164,26 +140,15 @@ class Loop:
             self._inbox.put(work)
 
     def hold_place(self) -> object:
-        """Hold a place in the queue for a request that is to be prepared, until it is enqueued or gone.
-
-        Raises:
-            OverloadError: if the queue is full.
-            ClosedError: if nothing is served any more.
-        """
+        """Hold a place in the queue for a request that is to be prepared, until it is enqueued or gone."""
         self._check_open()
         return self.requests.limit.hold_place()
 
     def check_room(self) -> None:
-        """Refuse a request before anything is prepared for it.
-
-        Raises:
-            OverloadError, ClosedError: as `hold_place`.
-        """
         self._check_open()
         self.requests.limit.check_room()
 
     def give_back(self, place: object) -> None:
-        """Note that a request is gone for which a place was held; nothing happens if it was enqueued."""
         self.requests.limit.release_place(place)
 
     def cancel(self, state: RequestState) -> None:
@@ -192,12 +157,7 @@ class Loop:
         self.wake()
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function in this thread and wait for what it returns; its errors are raised.
-
-        Raises:
-            ClosedError: if nothing is served any more.
-            RequestError: in this thread itself.
-        """
+        """Run a function in this thread and wait for what it returns; its errors are raised."""
         self.check_caller()
         done: Future[T] = Future()
 
@@ -213,11 +173,7 @@ class Loop:
         return done.result()
 
     def close(self) -> None:
-        """Stop: running requests end with an error, and what only memory holds goes to disk. Safe to call twice.
-
-        Raises:
-            RequestError: in this thread itself.
-        """
+        """Stop: running requests end with an error, and what only memory holds goes to disk. Safe to call twice."""
         if threading.current_thread() is self._thread:
             raise _own_thread()
         if os.getpid() != self._process:  # the thread is the other process's
@@ -228,12 +184,7 @@ class Loop:
         self._thread.join()
 
     def check_caller(self) -> None:
-        """Check that the caller may wait for this thread.
-
-        Raises:
-            RequestError: in this thread, which would wait for itself.
-            ClosedError: if nothing is served any more, or the caller is in a process that was forked off.
-        """
+        """Raise RequestError in this thread, which would wait for itself, and ClosedError in a process forked off."""
         if threading.current_thread() is self._thread:
             raise _own_thread()
         self._check_open()
@@ -284,7 +235,6 @@ class Loop:
         return moved or released
 
     def _start(self) -> None:
-        """Resume paused requests, then start new ones."""
         self._copying(self._pauses.resume)
         if self.requests.paused:
             return
@@ -295,7 +245,6 @@ class Loop:
                 self.requests.fail(state, self._runner.explained(error))
 
     def _land(self) -> bool:
-        """Wait for the step that was launched, and have its requests go on; whether there was one."""
         self.requests.freed = False
         landed = self._execution.land()
         self._execution.move()
@@ -320,7 +269,6 @@ class Loop:
                 self.requests.arrive(one)
 
     def _launch(self) -> bool:
-        """Start the next step on the device; True if there is one, or KV was copied to the tiers below."""
         self._copying(self._pauses.make_room)
         batch = self._scheduler.next_batch()
         if batch is not None:
@@ -369,7 +317,6 @@ class Loop:
             busy = True
 
     def _put_away(self) -> None:
-        """At the end: what only memory holds goes to disk."""
         if self._transfer is None:
             return
         try:
@@ -381,12 +328,7 @@ class Loop:
 
 
 class Watch:
-    """Looks after requests that wait too long: for KV that is loaded, or for any progress.
-
-    Args:
-        load_timeout: seconds that a request waits for KV before it computes it.
-        request_timeout: seconds without progress after which a request is started again once, then ends (0: none).
-    """
+    """Looks after requests that wait too long: for KV that is loaded, or for any progress."""
 
     def __init__(
         self,
@@ -405,7 +347,6 @@ class Watch:
         self._waited_s = 0.0  # compilation time since the start, at the last look
 
     def look(self) -> None:
-        """Look once, at the beginning of an iteration."""
         self._check_loads(time.perf_counter())
         if self.request_timeout:
             # compilation time is excluded from the time without progress

@@ -21,12 +21,10 @@ _log = logging.getLogger(__name__)
 
 
 def report_path(identity: bytes) -> Path:
-    """Where the quality report of a model is kept, by what its KV depends on."""
     return cache_dir() / "quality" / f"{identity.hex()}.json"
 
 
 def shipped_report(identity: bytes) -> Report | None:
-    """The report of a packaged model, which comes with ragjax; None for other models."""
     for path in sorted(Path(quality.__file__).parent.glob("*.json")):
         with suppress(ConfigError):
             return Report.load(path, identity.hex())
@@ -34,7 +32,6 @@ def shipped_report(identity: bytes) -> Report | None:
 
 
 def cost_path(identity: bytes) -> Path:
-    """Where a model's prefill times on this machine are kept, by what its KV depends on."""
     return cache_dir() / "cost" / f"{identity.hex()}.json"
 
 

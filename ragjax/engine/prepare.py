@@ -40,11 +40,7 @@ class Compressions:
         self._lock = threading.Lock()
 
     def take(self, compression: Compression, tenant: str) -> None:
-        """Note that this one is asked for.
-
-        Raises:
-            RequestError: if it is one too many for the engine or the tenant. It names the tenant's own ones alone.
-        """
+        """Note that this one is asked for; RequestError: one too many. It names the tenant's own ones alone."""
         with self._lock:
             if compression.program in self._known:
                 return
@@ -70,7 +66,6 @@ class Pending:
     head: Tokens | None = None
 
     def holds(self, prompt: Prompt) -> bool:
-        """True if chunks of the prompt are still to be preprocessed."""
         head = self.head
         if head is None or not np.array_equal(prompt.segments[0].tokens, head):
             return False
@@ -99,14 +94,7 @@ class Preparation:
     def state(self, request: Request, sink: Sink, arrival: float, strategy: Strategy | None = None) -> RequestState:
         """The state of a request, ready to be served; it is grounded first if need be.
 
-        Args:
-            request: as the client asked.
-            sink: takes its events.
-            arrival: `time.perf_counter()` seconds.
-            strategy: serves it, whatever the request names.
-
-        Raises:
-            RequestError: if it cannot be served as asked.
+        arrival: `time.perf_counter()` seconds. strategy: serves it, whatever the request names.
         """
         made = request.grounded or self.composer.ground(request)
         if strategy is None:  # a mark is of the past: KV may have been evicted since
@@ -157,7 +145,6 @@ class Preparation:
         return state
 
     def _compression(self, request: Request, strategy: Strategy) -> Compression | None:
-        """Compression of the request's prompt; those in the background have none, unless they say so."""
         given = None if request.rag is None else request.rag.compression
         if given == "none" or (given is None and request.background):
             return None

@@ -63,11 +63,9 @@ class Job:
 
     @property
     def behind(self) -> bytes:
-        """Digest that names its KV, as `Segment.behind` (empty without neighbours)."""
         return neighbours_digest(segment.tokens for segment in self.neighbours)
 
     def fitted(self, context_length: int) -> Job:
-        """The same with as many of the first neighbours as the context holds."""
         room = context_length - 1 - len(self.system) - len(self.chunk)
         kept = 0
         for segment in self.neighbours:
@@ -107,12 +105,8 @@ def fuse_all(engine: Engine, jobs: Sequence[Job], *, record: bool = False) -> li
     """Compute chunks behind their neighbours, most similar first, and keep their KV; returns each `Segment.behind`.
 
     What is kept already is not computed again. Neighbours that the engine's context has no room for are left out, the
-    least similar first, and are not in the digest.
-
-    record: keep with each chunk the attention it gave to its neighbours, which `fusion+craft` needs.
-
-    Raises:
-        RequestError: if a chunk alone does not fit the context.
+    least similar first, and are not in the digest. record: keep with each chunk the attention it gave to its
+    neighbours, which `fusion+craft` needs.
     """
     digests: list[bytes] = []
     work = _Work(engine, Fuse(record=record))
@@ -133,7 +127,6 @@ class _Work:
     background: bool = False
 
     def do(self, jobs: Sequence[Job]) -> int:
-        """Compute what is missing of the jobs' KV; returns how many were computed."""
         todo = [job for job, is_held in zip(jobs, self.held(jobs), strict=True) if not is_held]
         # chunks near each other share neighbours: each is computed once by itself, not by every job that needs it
         alone = {job.system.tokens.tobytes() + segment.tokens.tobytes(): Job(job.system, segment, ())
@@ -206,9 +199,6 @@ def preprocess(
         system: the system message of requests that shall find the KV (None: that of requests which bring none).
         record: as `fuse_all`.
         progress: show a progress bar.
-
-    Raises:
-        RequestError: if there is no such knowledge base.
     """
     began = time.perf_counter()
     base = engine.knowledge_base(knowledge)
@@ -279,12 +269,10 @@ class _Run:
         return computed
 
     def lost(self, lists: Lists) -> int:
-        """Number of chunks whose KV is not there."""
         jobs = self._jobs(lists).values()
         return len(jobs) - sum(self.work.held(jobs))
 
     def _jobs(self, lists: Lists) -> dict[int, Job]:
-        """A job for each chunk that is still there with all its neighbours."""
         chunks = self.base.chunks({number for own, others in lists.items() for number in (own, *others)})
         segments = {number: chunk_segment(Hit(chunk, 1.0, self.public)) for number, chunk in chunks.items()}
         context = self.work.engine.context_length
@@ -296,7 +284,6 @@ class _Run:
 
 
 def head_of(engine: Engine, system: str | None) -> Segment:
-    """The system segment of a request with knowledge, as the engine makes it."""
     own = () if system is None else (Message("system", system),)
     messages = (*own, Message("user", "?"))
     return chat_prompt(engine.tokenizer, messages, (), public=engine.share_knowledge).segments[0]
@@ -332,19 +319,13 @@ class _Progress:
 
     @property
     def beyond(self) -> int:
-        """Chunks that the tiers have no room for."""
         return 0 if self.state is None else self.total - len(self.planned)
 
     def plan(self, number: int, key: bytes, own: int, others: Mapping[int, int], room: int, asked: bool) -> bool:
         """Plan a chunk if there is room for its KV.
 
-        Args:
-            number: of the chunk.
-            key: of its KV.
-            own: its pages.
-            others: those of its neighbours, by number.
-            room: pages that may be planned.
-            asked: it takes the place of others that were asked for longer ago.
+        own: its pages. others: those of its neighbours, by number. room: pages that may be planned. asked: it takes the
+        place of others that were asked for longer ago.
         """
         before = self.planned.pop(number, None)
         if before is not None:
@@ -385,12 +366,10 @@ class Preparing:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; the engine serves nothing any more."""
         self._over.set()
         self._thread.join()
 
     def progress(self, tenants: bool) -> Preprocessed:
-        """Progress of all together. tenants: count what belongs to tenants, too."""
         found = [one for one in list(self._bases.values()) if tenants or not one.owned]
         running = not self._over.is_set() and any(one.state is None for one in found)
         total, prepared, beyond = (sum(getattr(one, name) for one in found) for name in ("total", "prepared", "beyond"))
@@ -409,7 +388,6 @@ class Preparing:
             self._engine.pending.head = self._head.tokens if self.progress(tenants=True).running else None
 
     def _look(self) -> None:
-        """Prepare what has come since the last look."""
         engine, bases = self._engine, self._engine.knowledge.bases
         told = engine.indexing
         if engine.starting or (told is not None and told.running):  # what all requests need comes first

@@ -18,18 +18,14 @@ from ragjax.schedule.state import RequestState
 
 @dataclass(frozen=True)
 class Provision:
-    """Has the programs made that requests wait for."""
-
     runner: Runner
     supply: Supply
 
     def lacks(self, state: RequestState) -> bool:
-        """True if the request has to wait for programs, which are made next."""
         return self.supply.lacks(self._needed(state))
 
     @property
     def left(self) -> int:
-        """Programs that are still to be made."""
         return self.supply.left
 
     def _needed(self, state: RequestState) -> Iterator[Name]:
@@ -61,10 +57,7 @@ def least(
     tokens: int | None = None,
     whole: bool = False,
 ) -> list[Name]:
-    """Names of programs for prompts of some strategies, in steps of the least shapes, or of the whole grid.
-
-    compression, segments, tokens: as of `Runner.programs`.
-    """
+    """Names of programs for prompts of some strategies, in steps of the least shapes, or of the whole grid."""
     served = list(strategies)
     measures = frozenset[Measure]().union(*(strategy.measures for strategy in served))
     if compression is not None:

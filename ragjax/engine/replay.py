@@ -43,11 +43,7 @@ class _Replay:
 
 
 class Replays:
-    """Makes the requests that run finished ones again, and tells the contract what they show.
-
-    Attributes:
-        preparation: what their states are made with; given before the first request ends.
-    """
+    """Makes the requests that run finished ones again, and tells the contract what they show."""
 
     preparation: Preparation
 
@@ -117,7 +113,6 @@ class Replays:
         return None
 
     def _again(self, replay: _Replay) -> RequestState:
-        """The request that runs one again: in `full`, or by the next setting."""
         setting = None if replay.full_NV is None else replay.left.pop(0)
         request = Request(
             sampling=Sampling(max_tokens=1),
@@ -142,6 +137,5 @@ class Replays:
 
 
 def recomputed_share(prompt: Prompt, answer: Answer) -> float:
-    """Share of the chunks' tokens that was recomputed; 0 without chunks."""
     chunks = [r for r, s in zip(answer.segments, prompt.segments, strict=True) if s.kind is Kind.CHUNK]
     return sum(report.recomputed for report in chunks) / max(1, sum(report.tokens for report in chunks))

@@ -22,10 +22,7 @@ from ragjax.schedule.state import RequestState, Sink
 
 
 class Withheld:
-    """A sink that keeps events back until they are released. Any thread may call it.
-
-    finish: what an answer becomes before it goes out.
-    """
+    """A sink that keeps events back until they are released. Any thread may call it."""
 
     def __init__(self, sink: Sink, finish: Callable[[Answer], Answer]):
         self._sink = sink
@@ -35,7 +32,6 @@ class Withheld:
         self._lock = threading.Lock()
 
     def __call__(self, event: Event | BaseException) -> None:
-        """Take the next event."""
         with self._lock:
             if self._open:
                 self._pass(event)
@@ -44,7 +40,6 @@ class Withheld:
 
     @property
     def failed(self) -> bool:
-        """True if the request ended with an error."""
         with self._lock:
             return any(isinstance(event, BaseException) for event in self._events)
 
@@ -61,14 +56,7 @@ class Withheld:
 
 
 class Pipeline:
-    """One request between its arrival and its place in the engine's queue.
-
-    Args:
-        arrival: `time.perf_counter()` seconds.
-        stages: of a search in a knowledge base.
-        odds: what past searches tell of this one.
-        place: in the queue, that is held for it.
-    """
+    """One request between its arrival and its place in the engine's queue. odds: what past searches tell of it."""
 
     def __init__(
         self,
@@ -99,13 +87,6 @@ class Pipeline:
         self._began = self._ended = 0.0
 
     def run(self) -> None:
-        """Retrieve, and have the request served. In the caller's thread.
-
-        Raises:
-            RequestError: if it cannot be served as asked.
-            OverloadError: if the queue is full.
-            CancelledError: if it was closed meanwhile.
-        """
         self._began = time.perf_counter()
         stages = self._composer.search(self._request, self._stages)
         if stages is None:

@@ -13,7 +13,6 @@ Stats = dict[str, float | dict[str, float]]
 
 
 def stats_of(loop: Loop, parts: Parts) -> Stats:
-    """Counters since the start, and the present queue and pool."""
     return {
         **_requests(loop),
         **_cache(parts.cache),
@@ -26,7 +25,6 @@ def stats_of(loop: Loop, parts: Parts) -> Stats:
 
 
 def passages_of(progress: Preprocessed) -> Stats:
-    """Passages by what became of their preprocessing."""
     waiting = progress.passages - progress.prepared - progress.beyond
     return {"passages": {"prepared": progress.prepared, "waiting": waiting, "beyond": progress.beyond}}
 

@@ -23,11 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Appends to one file; called in the engine's thread.
-
-    Raises:
-        ConfigError: if the file cannot be written.
-    """
+    """Appends to one file; called in the engine's thread."""
 
     def __init__(self, path: str | Path):
         self._key = secrets.token_bytes(32)
@@ -38,7 +34,6 @@ class Recorder:
             raise ConfigError(f"cannot record a trace in {str(path)!r}: {error.strerror}") from error
 
     def add(self, arrival: float, tenant: str, strategy: str, prompt: Prompt, output: int) -> None:
-        """One request. arrival: `time.perf_counter()` when it came; output: tokens generated."""
         entry = {
             "time": round(arrival - self._began, 6),
             "tenant": self._hash(tenant.encode(), 4),

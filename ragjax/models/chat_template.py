@@ -32,20 +32,13 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special: Mapping[str, str], control: Collection[str] = ()):
-        """Raises ConfigError if it cannot be parsed.
-
-        Args:
-            source: in Jinja2.
-            special: texts of special tokens by role, such as `bos_token`.
-            control: texts of control tokens, which no JSON that the template writes may hold.
-        """
+        """special: texts of special tokens by role. control: texts that no JSON that the template writes may hold."""
         self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
         self._template = _compile(source, self._json)
         self._special = special
         self._thinks = "</think>" in source
 
     def render(self, messages: Sequence[Message], generation_prompt: bool, variables: Mapping[str, object]) -> str:
-        """The text of a chat; `variables` are passed to the template. Raises RequestError if it refuses them."""
         messages, _ = self._seated(messages, variables)
         return self._render(messages, [message.content for message in messages], generation_prompt, variables)
 
@@ -53,11 +46,7 @@ class ChatTemplate:
         """The text of a chat in pieces: template (True) and message content (False).
 
         Content is cut at CONTEXT, and each CONTEXT is a piece of its own, as is a system message that stands before the
-        user's text.
-
-        Raises:
-            RequestError: as `render`, and if the template repeats, drops or rewrites the content of a message, so that
-                the two cannot be told apart.
+        user's text. RequestError: the template repeats, drops or rewrites the content of a message.
         """
         messages, head = self._seated(messages, variables)
         content = [message.content for message in messages]
@@ -79,7 +68,6 @@ class ChatTemplate:
 
     @cached_property
     def knows_tools(self) -> bool:
-        """True if the template lists the tools that it is given."""
         tool = {"type": "function", "function": {"name": sentinel(9), "description": "", "parameters": {}}}
         return self._shows(9, (Message("user", "?"),), {"tools": [tool]})
 
@@ -233,12 +221,10 @@ _SENTINEL = re.compile("\U000f8ff2([0-9]+)\U000f8ff3")
 
 
 def sentinel(index: int) -> str:
-    """The placeholder for the content of message `index` in a rendering."""
     return f"\U000f8ff2{index}\U000f8ff3"
 
 
 def hidden(messages: Sequence[Message]) -> list[str]:
-    """Sentinels in place of all contents."""
     return ["" if _is_bare(message) else sentinel(index) for index, message in enumerate(messages)]
 
 
@@ -264,13 +250,7 @@ class Frame:
 
     @classmethod
     def of(cls, rendered: str, count: int, spared: Collection[int] = ()) -> Frame:
-        """The frame of a chat of `count` messages that was rendered with sentinels alone.
-
-        spared: messages whose content may be dropped.
-
-        Raises:
-            RequestError: if a message is repeated or dropped.
-        """
+        """The frame of a chat of `count` messages, rendered with sentinels alone. spared: those that may be dropped."""
         parts = _SENTINEL.split(rendered)  # text, number, text, number, …, text
         order = tuple(map(int, parts[1::2]))
         times = Counter(order)
@@ -290,14 +270,8 @@ class Frame:
         """Cut `whole` into the template's text and what it took over of each message.
 
         That must be a part of the message's content but for white space: templates may trim it, or leave out an earlier
-        answer's reasoning.
-
-        halves: what `half` gives for parity 0 and 1, rendered. escaped: contents as they stand in JSON, which a
-        template may write instead.
-
-        Raises:
-            RequestError: if the content of a message is rewritten, or the template's own text depends on it; or if a
-                message contains the characters of a sentinel.
+        answer's reasoning. halves: what `half` gives for parity 0 and 1, rendered. escaped: contents as they stand in
+        JSON, which a template may write instead. RequestError: the content of a message is rewritten.
         """
         for index, text in enumerate(content):
             if "\U000f8ff2" in text:
@@ -318,7 +292,6 @@ class Frame:
         return pieces
 
     def _taken(self, half: str, parity: int) -> Iterator[tuple[int, str]]:
-        """Yield the text that a rendered half shows for each message of this parity."""
         at = len(self.runs[0])
         for place, index in enumerate(self.order):
             after = self.runs[place + 1]
@@ -336,7 +309,6 @@ class Frame:
             at = end + len(after)
 
     def _near(self, place: int) -> int:
-        """The message of a piece, or the one before it."""
         return self.order[max(0, (place - 1) // 2)] if self.order else 0
 
 

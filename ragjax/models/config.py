@@ -154,12 +154,10 @@ class ModelConfig:
 
     @property
     def num_groups(self) -> int:
-        """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def attention_scale(self) -> float:
-        """Factor of attention logits."""
         return float((self.query_scalar or self.head_dim) ** -0.5)
 
     @property
@@ -179,12 +177,10 @@ class ModelConfig:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of a layer's products of a token."""
         heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         return self.hidden_size * (heads + 3 * self.intermediate_size * max(1, self.experts_per_token))
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes that the keys and values of one token take in all layers, for elements of `itemsize` bytes."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
     def to_json(self) -> str:
@@ -200,7 +196,6 @@ class ModelConfig:
 
 
 def check(ok: bool, name: str, value: object, wanted: str) -> None:
-    """Refuse a value unless `ok`; wanted: what it must be."""
     if not ok:
         raise ConfigError(f"model configuration: {name} is {value!r}; it must be {wanted}")
 
@@ -215,7 +210,6 @@ def integer(mapping: Mapping[str, Any], key: str, default: int | None = None) ->
 
 
 def number(mapping: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Read a finite number."""
     value = _given(mapping, key, default)
     check(isinstance(value, int | float) and not isinstance(value, bool), key, value, "a number")
     check(abs(value) < 1e300, key, value, "a finite number")
@@ -230,14 +224,12 @@ def _given(mapping: Mapping[str, Any], key: str, default: float | None) -> Any:
 
 
 def flag(mapping: Mapping[str, Any], key: str) -> bool:
-    """Read a truth value, false where it is not given."""
     value = mapping.get(key)
     check(value is None or isinstance(value, bool), key, value, "true or false")
     return bool(value)
 
 
 def token_ids(mapping: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Read a token id that configs give as a number, a list of numbers or null."""
     value = mapping.get(key)
     if value is None:
         return ()
@@ -264,11 +256,7 @@ class Rope:
 
 
 def read_rope(mapping: Mapping[str, Any], family: Family, head_dim: int) -> Rope:
-    """Read `rope_parameters`, or `rope_theta` and `rope_scaling`, of config.json.
-
-    Raises:
-        ConfigError: naming the field that is not supported.
-    """
+    """Read `rope_parameters`, or `rope_theta` and `rope_scaling`, of config.json."""
     forms = [key for key in ("rope_parameters", "rope_scaling") if mapping.get(key)]
     if len(forms) == 2 and mapping["rope_parameters"] != mapping["rope_scaling"]:
         raise ConfigError("model configuration: rope_parameters and rope_scaling contradict each other")
@@ -300,7 +288,6 @@ def read_rope(mapping: Mapping[str, Any], family: Family, head_dim: int) -> Rope
 def _rotary_dim(
     mapping: Mapping[str, Any], rope: Mapping[str, Any], where: str, family: Family, head_dim: int
 ) -> int | None:
-    """The components that are turned; None if all are."""
     name, owner = (f"{where}.", rope) if "partial_rotary_factor" in rope else ("", mapping)
     share = owner.get("partial_rotary_factor", 0.5 if family in GLM else None)
     if share in (None, 1, 1.0):
@@ -341,11 +328,7 @@ GEMMA_ATTENTION_CAP, GEMMA_LOGIT_CAP = 50.0, 30.0
 
 
 def read_gemma(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the fields of `ModelConfig` that Gemma 2 alone has; transformers' Gemma2Config has the defaults.
-
-    Raises:
-        ConfigError: naming the field that is not supported.
-    """
+    """Read the fields of `ModelConfig` that Gemma 2 alone has; transformers' Gemma2Config has the defaults."""
     activation = mapping.get("hidden_activation") or "gelu_pytorch_tanh"
     check(activation == "gelu_pytorch_tanh", "hidden_activation", activation, "'gelu_pytorch_tanh'")
     both_ways = flag(mapping, "use_bidirectional_attention")
@@ -362,5 +345,4 @@ def read_gemma(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cap(mapping: Mapping[str, Any], key: str, default: float) -> float | None:
-    """A cap; None if the file says null, the default if it says nothing."""
     return None if key in mapping and mapping[key] is None else number(mapping, key, default)

@@ -87,7 +87,6 @@ class _Tensors:
         return nnx.Embed(rows, self._config.hidden_size, embedding_init=table, rngs=self._rngs)
 
     def check_empty(self) -> None:
-        """Raise ValueError if a tensor has no place."""
         if left := self._tensors.keys() - set(_UNUSED_TENSORS):
             raise ValueError(f"{min(left)} has no place in the encoder")
 
@@ -123,8 +122,6 @@ class _Embeddings(nnx.Module):
 
 
 class _Layer(nnx.Module):
-    """Post-norm transformer layer."""
-
     def __init__(self, config: EncoderConfig, tensors: _Tensors, name: str):
         hidden, inner = config.hidden_size, config.intermediate_size
         self.heads = config.num_attention_heads
@@ -208,11 +205,8 @@ class Encoder:
     def load(cls, directory: Path, narrow: bool = False) -> Encoder:
         """Read an encoder's folder: its weights, and the files of sentence-transformers (`encoder_files`).
 
-        narrow: products are of bfloat16, about twice as fast on a CPU that multiplies it. A vector's cosine to
-        that of float32 is above .9999, so the two are comparable.
-
-        Raises:
-            ConfigError: a file is missing or damaged, or asks for what is not read here.
+        narrow: products are of bfloat16, about twice as fast on a CPU that multiplies it. A vector's cosine to that of
+        float32 is above .9999, so the two are comparable.
         """
         try:
             reading = EncoderReading.read(directory, max(GRID))
@@ -230,11 +224,7 @@ class Encoder:
         return cls(model, tokenizer, reading, dim=config.hidden_size, identity=identity)
 
     def encode(self, texts: Sequence[str], query: bool = False) -> NDArray[np.float32]:
-        """Embed passages, or questions: float32 [len(texts), dim], rows of length one.
-
-        Raises:
-            RequestError: a text is not valid Unicode (a lone surrogate).
-        """
+        """Embed passages, or questions: float32 [len(texts), dim], rows of length one."""
         prefix = self._reading.query if query else self._reading.passage
         rows = list[list[int]]()
         for encoding, is_whole in self._tokenize([prefix + text for text in texts] if prefix else texts):
@@ -245,11 +235,6 @@ class Encoder:
         return self._vectors(rows)
 
     def embed(self, texts: Sequence[str]) -> Embedded:
-        """Embed texts as they are, without the prefix of a question or passage.
-
-        Raises:
-            RequestError: as `encode`.
-        """
         rows = [encoding.ids for encoding, _ in self._tokenize(texts)]
         return Embedded(self._vectors(rows), sum(map(len, rows)))
 
@@ -298,7 +283,6 @@ class Encoder:
         return next(length for length in self._lengths() if n <= length)
 
     def _lengths(self) -> tuple[int, ...]:
-        """The grid's lengths up to the one that holds the longest text."""
         longest = next(length for length in GRID if length >= self.max_tokens)
         return tuple(length for length in GRID if length <= longest)
 

@@ -40,7 +40,6 @@ class EncoderConfig:
 
     @staticmethod
     def read(folder: Path) -> EncoderConfig:
-        """Read config.json of a transformer's folder."""
         given = _json(folder / "config.json")
         return EncoderConfig(**{one.name: given[one.name] for one in fields(EncoderConfig)})
 
@@ -49,13 +48,8 @@ class EncoderConfig:
 class EncoderReading:
     """The way from texts to vectors.
 
-    Args:
-        folder: of the transformer.
-        max_tokens: of a text, special ones included; what stands behind them is not read.
-        first_position: of a text, in the table of positions.
-        lower: whether a text is read in lower case.
-        query: what is put before a question.
-        passage: what is put before a passage.
+    max_tokens: of a text, special ones included; what stands behind them is not read. first_position: of a text, in the
+    table of positions. query, passage: what is put before each.
     """
 
     folder: Path = field(compare=False)
@@ -75,11 +69,6 @@ class EncoderReading:
 
     @staticmethod
     def read(directory: Path, most_tokens: int) -> EncoderReading:
-        """Read an encoder's folder. most_tokens: that can be read at all.
-
-        Raises:
-            ConfigError: it asks for what is not read here.
-        """
         parts = _parts(directory)
         folder = directory / parts.get("Transformer", "")
         given = _json(folder / "config.json")
@@ -105,7 +94,6 @@ class EncoderReading:
 
 
 def _parts(directory: Path) -> dict[str, str]:
-    """The folders of the parts by kind."""
     modules = _json(directory / "modules.json", [])
     if not modules:
         _log.warning("%s has no modules.json: tokens are pooled by their mean", directory)

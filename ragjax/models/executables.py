@@ -40,11 +40,8 @@ class Executables:
     """A folder of executables. Several threads and processes may use it; a file is there as a whole or not at all.
 
     It is not used, and that is logged, if others may write it, if it cannot be made, and beside JAX's own compilation
-    cache: XLA cannot serialise a program which that has read.
-
-    Attributes:
-        kernels: the folder of compiled kernels that programs call. refused: files that were damaged or not the user's
-            own, and were removed.
+    cache: XLA cannot serialise a program which that has read. kernels: the folder of compiled kernels that programs
+    call.
     """
 
     def __init__(self, folder: Path):
@@ -61,10 +58,7 @@ class Executables:
             self._tell("folder", f"compiled programs are not kept in {folder}: {fault}")
 
     def load(self, key: str, devices: Sequence[jax.Device]) -> tuple[Any, Any] | None:
-        """The program of this key, and what was kept with it; None if there is none that can be used.
-
-        devices: that it runs on.
-        """
+        """The program of this key, and what was kept with it; None if there is none that can be used."""
         if not self._usable:
             return None
         path = self._folder / key
@@ -98,7 +92,6 @@ class Executables:
             self._tell("kept", f"a compiled program cannot be kept: {error}")
 
     def _tell(self, about: str, message: str) -> None:
-        """Log a fault of each kind once."""
         if about not in self._told:
             self._told.add(about)
             log.warning("%s", message)

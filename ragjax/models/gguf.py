@@ -151,8 +151,6 @@ def _read_head(path: Path, size: int, modified_ns: int) -> tuple[dict[str, Any],
 
 
 class _Header:
-    """A cursor over the head of a GGUF file."""
-
     _SCALARS: Mapping[int, str] = {
         0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
     }  # fmt: skip
@@ -252,7 +250,6 @@ class _Header:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Open a .gguf file, as `weights.open_checkpoint` does."""
     from gguf import GGMLQuantizationType
 
     metadata, stored = read_gguf(path)
@@ -311,7 +308,6 @@ def _read_tensor(path: Path, tensor: TensorEntry, name: str) -> NDArray[np.float
 
 
 def _raw(path: Path, tensor: TensorEntry) -> NDArray[np.uint8]:
-    """Its bytes, a row of the matrix each."""
     return np.asarray(np.memmap(path, np.uint8, "r", tensor.offset, (tensor.size,))).reshape(*tensor.shape[:-1], -1)
 
 

@@ -45,12 +45,10 @@ def _half(block_NB: Bytes, at: int) -> NDArray[np.float32]:
 
 
 def _nibbles(block_NB: Bytes) -> NDArray[np.uint8]:
-    """The low halves of bytes, then the high ones."""
     return np.concatenate([block_NB & 15, block_NB >> 4], axis=1)
 
 
 def _fifth(block_NB: Bytes) -> NDArray[np.uint8]:
-    """16 for each of 32 bits that is set."""
     return np.unpackbits(block_NB, axis=1, bitorder="little") * np.uint8(16)
 
 

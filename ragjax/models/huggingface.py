@@ -151,7 +151,6 @@ _REDUNDANT = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq
 
 
 def open_directory(path: Path) -> Checkpoint:
-    """Open a directory, as `weights.open_checkpoint` does."""
     mapping = read_json(path / "config.json")
     config, scheme = read_config(mapping), read_scheme(mapping)
     generation = path / "generation_config.json"
@@ -187,7 +186,6 @@ def storage_note(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object of a model's file. Raises ConfigError that names the file."""
     if path.exists() and not path.is_file():  # to read a pipe would wait for ever
         raise ConfigError(f"{path}: is no file")
     try:
@@ -202,7 +200,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Files that hold the weights of a Hugging Face directory, sorted."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if index.exists():
         names = read_json(index).get("weight_map")
@@ -372,7 +369,6 @@ def _refuse_unsupported(mapping: Mapping[str, Any], family: Family) -> None:
 
 
 def _sliding_window(mapping: Mapping[str, Any], family: Family) -> int | None:
-    """Width of the sliding window of some layer; None if every layer sees everything."""
     layer_types = mapping.get("layer_types") or []
     check(isinstance(layer_types, list | tuple), "layer_types", layer_types, "a list")
     for kind in layer_types:

@@ -35,10 +35,7 @@ class PackedForm:
 
 
 class Sources:
-    """The matrices of a decoder that can be packed, and the tensors that each is made of.
-
-    Attributes:
-        packings: how each is packed, by its name in the decoder.
+    """The matrices of a decoder that can be packed, and the tensors of each. packings: by its name.
 
     Raises:
         ConfigError: if a matrix cannot have `form.bits`.
@@ -85,7 +82,6 @@ class Sources:
 
 
 def _kind(name: str) -> str:
-    """A matrix's name without its layer."""
     return name.rsplit(".", 1)[-1]
 
 
@@ -128,7 +124,6 @@ class _Empty(Mapping[str, NDArray[np.generic]]):
 
 
 def _parts(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """The tensors of each of a decoder's matrices, in the order of its rows."""
     found: dict[str, tuple[str, ...]] = {"embedding": ("model.embed_tokens.weight",)}
     for i in range(config.num_layers):
         prefix = f"model.layers.{i}."

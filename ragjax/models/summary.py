@@ -43,7 +43,6 @@ class Summary:
 
     @staticmethod
     def of(model: LocalModel) -> Summary:
-        """Read it; no weights are read. Raises ConfigError with the reason for which it cannot be served."""
         base = _summary(model.path)
         return replace(base, stored_bytes=base.stored_bytes + model.adapter.stat().st_size) if model.adapter else base
 
@@ -63,12 +62,10 @@ def _summary(path: Path) -> Summary:
 
 
 def parameters(config: ModelConfig) -> int:
-    """Numbers that a model of this configuration has."""
     return sum(prod(shape) for shape in expected_shapes(config).values())
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes that its weights take on the device; norms and biases are float32."""
     shapes = expected_shapes(config).values()
     return sum(prod(shape) * (itemsize if len(shape) > 1 else 4) for shape in shapes)
 
@@ -78,8 +75,6 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """platform: JAX's word for the device. bytes: that it has in all."""
-
     platform: str
     bytes: int
 
@@ -115,11 +110,7 @@ def inventory() -> Iterator[tuple[str, LocalModel | None]]:
 
 
 def offer(name: str) -> Offer:
-    """Describe a download of this model; only a repository's config.json is fetched for it.
-
-    Raises:
-        ConfigError: if it cannot be found, or could not be served.
-    """
+    """Describe a download of this model; only a repository's config.json is fetched for it."""
     if name in PACKAGED:
         return Offer(PACKAGED[name].bytes, None)
     if not is_repository(name):
@@ -137,7 +128,6 @@ def offer(name: str) -> Offer:
 
 
 def _repositories() -> list[str]:
-    """Repositories of models that were downloaded from Hugging Face."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

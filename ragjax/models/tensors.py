@@ -52,7 +52,6 @@ class Tensors(Mapping[str, Array]):
         self.shapes = {name: one.shape for name, one in stored.items()}
 
     def __getitem__(self, name: str) -> Array:
-        """Read one tensor: as stored, or float32 where the file is quantised."""
         return self.stored[name].load()
 
     def __iter__(self) -> Iterator[str]:
@@ -62,7 +61,6 @@ class Tensors(Mapping[str, Array]):
         return len(self.stored)
 
     def without(self, names: Iterable[str]) -> Tensors:
-        """The tensors but these."""
         left_out = frozenset(names)
         return Tensors({name: one for name, one in self.stored.items() if name not in left_out})
 
@@ -77,11 +75,7 @@ class Checkpoint:
 
 
 def split_fused(tensors: Tensors, config: ModelConfig, where: Path) -> Tensors:
-    """The tensors with fused projections (Phi-3) as the several that they are, each read with its neighbours.
-
-    Raises:
-        ConfigError: if a fused tensor has another number of rows than its parts ask for.
-    """
+    """The tensors with fused projections (Phi-3) as the several that they are, each read with its neighbours."""
     q, kv, inner = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
     layouts = {
         "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
@@ -105,8 +99,6 @@ def split_fused(tensors: Tensors, config: ModelConfig, where: Path) -> Tensors:
 
 
 def raised(tensors: Tensors, amount: float, ending: str) -> Tensors:
-    """The tensors with `amount` added to those whose name ends so, which become float32."""
-
     def load(stored: Stored) -> Array:
         return stored.load().astype(np.float32) + np.float32(amount)
 
@@ -121,11 +113,7 @@ _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def stacked(tensors: Tensors, config: ModelConfig, where: Path) -> Tensors:
-    """The tensors with each kind of the experts' matrices as one, [experts, out, in], read expert by expert.
-
-    Raises:
-        ConfigError: if one is missing.
-    """
+    """The tensors with each kind of the experts' matrices as one, [experts, out, in], read expert by expert."""
     found = dict[str, Stored]()
     parts = dict[str, dict[int, Stored]]()
     for name, one in tensors.stored.items():
@@ -148,8 +136,6 @@ def _stack(parts: Sequence[Stored]) -> Array:
 
 
 def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
-    """The tensors with other names for some modules of the layers."""
-
     def new(name: str) -> str:
         *before, module, kind = name.split(".")
         return ".".join((*before, names.get(module, module), kind))
@@ -166,7 +152,6 @@ def _code_rows(coded: CodedMatrix, begin: int, end: int) -> Codes:
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Shape of every tensor that a checkpoint of this configuration has, by Hugging Face name."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
     layer: dict[str, Shape] = {

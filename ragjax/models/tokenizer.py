@@ -57,10 +57,7 @@ class Tokenizer:
         add_bos: bool | None,
         chat_template: str | None,
     ):
-        """`definition`: contents of a tokenizer.json; `special`: ids by role, such as `bos_token`.
-
-        add_bos: whether a prompt starts with the BOS token; None follows the definition's post-processor.
-        """
+        """definition: contents of a tokenizer.json, which says what add_bos leaves open. special: ids by role."""
         definition = {**definition, "truncation": None, "padding": None}
         self._form = ByteForm(definition)
         self._parsing = build(definition)
@@ -88,7 +85,6 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read the tokenizer of a Hugging Face directory or .gguf file. Raises ConfigError."""
         path = Path(path)
         if path.is_dir():
             try:
@@ -99,7 +95,6 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """Rebuild the tokenizer from GGUF metadata. Raises ConfigError that names the key or says what is damaged."""
         try:
             return cls(**settings_of_gguf(metadata))
         except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -120,13 +115,11 @@ class Tokenizer:
         return other
 
     def speaking(self, variables: Mapping[str, object]) -> Tokenizer:
-        """The same tokenizer, which gives its chat template these variables."""
         other = copy.copy(self)
         other._variables = variables
         return other
 
     def check(self, config: ModelConfig) -> None:
-        """Raise ConfigError unless this tokenizer can belong to a model of this configuration."""
         if self.vocab_size > config.vocab_size:
             raise ConfigError(
                 f"the tokenizer's highest token is {self.vocab_size - 1} and the model has {config.vocab_size} tokens; "
@@ -137,7 +130,6 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 over everything that decides which tokens a text becomes, 32 bytes."""
         return hashlib.sha256(json.dumps(self._definition, sort_keys=True).encode()).digest()
 
     def encode(self, text: str, special: bool, *, continued: bool = False) -> Tokens:
@@ -145,8 +137,7 @@ class Tokenizer:
 
         special: special tokens in the text are parsed; otherwise they are encoded as plain text, whatever the text
         says. Added tokens that are white space (Gemma's line breaks) are found in both. continued: the text goes on
-        from text before it, so that no space is put in front by those tokenizers that put one at the start of a
-        prompt.
+        from text before it, so that no space is put in front.
         """
         if self._check is not None:
             self._check()
@@ -180,10 +171,7 @@ class Tokenizer:
         return [token for i, run in enumerate(runs) for token in self._encode_plain(run, continued or i > 0)]
 
     def encode_pieces(self, pieces: Iterable[tuple[str, bool]], *, continued: bool = False) -> list[Tokens]:
-        """Encode runs of one prompt, each int32 [n]: one goes on from the last, unless a special token ended that.
-
-        continued: whether the first one goes on from text before it.
-        """
+        """Encode runs of one prompt, each int32 [n]: one goes on from the last, unless a special token ended that."""
         runs: list[Tokens] = []
         for text, special in pieces:
             run = self.encode(text, special, continued=continued)
@@ -212,7 +200,6 @@ class Tokenizer:
         return b"" if name is None else self._form.bytes_of(name)
 
     def id_to_text(self, token: int) -> str:
-        """Text of one token on its own; parts of a character show as U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def names_control(self, text: str) -> str | None:
@@ -227,7 +214,6 @@ class Tokenizer:
 
     @cached_property
     def shows_calls(self) -> bool:
-        """True if the chat template writes calls of tools."""
         return self.knows_tools and self._template is not None and self._template.call_form is not None
 
     @cached_property
@@ -238,15 +224,12 @@ class Tokenizer:
 
     @property
     def knows_tools(self) -> bool:
-        """True if the chat template lists tools, given by the variable `tools`."""
         return self._template is not None and self._template.knows_tools
 
     def is_control(self, token: int) -> bool:
-        """True for a control token, which decoded text leaves out."""
         return token in self._control
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: object) -> str:
-        """Render messages with the model's own chat template; raises as `chat_pieces`."""
         return self._chat_template().render(messages, add_generation_prompt, {**self._variables, **variables})
 
     def chat_pieces(
@@ -255,9 +238,6 @@ class Tokenizer:
         """Render messages as `chat` does, cut into template (True) and message content (False).
 
         Encoded piece by piece, content can never become a control token.
-
-        Raises:
-            RequestError: if the model has no template, or as `ChatTemplate.pieces`.
         """
         return self._chat_template().pieces(messages, add_generation_prompt, {**self._variables, **variables})
 
@@ -277,10 +257,7 @@ class Stream:
     """Decodes a running generation token by token, at a cost that does not grow with its length."""
 
     def __init__(self, tokenizer: Tokenizer, *, continued: bool = False, shown: Collection[int] = ()):
-        """Start at the first generated token.
-
-        continued: it goes on from a text, so that a space in front counts. shown: control tokens that give their names.
-        """
+        """continued: it goes on from a text, so a space in front counts. shown: control tokens that give names."""
         self._shown = frozenset(shown)
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -302,5 +279,4 @@ class Stream:
         return bool(self._utf8.getstate()[0])
 
     def finish(self) -> str:
-        """Return the rest at the end: U+FFFD for a character that was never completed."""
         return self._utf8.decode(b"", final=True)

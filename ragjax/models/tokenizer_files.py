@@ -24,8 +24,6 @@ TOKEN_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normaliz
 
 
 class TokenizerSettings(TypedDict):
-    """The arguments of `Tokenizer`, read from a model's files."""
-
     definition: Mapping[str, Any]
     special: Mapping[str, int]
     eos_ids: tuple[int, ...]
@@ -34,7 +32,6 @@ class TokenizerSettings(TypedDict):
 
 
 def build(definition: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """The tokenizer of a definition. Raises ConfigError if it cannot be used."""
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(definition))
     except (KeyboardInterrupt, SystemExit):
@@ -65,13 +62,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class ByteForm:
-    """The form in which a tokenizer writes bytes and spaces into tokens.
-
-    prefixes_space: a space is put in front of a text. strips_space: decoding takes it away again.
-
-    Raises:
-        ConfigError: if the decoder is of neither kind.
-    """
+    """The form in which a tokenizer writes bytes and spaces into tokens. ConfigError: the decoder is of another."""
 
     def __init__(self, definition: Mapping[str, Any]):
         decoders = _parts(definition.get("decoder"), "decoders")
@@ -89,7 +80,6 @@ class ByteForm:
         )
 
     def bytes_of(self, name: str) -> bytes:
-        """The bytes that a token of this name stands for."""
         if self._alphabet is not None:
             if all(char in self._alphabet for char in name):
                 return bytes(self._alphabet[char] for char in name)
@@ -100,7 +90,6 @@ class ByteForm:
 
     @staticmethod
     def without_prefix(definition: Mapping[str, Any]) -> dict[str, Any]:
-        """The same definition without the space that is put in front of a text."""
         changed = dict(definition)
         for key, inner in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
             parts = [_unprefixed(part) for part in _parts(definition.get(key), inner)]
@@ -133,7 +122,6 @@ def _unprefixed(part: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def settings_of_directory(path: Path) -> TokenizerSettings:
-    """The tokenizer settings in a Hugging Face directory. Raises ConfigError."""
     definition = read_json(path / "tokenizer.json")
     settings = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").exists() else {}
     known = {token["content"] for token in definition.get("added_tokens") or []}
@@ -217,12 +205,6 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.g
 
 
 def settings_of_gguf(metadata: Mapping[str, Any]) -> TokenizerSettings:
-    """Rebuild a tokenizer's settings from GGUF metadata.
-
-    Raises:
-        ConfigError: naming the key.
-        TypeError, ValueError: for a value of the wrong kind.
-    """
     model = metadata.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         raise ConfigError(f"tokenizer.ggml.model is {model!r}; supported are gpt2 and llama")

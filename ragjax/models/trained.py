@@ -23,13 +23,7 @@ from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 
 
 def load_model(model: LocalModel, dtype: DTypeLike, cache_dir: str | Path, packed: PackedForm | None = None) -> Decoder:
-    """The decoder of a model, with its adapter if it has one.
-
-    packed: as of `weights.load_decoder`; an adapter that changes matrices asks for them as they are.
-
-    Raises:
-        ConfigError: as `weights.open_checkpoint`; if the adapter is not for these weights, or not for packed ones.
-    """
+    """The decoder of a model, with its adapter if it has one, which asks for matrices that are not packed."""
     trained = None if model.adapter is None else load_trained(model.adapter)
     if isinstance(trained, Adapter):
         if packed is not None and packed.bits is not None:
@@ -43,12 +37,10 @@ def load_model(model: LocalModel, dtype: DTypeLike, cache_dir: str | Path, packe
 
 
 def load_trained(file: str | Path) -> Adapter | PacketFile:
-    """Load an adapter or packet. Raises ConfigError if it is neither."""
     return PacketFile.load(file) if _read(file)[0]["format"] == PACKET_FORMAT else Adapter.load(file)
 
 
 def _read(file: str | Path) -> tuple[dict[str, str], Arrays]:
-    """The metadata of a file that `train/` wrote, and its arrays."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -60,13 +52,11 @@ def _read(file: str | Path) -> tuple[dict[str, str], Arrays]:
 
 
 def check_weights(about: Mapping[str, str], digest: bytes, model: str) -> None:
-    """Raise ConfigError if what says this of itself was trained on other weights than those of this digest."""
     if about.get("weights", digest.hex()) != digest.hex():
         raise ConfigError(f"the adapter was trained on other weights than those of {model}")
 
 
 def wrapper_of(model: LocalModel) -> Wrapper | None:
-    """The tokens of a model's packets; None if it has none."""
     trained = None if model.adapter is None else load_trained(model.adapter)
     if not isinstance(trained, PacketFile):
         return None
@@ -114,7 +104,6 @@ class Adapter:
 
     @staticmethod
     def load(file: str | Path) -> Adapter:
-        """Read a file of `train.lora.Lora.save`. Raises ConfigError if it is no such file."""
         about, tensors = _read(file)
         if about.pop("format") != LORA_FORMAT:
             raise ConfigError(f"{file}: not a LoRA adapter of ragjax")
@@ -132,11 +121,7 @@ class Adapter:
             raise ConfigError(f"{file}: cannot be read as a LoRA adapter: {error}") from error
 
     def merged(self, name: str, weight_LOI: jax.Array) -> jax.Array:
-        """All layers' matrices of this name, stacked, with their adapters, float32; as they are if they have none.
-
-        Raises:
-            ConfigError: if they are of another shape than those it was trained on.
-        """
+        """All layers' matrices of this name, stacked, with their adapters, float32; as they are if they have none."""
         if name not in self.pairs:
             return weight_LOI
         found = {part: tuple(value.shape) for part, value in self.pairs[name].items()}
@@ -152,7 +137,6 @@ class Adapter:
         return merged
 
     def apply(self, decoder: Decoder) -> None:
-        """Change a decoder's matrices in place, in their dtype. Raises ConfigError as `merged`."""
         for name in self.pairs:
             weights = [getattr(layer, name) for layer in decoder.layers]
             merged_LOI = self.merged(name, jnp.stack([weight[...] for weight in weights]))
@@ -161,7 +145,6 @@ class Adapter:
 
 
 def pair_shapes(name: str, shape: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the adapters of a matrix of this stacked shape, [L, *outputs, *inputs]."""
     layers, outputs, inputs = shape[:1], shape[1 : -INPUTS[name]], shape[-INPUTS[name] :]
     return {"a": (*layers, rank, *inputs), "b": (*layers, *outputs, rank)}
 
@@ -186,7 +169,6 @@ class PacketFile:
 
     @staticmethod
     def load(file: str | Path) -> PacketFile:
-        """Read a file of `train.soft.Soft.save`. Raises ConfigError if it is no such file."""
         about, tensors = _read(file)
         if about.pop("format") != PACKET_FORMAT:
             raise ConfigError(f"{file}: not a packet of ragjax")
@@ -196,11 +178,9 @@ class PacketFile:
         return PacketFile(tensors["header"], tensors["trailer"], about)
 
     def wrapper(self, vocabulary: int) -> Wrapper:
-        """The tokens that have these embeddings behind a vocabulary of this size."""
         return Wrapper.of(vocabulary, len(self.header_HE), len(self.trailer_HE))
 
     def apply(self, decoder: Decoder) -> None:
-        """Give a decoder these embeddings, in place. Raises ConfigError if its width is another."""
         rows_SE = np.concatenate([self.header_HE, self.trailer_HE])
         if rows_SE.shape[1] != decoder.config.hidden_size:
             raise ConfigError(

@@ -44,13 +44,9 @@ def chat_prompt(
     """The prompt of a chat; `hits` are the chunks in the order they are to stand in (None: no knowledge is used).
 
     earlier: chunks of earlier questions, by the index of the message, ascending; not beside a recognition. public:
-    whether the KV of our own instruction may serve every tenant. tools: those that the answer may call. recognition: of
-    passages in the messages (None: there is none). Without `hits` the system segment is then what the template opens
-    with, so that a passage is found again behind any system message, and in one.
-
-    Raises:
-        RequestError: if there is no message of the user, or none of the user or a tool at the end, or the template
-            refuses the messages.
+    whether the KV of our own instruction may serve every tenant. recognition: of passages in the messages. Without
+    `hits` the system segment is then what the template opens with, so that a passage is found again behind any system
+    message, and in one.
     """
     _check(messages)
     if hits is None:
@@ -79,10 +75,7 @@ def graph_prompt(
     """The prompt of a chat with facts, a line for each relation path (DepCache, section 2.1).
 
     trees: merge the paths of each entity into a tree of tokens; otherwise they stand one behind the other, as a chunk.
-    public, tools: as in `chat_prompt`. share: whether the KV of the facts may serve every tenant.
-
-    Raises:
-        RequestError: as `chat_prompt`.
+    share: whether the KV of the facts may serve every tenant.
     """
     _check(messages)
     before, behind = _frame(tokenizer, messages, GRAPH_INSTRUCTION, public, tools)
@@ -113,7 +106,6 @@ def _check(messages: Sequence[Message]) -> None:
 
 
 def _asked(messages: Sequence[Message]) -> int:
-    """Index of the question: the user's last message."""
     found = [i for i, message in enumerate(messages) if message.role == "user"]
     if not found:
         raise RequestError("no message is the user's", param="messages")
@@ -134,7 +126,6 @@ def _frame(
     recognition: Recognition | None = None,
     earlier: Mapping[int, Sequence[Hit]] | None = None,
 ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-    """Segments before the knowledge of the question, and behind it."""
     own = messages[0].role == "system"
     searched = {*(earlier or ()), _asked(messages)}
     framed = [
@@ -162,7 +153,6 @@ def _frame(
 
 
 def chunk_segment(hit: Hit) -> Segment:
-    """A chunk as it stands in prompts."""
     chunk = hit.chunk
     return Segment(chunk.id, Kind.CHUNK, chunk.tokens, chunk.title, hit.score, hit.public, chunk.behind)
 
@@ -171,9 +161,6 @@ def text_prompt(tokenizer: Tokenizer, text: str | Sequence[int], recognition: Re
     """The prompt of a raw completion: one query segment. Token ids stand as they are; in front of a text comes BOS.
 
     recognition: of passages in a text; its last piece asks.
-
-    Raises:
-        RequestError: if it is empty, or an id has no token.
     """
     if isinstance(text, str) and text and recognition is not None:
         found = recognise(tokenizer, [(text, False)], recognition, questions(recognition.cutter, (text,)))

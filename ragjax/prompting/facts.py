@@ -15,28 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroundedFacts:
-    """A prompt with its facts. notices: what did not go as asked."""
-
     prompt: Prompt
     subgraphs: tuple[Subgraph, ...]
     notices: tuple[str, ...]
 
     @property
     def facts(self) -> tuple[FactReport, ...]:
-        """Every path that stands in the prompt, in order."""
         return tuple(FactReport(s.entity, path.steps, path.score) for s in self.subgraphs for path in s.paths)
 
 
 def gather(
     graph: KnowledgeGraph | None, asked: Graph, question: str, check: Callable[[], None] = lambda: None
 ) -> tuple[Subgraph, ...]:
-    """The paths given with the request, or those around the question's entities in the graph; may be empty.
-
-    check: called for each entity; an error of it ends the work.
-
-    Raises:
-        RequestError: for a path that is none, an entity that the graph does not know, or a number out of range.
-    """
+    """The paths given with the request, or those around the question's entities in the graph; may be empty."""
     if asked.relation_paths is not None:
         return subgraphs_of(maximal(map(RelationPath, asked.relation_paths)))
     assert graph is not None
@@ -64,7 +55,6 @@ def ground(subgraphs: Sequence[Subgraph], build: Callable[[Sequence[Subgraph]], 
 
 
 def _foremost(subgraphs: Sequence[Subgraph], count: int) -> tuple[Subgraph, ...]:
-    """The `count` paths most similar to the question; of equals, the first."""
     ranked = sorted(((s.entity, path) for s in subgraphs for path in s.paths), key=lambda pair: -pair[1].score)
     kept = set(ranked[:count])
     cut = (replace(s, paths=tuple(path for path in s.paths if (s.entity, path) in kept)) for s in subgraphs)

@@ -26,11 +26,7 @@ LISTED = (
 
 
 def told(tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools | None) -> tuple[Message, ...]:
-    """The messages as the model's template takes them: calls as text, and tools listed if the template does not.
-
-    Raises:
-        RequestError: for the answer of a tool that was not called, or a text that would be a control token.
-    """
+    """The messages as the model's template takes them: calls as text, and tools listed if the template does not."""
     names = {call.id: call.name for message in messages for call in message.tool_calls}
     for message in messages:
         if message.role == "tool" and message.tool_call_id not in names:
@@ -55,7 +51,6 @@ def told(tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools | None)
 
 
 def for_template(tools: Tools | None) -> list[dict[str, object]] | None:
-    """The tools in OpenAI's form, as templates take them."""
     if tools is None:
         return None
     return [{"type": "function", "function": _described(tool)} for tool in tools.offered]
@@ -129,7 +124,6 @@ def _described(tool: Tool) -> dict[str, object]:
 
 
 def _plain(tokenizer: Tokenizer, message: Message, names: Mapping[str, str]) -> Message:
-    """A message whose content says all of it."""
     if message.role == "tool" and tokenizer.knows_tools:
         return Message("tool", message.content)
     if message.role == "tool":

@@ -52,8 +52,6 @@ WATCH = 0.05
 
 
 class Verdict(StrEnum):
-    """The consequence of a sample."""
-
     KEEP = "keep"
     RAISE = "raise"
     EXACT = "exact"
@@ -141,7 +139,6 @@ class Contract:
 
     @property
     def setting(self) -> Setting:
-        """The setting of requests that name no strategy, which may be `auto`."""
         return FULL if self.faulted else self._setting
 
     @property
@@ -151,7 +148,6 @@ class Contract:
 
     @property
     def summary(self) -> str:
-        """The default setting in words."""
         if self.setting.strategy != AUTO:
             return str(self.setting)
         if self.pick == PREFIX:
@@ -186,7 +182,6 @@ class Contract:
         return f"{most}: the request ran prefix, which is exact"
 
     def takes_preprocessed(self, setting: Setting) -> bool:
-        """True if its figures were measured with preprocessed chunks."""
         return setting.strategy in self._preprocessed
 
     def predicted(self, setting: Setting, exact: bool, chunks: int, preprocessed: bool = True) -> Divergence | None:
@@ -205,11 +200,7 @@ class Contract:
         return () if self._evidence is None or self.faulted else self._evidence.candidates
 
     def learn(self, chunks: int, trials: Mapping[Setting, ShadowTrial]) -> None:
-        """Take in what a request of so many chunks showed of the candidates; `auto` may pick one of them from now on.
-
-        Raises:
-            OSError: if the report cannot be written; it holds nevertheless.
-        """
+        """Take in what a request of so many chunks showed of the candidates; `auto` may pick one from now on."""
         if self._evidence is None:
             return
         self._evidence.take_in(chunks, trials)
@@ -229,22 +220,16 @@ class Contract:
         evidence.forget()
 
     def draws(self, picked: bool = False) -> bool:
-        """Draw whether the next request is replayed. picked: `auto` picks its setting by evidence."""
         if picked and self.candidates:
             return True
         rate = max(self._rate, WATCH) if picked and self.pick != PREFIX else self._rate
         return rate > 0 and self._random.random() < rate
 
     def drop(self, reason: str) -> None:
-        """A replay does not come about."""
         self._counters[reason] += 1
 
     def observe(self, setting: Setting, exact: bool, seen: Divergence, covered: bool = True) -> None:
-        """A request of this setting was replayed.
-
-        exact: its answer was labelled so. covered: whether the report speaks of such requests; others, with more chunks
-        for instance, do not tell whether the budget is kept.
-        """
+        """A request of this setting was replayed. exact: its answer was labelled so. covered: the report has such."""
         if self.observer is not None:
             self.observer(setting.strategy, seen)
         if exact and seen.kl > self._exact:
@@ -254,7 +239,6 @@ class Contract:
         self._counters["replayed"] += 1  # last: who waits for it sees what came of it
 
     def _climb(self, setting: Setting, seen: Divergence) -> None:
-        """Take a sample of the present setting; `auto` may then go on with another one."""
         before, verdict = self.pick, self._monitor.add(setting, seen)
         if verdict is Verdict.KEEP:
             return
@@ -283,7 +267,6 @@ class Contract:
         _log.error("%s", self._notice)
 
     def stats(self) -> dict[str, float | dict[str, float]]:
-        """Counters since the start."""
         replays = {name: self._counters[name] for name in ("replayed", "dropped", "failed")}
         return {
             "shadow_replays_total": dict(replays),

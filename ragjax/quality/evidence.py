@@ -47,13 +47,8 @@ class ShadowTrial:
 class LiveEvidence:
     """Trials of the candidates, and the report that they make.
 
-    A setting whose KL is surely above the budget, or is not finite, is not tried again.
-
-    Args:
-        blank: the report, but for what is measured.
-        budget: that a setting is to keep.
-        candidates: that may serve.
-        path: where the trials are kept for the next start until they are enough (None: nowhere).
+    A setting whose KL is surely above the budget, or is not finite, is not tried again. blank: the report, but for what
+    is measured. path: where the trials are kept for the next start until they are enough.
     """
 
     def __init__(self, blank: Report, budget: Budget, candidates: Sequence[Setting], path: Path | None = None):
@@ -67,18 +62,15 @@ class LiveEvidence:
 
     @property
     def candidates(self) -> tuple[Setting, ...]:
-        """Settings that are still to be tried."""
         if len(self._chunks) >= MOST:
             return ()
         return tuple(setting for setting in self._trials if not self._is_out(setting))
 
     @property
     def requests(self) -> int:
-        """Requests that were tried."""
         return len(self._chunks)
 
     def take_in(self, chunks: int, trials: Mapping[Setting, ShadowTrial]) -> None:
-        """Note what a request of so many chunks showed."""
         self._chunks.append(chunks)
         for setting, trial in trials.items():
             self._trials[setting].append(trial)
@@ -88,7 +80,6 @@ class LiveEvidence:
                 write(self._path, {"identity": self._blank.identity, "chunks": self._chunks, "rows": rows})
 
     def forget(self) -> None:
-        """Remove what is kept for the next start."""
         if self._path is not None:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)

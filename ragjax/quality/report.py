@@ -59,11 +59,7 @@ PREFIX = Setting("prefix")
 
 
 def divergence(full_NV: NDArray[np.float32], other_NV: NDArray[np.float32]) -> Divergence:
-    """Mean over N positions between logits; `inf` if any is not a finite number.
-
-    Raises:
-        ValueError: if the shapes differ or N is 0.
-    """
+    """Mean over N positions between logits; `inf` if any is not a finite number."""
     if full_NV.shape != other_NV.shape or full_NV.ndim != 2 or not len(full_NV):
         raise ValueError(f"logits of shapes {full_NV.shape} and {other_NV.shape} cannot be compared")
     if not (np.isfinite(full_NV).all() and np.isfinite(other_NV).all()):
@@ -115,11 +111,6 @@ class Budget:
 
     @staticmethod
     def parse(text: str) -> Budget:
-        """From "KL=0.05", "TOP1=0.95", or both with a comma between.
-
-        Raises:
-            ConfigError: saying what may be written.
-        """
         allowed = 'write "KL=0.05" (nats, from 0), "TOP1=0.95" (0 to 1), or both with a comma between'
         limits: dict[str, float] = {}
         for part in text.split(","):
@@ -135,7 +126,6 @@ class Budget:
         return Budget(**limits)
 
     def holds(self, kl_hi: float, top1_lo: float) -> bool:
-        """True if divergence with these bounds lies inside."""
         return (self.kl is None or kl_hi <= self.kl) and (self.top1 is None or top1_lo >= self.top1)
 
     def __str__(self) -> str:
@@ -148,8 +138,6 @@ class Budget:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Figures of one setting over some questions."""
-
     setting: Setting
     n: int  # questions
     kl: float  # mean over questions, nats
@@ -168,11 +156,6 @@ class Measurement:
     def of(
         setting: Setting, seen: Sequence[Divergence], ttft_ms: Sequence[float], shares: Sequence[float]
     ) -> Measurement:
-        """From one entry a question.
-
-        Raises:
-            ValueError: for fewer than two questions, or figures that are not finite.
-        """
         kls, top1s = [one.kl for one in seen], [one.top1 for one in seen]
         return Measurement(
             setting=setting,
@@ -188,8 +171,6 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Report:
-    """All measurements of one model."""
-
     identity: str  # hex of what KV depends on: weights, tokenizer, configuration, dtype
     model: str
     dtype: str
@@ -225,16 +206,10 @@ class Report:
         return (*(one.setting for one in rungs), PREFIX)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON; readers see the old file or the new one."""
         write(path, {"version": VERSION, **asdict(self)})
 
     @classmethod
     def load(cls, path: Path, identity: str) -> Report:
-        """Read what `save` wrote for this model.
-
-        Raises:
-            ConfigError: if there is no such file, or it is damaged, of another version or of another model.
-        """
         try:
             report = cls._of(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError as error:
@@ -261,7 +236,6 @@ class Report:
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
-    """Write JSON, at once or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as part:
         part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

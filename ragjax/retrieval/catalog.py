@@ -62,9 +62,7 @@ _log = logging.getLogger(__name__)
 
 
 class Catalog:
-    """Files, stores and attachments of tenants. Any thread may call it.
-
-    place: its file; None keeps it in memory.
+    """Files, stores and attachments of tenants; any thread may call it. place: its file; None keeps it in memory.
 
     Raises:
         ConfigError: the file cannot be used, or another process has it open.
@@ -94,7 +92,6 @@ class Catalog:
         return self._change(sql, *values, checksum(values), least, tenant, file.size, least, quota) == 1
 
     def files(self, tenant: str, purpose: str | None = None, part: Slice = WHOLE) -> list[File]:
-        """A tenant's files of one purpose or of any, the oldest first."""
         values = {"tenant": tenant, "purpose": purpose}
         sql = f"{_FILE} where tenant = :tenant and (:purpose is null or purpose = :purpose)"
         return [File(*row) for row in self._part(sql, "files where id = :id", values, part)]
@@ -103,11 +100,6 @@ class Catalog:
         return next((File(*row) for row in self._rows(f"{_FILE} where tenant = ? and id = ?", tenant, file)), None)
 
     def content(self, file: str) -> bytes | None:
-        """The bytes of a file.
-
-        Raises:
-            DamageError: they, or what else is kept of it, are not as they were uploaded.
-        """
         try:
             rows = self._rows(f"select content, checksum, {_KEPT} from files where id = ?", file)
         except sqlite3.DatabaseError as error:
@@ -126,21 +118,18 @@ class Catalog:
         return DamageError(f"the file {file!r} is damaged where it is kept: delete it and upload it again")
 
     def name(self, file: str) -> str:
-        """The name of a file; empty if it is gone."""
         rows: list[tuple[str]] = self._rows("select name from files where id = ?", file)
         return rows[0][0] if rows else ""
 
     def expired(self, now: int) -> list[str]:
-        """The files of all tenants whose time is over."""
         return [file for (file,) in self._rows("select id from files where expires <= ?", now)]
 
     def next_expiry(self) -> int | None:
-        """Earliest time at which a file expires; None if none does."""
         rows: list[tuple[int | None]] = self._rows("select min(expires) from files")
         return rows[0][0]
 
     def remove_file(self, file: str) -> list[str]:
-        """Forget a file, and where it was attached: the stores."""
+        """Forget a file; returns the stores that it was attached to."""
         stores = self.attached(file)
         self._delete("delete from files where id = ?", file)
         return stores
@@ -155,7 +144,6 @@ class Catalog:
         return self._change(sql, *values, store.id, tenant, store.created, tenant, most) == 1
 
     def change_store(self, store: Store) -> bool:
-        """Keep the name, days, metadata and description of a store; False: it is gone."""
         values = (store.name, store.days, json.dumps(store.metadata), store.description, store.id)
         sql = "update stores set name = ?, days = ?, metadata = ?, description = ? where id = ?"
         return self._change(sql, *values) == 1
@@ -164,7 +152,6 @@ class Catalog:
         self._change("update stores set expired = 1 where id = ?", store)
 
     def stores(self, tenant: str, part: Slice = WHOLE) -> list[Store]:
-        """A tenant's stores, the oldest first."""
         sql = f"{_STORE} where tenant = :tenant"
         return [_store(row) for row in self._part(sql, "stores where id = :id", {"tenant": tenant}, part)]
 
@@ -178,14 +165,13 @@ class Catalog:
         self._change("update stores set active = ? where id = ?", now, store)
 
     def remove_store(self, store: str) -> None:
-        """Forget a store and what is attached to it."""
         self._delete("delete from stores where id = ?", store)
 
     def attach(self, attachments: list[Attachment], quota: int, least: int) -> bool:
         """Keep attachments to a store, all or none; one that was there is replaced.
 
-        False: the files in all stores of its tenant would have more bytes than the quota, where one counts for each
-        store that it is in. least: bytes that a file counts as, at least.
+        False: the files in all stores of its tenant would exceed the quota. A file counts `least` bytes at least, for
+        each store that it is in.
 
         Raises:
             sqlite3.IntegrityError: the store or a file is gone.
@@ -215,11 +201,9 @@ class Catalog:
         return self._change(sql, *values, *key) == 1
 
     def reopen(self, store: str, file: str) -> None:
-        """Note that an attachment is to be read again."""
         self._change("update attachments set state = 'in_progress' where store = ? and file = ?", store, file)
 
     def attachments(self, store: str, state: State | None = None, part: Slice = WHOLE) -> list[Attachment]:
-        """A store's attachments, the oldest first. state: those in it alone."""
         sql = f"{_ATTACHMENT} where store = :store and (:state is null or state = :state)"
         place = "attachments where store = :store and file = :id"
         return [_attachment(row) for row in self._part(sql, place, {"store": store, "state": state}, part)]
@@ -241,7 +225,6 @@ class Catalog:
         self._delete("delete from attachments where store = ? and file = ?", store, file)
 
     def _change(self, sql: str, *values: object) -> int:
-        """Carry out a statement; returns the number of rows that it changed."""
         with self._lock, transaction(self._database):
             return self._database.execute(sql, values).rowcount
 

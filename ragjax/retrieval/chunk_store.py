@@ -110,11 +110,7 @@ def _check_settings(database: sqlite3.Connection, place: str | Path, settings: d
 
 
 def _verify(database: sqlite3.Connection) -> None:
-    """Compare all chunks with their checksums. A directory that was made before there were any gets them now.
-
-    Raises:
-        sqlite3.DatabaseError: a chunk is not as it was written.
-    """
+    """Compare all chunks with their checksums. A directory that was made before there were any gets them now."""
     begun = database.execute("select 1 from settings where name = 'checksums'").fetchone() is not None
     rows = database.execute(f"select number, checksum, {_CONTENT} from chunks left join checksums using (number)")
     new = []
@@ -140,7 +136,6 @@ def _run(database: sqlite3.Connection, statements: str) -> None:
 
 
 def index_path(directory: Path | None) -> Path | None:
-    """The file of a directory's vector index."""
     return None if directory is None else directory / "index.npz"
 
 
@@ -181,7 +176,6 @@ def insert(database: sqlite3.Connection, chunk: Chunk, embedding: NDArray[np.flo
 
 
 def measure(database: sqlite3.Connection, document_ids: Iterable[str]) -> None:
-    """Note the bytes of the text and tokens of these documents' chunks in the table `sizes`."""
     sql = f"insert into sizes {_MEASURED} where document_id = ? group by document_id"
     database.executemany(sql, [(document_id,) for document_id in document_ids])
 
@@ -196,7 +190,6 @@ def chunk_of(row: tuple[Any, ...]) -> tuple[int, Chunk]:
 
 
 def embeddings(database: sqlite3.Connection, document_ids: Iterable[str]) -> dict[str, Vectors]:
-    """Embeddings, float32 [E], of the chunks of these documents by their text."""
     sql = "select text, embedding from chunks where document_id = ?"
     rows = (row for document_id in document_ids for row in database.execute(sql, (document_id,)))
     return {text: np.frombuffer(raw, np.float32) for text, raw in rows}
@@ -229,8 +222,6 @@ def nearest_chunks(
 
 @dataclass(frozen=True)
 class _EmbeddedChunks:
-    """Chunks as neighbours of each other: embeddings [N, E], tokens, and the row of each number."""
-
     embedding_NE: Vectors
     tokens: tuple[bytes, ...]
     row: dict[int, int]

@@ -59,7 +59,6 @@ class Chunker:
         return finish(self.chunk_steps(document))
 
     def chunk_steps(self, document: Document) -> Generator[None, None, tuple[Chunk, ...]]:
-        """Do the work of `chunks` in steps of about a second."""
         return (yield from replace(self, encode=lru_cache(_REMEMBERED)(self.encode))._chunk_steps(document))
 
     def _chunk_steps(self, document: Document) -> Generator[None, None, tuple[Chunk, ...]]:
@@ -114,7 +113,6 @@ class Chunker:
         return [fit for begin, piece in splitter.chunk_indices(text) for fit in self._fit(begin, piece, heading)]
 
     def _fit(self, begin: int, piece: str, heading: str) -> Iterator[tuple[int, str]]:
-        """Halve what is still too long: a piece may cost more tokens than its parts promised."""
         if len(piece) == 1 or self._count(f"{heading}{piece}\n\n") <= self.max_tokens:
             yield begin, piece
             return
@@ -144,7 +142,6 @@ T = TypeVar("T")
 
 
 def finish(steps: Generator[None, None, T]) -> T:
-    """Run all steps and return their result."""
     while True:
         try:
             next(steps)

@@ -49,8 +49,6 @@ _ORDER_BYTES = 4096  # of an order to that process, at most
 
 @dataclass(frozen=True)
 class ReadingLimits:
-    """Bounds of what reading a file takes."""
-
     pages: int
     stream: int
     chars: int
@@ -71,11 +69,7 @@ LIBRARIES: Mapping[str, Sequence[str]] = {
 
 
 def read_confined(data: bytes, path: Path, reader: Reader) -> Generator[None, None, Reading]:
-    """Read a file by `reader` in a process, in steps of `STEP_SECONDS`, between which the process is stopped.
-
-    Raises:
-        ConfigError: if it is damaged, or over a limit.
-    """
+    """Read a file by `reader` in a process, in steps of `STEP_SECONDS`, between which the process is stopped."""
     limits = ReadingLimits(MAX_PAGES, MAX_STREAM, MAX_CHARS, MAX_MEMORY, MAX_SECONDS)
     with _buffer() as file, _buffer() as told_file:  # a pipe loses what is on its way at a stop
         file.write(data)
@@ -141,7 +135,6 @@ class _Forker:
             ordered(orders, {"pid": pid, "signal": number})
 
     def close(self) -> None:
-        """End the process, and those that it forked."""
         with self._lock:
             self._end()
 
@@ -173,11 +166,7 @@ def _forker() -> _Forker:
 
 
 def ordered(orders: socket.socket, order: dict[str, Any], files: list[int] | None = None) -> int:
-    """Send an order with files, and return the answer, a process's id.
-
-    Raises:
-        OSError: if the other end is closed.
-    """
+    """Send an order with files, and return the answer, a process's id. OSError: the other end is closed."""
     socket.send_fds(orders, [json.dumps(order).encode()], files or [])
     if not (told := orders.recv(_ORDER_BYTES)):
         raise ConnectionResetError
@@ -208,7 +197,6 @@ class ReadingProcess:
         self._forker.signal(self.pid, number, self._orders)
 
     def close(self) -> None:
-        """Kill it if it has not ended."""
         self.signal(signal.SIGKILL)
         self._end.close()
 

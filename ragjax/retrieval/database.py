@@ -30,8 +30,8 @@ def exclusive(
 ) -> sqlite3.Connection:
     """An open database, prepared; its folder is made if need be. None: in memory.
 
-    prepare: makes tables and checks what is there; what it raises closes the database.
-    remedy: what to do about a broken file. implicit: whether sqlite3 begins transactions by itself.
+    prepare: makes tables and checks what is there. remedy: what to do about a broken file. implicit: whether sqlite3
+    begins transactions by itself.
 
     Raises:
         ConfigError: the file cannot be opened or used, is broken, or another process has it open (`HeldError`).
@@ -68,12 +68,7 @@ def exclusive(
 
 @contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """Commit what is done within it at its end; roll back if there is an error.
-
-    Raises:
-        DiskFullError: the disk has no room.
-        ConfigError: the file cannot be written.
-    """
+    """Commit what is done within it; roll back if there is an error. Raises DiskFullError or ConfigError."""
     try:
         with database:
             yield
@@ -108,7 +103,6 @@ SPARE = 2**20
 
 
 def hold_spare(spare: Path | None) -> None:
-    """Make the spare file, unless it is there or there is no room for it."""
     if spare is None or spare.exists():
         return
     try:
@@ -118,11 +112,7 @@ def hold_spare(spare: Path | None) -> None:
 
 
 def compare_schema(database: sqlite3.Connection, schema: str) -> None:
-    """Compare the columns of tables with those of a schema.
-
-    Raises:
-        sqlite3.DatabaseError: they are others.
-    """
+    """Raise sqlite3.DatabaseError unless the tables have the columns of a schema."""
     with closing(sqlite3.connect(":memory:")) as fresh:
         fresh.executescript(schema)
         tables = [name for (name,) in fresh.execute("select name from sqlite_master where type = 'table'")]
@@ -131,7 +121,6 @@ def compare_schema(database: sqlite3.Connection, schema: str) -> None:
 
 
 def add_column(database: sqlite3.Connection, table: str, column: str, kind: str) -> bool:
-    """Give a table that an older version made a column; whether it had none of this name."""
     if any(column == name for name, *_ in _columns(database, table)):
         return False
     database.execute(f"alter table {table} add column {column} {kind}")
@@ -139,7 +128,6 @@ def add_column(database: sqlite3.Connection, table: str, column: str, kind: str)
 
 
 def _columns(database: sqlite3.Connection, table: str) -> set[tuple[str, str, int]]:
-    """Name, type, and whether it must be there, of each."""
     return {(name, kind, needed) for _, name, kind, needed, *_ in database.execute(f"pragma table_info({table})")}
 
 
@@ -176,11 +164,8 @@ _OPEN, _CLOSED = "open", "closed"
 def verify_sealed(folder: Path) -> dict[str, str]:
     """Compare a store that nobody has open with what it was when it was closed, and return the digests for `unseal`.
 
-    After a kill, only files that never change are compared. A store without a seal is taken as it is.
-
-    Raises:
-        DamageError: a file is gone, or is not as it was.
-        OSError: a file cannot be read.
+    After a kill, only files that never change are compared. A store without a seal is taken as it is. Raises
+    DamageError.
     """
     state, digests, place = _OPEN, dict[str, str](), folder / _SEAL
     if place.exists():
@@ -199,12 +184,10 @@ def verify_sealed(folder: Path) -> dict[str, str]:
 
 
 def unseal(folder: Path, digests: Mapping[str, str]) -> None:
-    """Note that the store is open and its files change, but for those that `verify_sealed` found."""
     _write_seal(folder, _OPEN, digests)
 
 
 def seal(folder: Path) -> None:
-    """Note what the files of a store are that was just closed."""
     _write_seal(folder, _CLOSED, _file_digests(folder))
 
 

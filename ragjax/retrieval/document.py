@@ -38,11 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source.
-
-    name: its path inside the folder. document_id: None for a JSONL file, each line of which is a document.
-    modified: in nanoseconds since 1970.
-    """
+    """A file of a source. document_id: None for a JSONL file, each line of which is a document."""
 
     name: str
     path: Path
@@ -105,11 +101,7 @@ def log_left_out(source: str | Path, told: Iterable[str], skipped: Sequence[Skip
 
 
 def scan(source: str | Path) -> Scan:
-    """List the files of a folder, or a JSONL file; nothing is read.
-
-    Raises:
-        ConfigError: the source is missing, of another kind, or has no files that are documents.
-    """
+    """List the files of a folder, or a JSONL file; nothing is read. Raises ConfigError if there are none."""
     source = Path(source)
     if source.is_dir():
         return _scan_folder(source)
@@ -122,10 +114,7 @@ def scan(source: str | Path) -> Scan:
 
 
 def read_steps(file: SourceFile, max_bytes: int = MAX_BYTES) -> Iterator[Document | Skipped | None]:
-    """Read the documents of a file, or why there are none, in steps; None stands for a step that gives neither.
-
-    max_bytes: of a document, and of a JSONL line.
-    """
+    """Read the documents of a file, or why there are none, in steps; None stands for a step that gives neither."""
     if file.document_id is None:
         yield from _from_jsonl(file, max_bytes)
         return
@@ -213,7 +202,6 @@ def _from_line(line: str, where: str) -> Document:
 
 
 def _field(entry: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
-    """The first field that is there."""
     found = [entry[name] for name in names if name in entry]
     if not found and names is _TEXT:
         raise ConfigError(f"{where}: field 'text' is missing; its name may be one of {', '.join(_TEXT)}")
@@ -255,17 +243,13 @@ def _scan_folder(folder: Path) -> Scan:
 
 
 def _fault(name: str) -> str:
-    """Why a file cannot be known by its name; empty if it can."""
     if not is_unicode(name):
         return "the file's name is not valid UTF-8; rename it"
     return "the file's name holds a control character; rename it" if has_controls(name) else ""
 
 
 def _walk(folder: Path, skipped: list[Skipped], told: list[str]) -> Iterator[str]:
-    """Relative paths, with forward slashes, of all files that are not hidden. Linked folders are not entered.
-
-    skipped: takes the folders that cannot be listed. told: takes the links.
-    """
+    """Relative paths, with forward slashes, of all files that are not hidden. Linked folders are not entered."""
 
     def refuse(error: OSError) -> None:
         if Path(error.filename) == folder:
@@ -283,16 +267,11 @@ def _walk(folder: Path, skipped: list[Skipped], told: list[str]) -> Iterator[str
 
 
 def parse(data: bytes, path: Path, document_id: str) -> Document:
-    """The document in a file's bytes, of the kind that the path's suffix says (`SUFFIXES`); nothing is read from disk.
-
-    Raises:
-        ConfigError: if it is of another kind, broken, or over a limit.
-    """
+    """The document in a file's bytes, of the kind that the path's suffix says. Raises ConfigError."""
     return finish(parse_steps(data, path, document_id))
 
 
 def parse_steps(data: bytes, path: Path, document_id: str) -> Generator[None, None, Document]:
-    """Do the work of `parse` in steps; a PDF takes several."""
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise ConfigError(f"{path}: files of this type cannot be read; use {KINDS}")

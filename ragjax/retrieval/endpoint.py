@@ -33,14 +33,7 @@ T = TypeVar("T")
 
 
 def open_client(url: str, key: str | None = None, *, timeout: float, named: str) -> httpx.Client:
-    """A client of a server.
-
-    Args:
-        url: its base URL, which ends in /v1, as a rule.
-        key: None: $OPENAI_API_KEY, if there is one.
-        timeout: seconds for an answer.
-        named: what the URL and the key are called, for errors.
-    """
+    """A client of a server. key: None: $OPENAI_API_KEY. named: what errors call the URL and the key."""
     key = key or os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
@@ -51,10 +44,7 @@ def open_client(url: str, key: str | None = None, *, timeout: float, named: str)
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model behind an OpenAI-compatible server.
-
-    sleep: waits for seconds, between attempts. flag: of the command line that gives the base URL, for errors.
-    """
+    """A model behind an OpenAI-compatible server. flag: of the command line that gives the base URL, for errors."""
 
     client: httpx.Client
     model: str
@@ -65,9 +55,6 @@ class Endpoint:
         """Read the answer of a path. Waits and asks again where the server is busy or broken.
 
         read: makes the result of the answer's JSON; ValueError, LookupError or TypeError: it is of another kind.
-
-        Raises:
-            EndpointError: it cannot be reached, refuses, or does not answer as OpenAI's servers do.
         """
         for attempt in range(_ATTEMPTS - 1):
             reply = self._post(path, body)
@@ -87,7 +74,6 @@ class Endpoint:
         ) from reply
 
     def _post(self, path: str, body: object) -> httpx.Response | httpx.TransportError:
-        """Return the reply, or the error of the transport."""
         try:
             return self.client.post(path, json=body)
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
@@ -108,7 +94,6 @@ class Endpoint:
 
 
 def _asked_wait(reply: httpx.Response | httpx.TransportError) -> float | None:
-    """Seconds that the server asks to wait, if it does."""
     with suppress(KeyError, ValueError):  # it may be a date, too
         seconds = float(reply.headers["retry-after"]) if isinstance(reply, httpx.Response) else 0.0
         return min(seconds, _LONGEST_WAIT) if seconds > 0 else None
@@ -126,9 +111,6 @@ class EmbeddingEndpoint:
     """A sentence encoder behind an endpoint. Any thread may call it.
 
     Its vectors are told apart by URL, model and length: another model under the same name is not noticed.
-
-    Raises:
-        EndpointError: it cannot embed a text.
     """
 
     def __init__(self, endpoint: Endpoint):
@@ -140,12 +122,7 @@ class EmbeddingEndpoint:
 
     @staticmethod
     def connect(place: str) -> EmbeddingEndpoint:
-        """The endpoint of "URL#MODEL"; its key is $OPENAI_API_KEY.
-
-        Raises:
-            ConfigError: it is no URL with a model.
-            EndpointError: it cannot embed a text.
-        """
+        """The endpoint of "URL#MODEL"; its key is $OPENAI_API_KEY."""
         url, _, model = place.partition("#")
         if not model:
             raise ConfigError(f"--encoder {place}: name the model too, as in {url}#MODEL")
@@ -153,22 +130,16 @@ class EmbeddingEndpoint:
         return EmbeddingEndpoint(Endpoint(client, model, flag="--encoder"))
 
     def encode(self, texts: Sequence[str], query: bool = False) -> NDArray[np.float32]:
-        """Embed texts: float32 [len(texts), dim], rows of length one. Questions are embedded as passages are.
-
-        Raises:
-            RequestError: a text is not valid Unicode.
-            EndpointError: the endpoint does not embed them.
-        """
+        """Embed texts: float32 [len(texts), dim], rows of length one. Questions are embedded as passages are."""
         return self.embed(texts).vectors
 
     def embed(self, texts: Sequence[str]) -> Embedded:
-        """Embed texts, and tell how many tokens the endpoint counted; raises as `encode`."""
         parts = [self._embed(texts[begin : begin + TEXTS]) for begin in range(0, len(texts), TEXTS)]
         vectors = [np.empty((0, self.dim), np.float32), *(part.vectors for part in parts)]
         return Embedded(np.concatenate(vectors), sum(part.tokens for part in parts))
 
     def check(self, texts: Sequence[str]) -> None:
-        """Check nothing: the endpoint refuses a text that is too long."""
+        """The endpoint itself refuses a text that is too long."""
 
     def _embed(self, texts: Sequence[str]) -> Embedded:
         if not all(map(is_unicode, texts)):

@@ -38,9 +38,6 @@ class EntityIndex:
     """Names, each with its embedding. One thread at a time may write; any number may search meanwhile.
 
     place: file that keeps the embeddings; None keeps them in memory alone.
-
-    Raises:
-        ConfigError: the file cannot be used, or another process has it open.
     """
 
     def __init__(self, encoder: TextEncoder, place: Path | None = None):
@@ -66,11 +63,7 @@ class EntityIndex:
         return frozenset(self._numbers)
 
     def add_names(self, names: Iterable[str], progress: Callable[[int], None] | None = None) -> None:
-        """Embed those names that are new. progress: called with the number done.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Embed those names that are new. progress: called with the number done."""
         fresh = [name for name in dict.fromkeys(names) if name not in self._numbers]
         sql = "insert into names (name, embedding, checksum) values (?, ?, ?)"
         done = 0
@@ -86,7 +79,6 @@ class EntityIndex:
                     progress(done)
 
     def remove_names(self, names: Iterable[str]) -> None:
-        """Forget names; those that are not there do not matter. Raises ConfigError if the file cannot be written."""
         with self._writing:
             gone = {number: name for name in names if (number := self._numbers.pop(name, None)) is not None}
             for number in gone:
@@ -152,8 +144,6 @@ class Mention(NamedTuple):
 
 @dataclass(frozen=True)
 class _SplitText:
-    """A text in composed Unicode, and its words as they are compared."""
-
     text: str
     starts: tuple[int, ...]
     words: tuple[str, ...]
@@ -185,13 +175,12 @@ class Lexicon:
         self._longest = 0  # words of a name, up to MAX_WORDS
 
     def add_entity(self, entity: str) -> None:
-        """Know an entity by its name. A name without letters and digits is never found in a text."""
+        """A name without letters and digits is never found in a text."""
         key = self._key(entity)
         if key and entity not in self._entities.get(key, ()):
             self._entities[key] = (*self._entities.get(key, ()), entity)
 
     def add_alias(self, alias: Alias) -> None:
-        """Know an entity by another name."""
         key = self._key(alias.name)
         if key and alias not in self._aliases.get(key, ()):
             self._aliases[key] = (*self._aliases.get(key, ()), alias)
@@ -206,7 +195,6 @@ class Lexicon:
             self._entities.pop(key, None)
 
     def named(self, name: str) -> tuple[str, ...]:
-        """The entities that this name, or alias, may mean."""
         key = _split(name).key
         return self._entities.get(key) or tuple(dict.fromkeys(alias.entity for alias in self._aliases.get(key, ())))
 

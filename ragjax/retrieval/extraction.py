@@ -47,9 +47,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExtractionReport:
-    """Counts of a run: chunks asked now, chunks done before, triples of the former, and what was left out.
+    """malformed: chunks whose answer held no triple and was no empty list; a next run asks for them again.
 
-    malformed: chunks whose answer held no triple and was no empty list; a next run asks for them again.
     dropped: parts of other answers that were no triple.
     """
 
@@ -72,13 +71,8 @@ def extract(
 ) -> ExtractionReport:
     """Ask for the triples of every chunk that the output does not have, and add them to it as they come.
 
-    What an earlier text of a chunk said goes from the output at the end, once the new text was answered.
-
-    ask: text of a chunk → the model's answer (`ChatEndpoint.ask`). Up to `concurrency` threads call it.
-
-    Raises:
-        ConfigError: the output cannot be written, or is no output of this command.
-        RagjaxError: what `ask` raises; what was answered by then is kept.
+    What an earlier text of a chunk said goes from the output once the new text was answered. ask: text of a chunk → the
+    model's answer (`ChatEndpoint.ask`). What was answered before an error is kept.
     """
     began = time.perf_counter()
     out = Path(out)
@@ -177,7 +171,6 @@ class ChatEndpoint(Endpoint):
     instruction: str = INSTRUCTION
 
     def ask(self, text: str) -> str:
-        """The model's answer on a text; raises as `call`."""
         body = {
             "model": self.model,
             "messages": [{"role": "system", "content": self.instruction}, {"role": "user", "content": text}],
@@ -198,7 +191,6 @@ class ParsedTriples:
 
     @property
     def is_malformed(self) -> bool:
-        """True if the model did not answer as it was told."""
         return not self.triples and (bool(self.dropped) or not self.is_list)
 
 
@@ -225,7 +217,6 @@ def _json_values(text: str) -> Iterator[object]:
 
 
 def _entries(value: object) -> Sequence[object]:
-    """Parts of a JSON value that stand for triples."""
     if _parts(value) is not None:
         return [value]
     if isinstance(value, dict):
@@ -257,7 +248,6 @@ def _triple(entry: object) -> Triple | None:
 
 
 def _parts(entry: object) -> tuple[str, str, str] | None:
-    """Three texts on one line each, if there are three."""
     if isinstance(entry, dict):
         lower = {str(name).lower(): value for name, value in entry.items()}
         entry = next(([lower[name] for name in names] for names in _LISTS if lower.keys() >= set(names)), None)

@@ -43,8 +43,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Filling:
-    """Makes a knowledge base hold exactly what a source holds. `base.indexing` says how far it is."""
-
     base: KnowledgeBase
     source: Path
     _skipped: dict[str, list[Skipped]] = field(default_factory=dict)  # by file
@@ -63,11 +61,7 @@ class Filling:
         return self.base.indexing
 
     def steps(self) -> Iterator[None]:
-        """Read what is new or has changed and forget what is gone, in steps of a second or two.
-
-        Raises:
-            ConfigError: the source is missing or has no documents; what the base holds stays.
-        """
+        """Read what is new or has changed and forget what is gone, in steps of a second or two."""
         found = scan(self.source)
         left = self._begin(found)
         yield
@@ -156,7 +150,6 @@ class Filling:
                     yield from self._store([one])
 
     def _note(self, files: Sequence[SourceFile]) -> None:
-        """Note that these files were read and their documents stored."""
         now, held = time.time_ns(), self.base.document_ids
         self.base.note_files({
             file.name: json.dumps([*_state(file, held), [astuple(one) for one in self._skipped.get(file.name, [])]])
@@ -182,8 +175,6 @@ class Filling:
 
 @dataclass
 class GraphFilling:
-    """Makes a graph hold exactly the facts of a file. `graph.indexing` says how far it is."""
-
     graph: KnowledgeGraph
     name: str
     source: Path
@@ -194,11 +185,7 @@ class GraphFilling:
         return self.graph.indexing
 
     def steps(self) -> Iterator[None]:
-        """Read a file that is new or has changed, in steps of a second or so.
-
-        Raises:
-            ConfigError: the file is missing, or of another kind.
-        """
+        """Read a file that is new or has changed, in steps of a second or so."""
         broken: list[ConfigError] = []
         items = read_triples(self.source, broken)
         found = self.source.stat()
@@ -252,7 +239,6 @@ def _text_bytes(file: SourceFile) -> float:
 
 @cache
 def _readers() -> str:
-    """Digest of the code that makes documents of files."""
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     return hashlib.blake2b(code, digest_size=16).hexdigest()
 
@@ -279,7 +265,7 @@ class Filler:
     Args:
         fillings: of the bases and graphs.
         busy: tells if requests run; the next step then waits a little.
-        watch: look again every few seconds, as long as the sources change or not.
+        watch: look again every few seconds.
     """
 
     def __init__(self, fillings: Sequence[Filling | GraphFilling], busy: Callable[[], bool], watch: bool = False):
@@ -291,7 +277,6 @@ class Filler:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all is read; False: it takes longer."""
         return self._done.wait(seconds)
 
     def close(self) -> None:

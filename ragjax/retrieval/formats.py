@@ -77,7 +77,6 @@ def read_pptx(data: bytes, limits: ReadingLimits) -> Reading:
 
 
 def _paragraph(paragraph: Any) -> str:
-    """The text of a slide's paragraph, whose runs may be raised or lowered."""
     text = ""
     for run in paragraph:
         if run.tag == f"{_DRAWING}br":
@@ -91,7 +90,6 @@ def _paragraph(paragraph: Any) -> str:
 
 
 def read_epub(data: bytes, limits: ReadingLimits) -> Reading:
-    """The chapters of a book in their order."""
     members = _members(data, limits)
     if _OPENED_BY_KEY.search(members.get("META-INF/encryption.xml", bytes)()):
         raise ConfigError("the book is protected by a key (DRM); use one without")
@@ -203,11 +201,7 @@ def read_notebook(data: bytes, limits: ReadingLimits) -> Reading:
 
 
 def _members(data: bytes, limits: ReadingLimits) -> Mapping[str, Callable[[], bytes]]:
-    """A function for each part of a zip file that reads it.
-
-    Raises:
-        ConfigError: if parts are larger than the limits allow, once decompressed.
-    """
+    """A function for each part of a zip file that reads it."""
     archive = ZipFile(BytesIO(data))
     sizes = [member.file_size for member in archive.infolist()]  # reading a part ends there
     if max(sizes, default=0) > limits.stream or sum(sizes) > _PARTS_IN_ALL * limits.stream:

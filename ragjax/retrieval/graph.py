@@ -68,11 +68,8 @@ class KnowledgeGraph:
     ):
         """Over a store, which is closed with the graph.
 
-        names: file that keeps the embeddings of entity names (None: there is none); what it has is not embedded again.
-        progress: called with the number of names embedded so far.
-
-        Raises:
-            ConfigError: the file cannot be used, or another process has it open.
+        names: file that keeps the embeddings of entity names (None: there is none). progress: called with the number of
+        names embedded so far.
         """
         self._store = store
         self._encoder = _CachedEncoder(encoder, _CACHED)
@@ -108,7 +105,6 @@ class KnowledgeGraph:
             raise
 
     def close(self) -> None:
-        """Release the store. Using the graph afterwards is an error."""
         with self._writing:
             self._index.close()
             self._store.close()
@@ -127,14 +123,7 @@ class KnowledgeGraph:
         return len(self._index)
 
     def add(self, items: Iterable[Triple | Alias]) -> int:
-        """Store triples and aliases, and embed the names of new entities; returns the number of new triples.
-
-        What is there already costs little.
-
-        Raises:
-            RequestError: a name is blank or not valid Unicode. What stands before it may be stored.
-            ConfigError: from `ragjax.retrieval.triple_files.read_triples`, if the items are read by it.
-        """
+        """Store triples and aliases, and embed the names of new entities; returns the number of new triples."""
         new = 0
         with self._writing:
             for batch in batches(items, BATCH):
@@ -238,7 +227,6 @@ class KnowledgeGraph:
         return found
 
     def _further(self, path: Steps, memo: dict[str, list[tuple[str, str]]]) -> Iterator[Steps]:
-        """The path with one more hop."""
         end = path[-1]
         if end not in memo:
             memo[end] = _in_turn(end, self._store.edges(end, _READ))
@@ -246,7 +234,6 @@ class KnowledgeGraph:
         return ((*path, relation, other) for relation, other in memo[end] if other not in met)
 
     def _scores(self, question: str, walks: Sequence[Steps]) -> dict[Steps, float]:
-        """Cosine similarity of each path's text to the question."""
         if not walks or not question.strip():
             return dict.fromkeys(walks, 0.0)
         distinct = list(dict.fromkeys(walks))
@@ -256,8 +243,6 @@ class KnowledgeGraph:
 
 
 class _CachedEncoder:
-    """Remembers the embeddings of the last texts. Threads may share it."""
-
     def __init__(self, encoder: TextEncoder, size: int):
         self._encoder = encoder
         self._known = Recent[tuple[str, bool], Vectors](size)

@@ -77,7 +77,7 @@ def read_html(data: bytes, path: Path) -> Reading:
 
 
 def page_parts(text: str, path: Path) -> tuple[str, list[tuple[int, str, str]]]:
-    """The title of a page and its parts as `outlined` takes them; raises as `read_html`."""
+    """The title of a page and its parts as `outlined` takes them."""
     tags = text.count("<")
     if tags > MAX_TAGS:
         raise ConfigError(f"{path}: {tags} tags, more than the limit of {MAX_TAGS} of a page; split the file")
@@ -147,13 +147,11 @@ class _Page:
 
     @property
     def title(self) -> str:
-        """The first <title>, or else the first <h1>, as one line."""
         told = " ".join("".join(self._title).split())
         return told or next((part.name for part in self.parts if part.level == 1 and part.name), "")
 
     @property
     def _place(self) -> tuple[int, int]:
-        """Where the next piece of text comes: parts and pieces so far."""
         return len(self.parts), len(self.parts[-1].pieces)
 
     def start(self, tag: str, attributes: Mapping[str, str]) -> None:

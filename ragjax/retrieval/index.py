@@ -69,11 +69,6 @@ class IndexShape:
 
     @staticmethod
     def parse(text: str) -> IndexShape:
-        """From "flat", "hnsw", "ivf" or "ivf:lists=1024,probe=0.125".
-
-        Raises:
-            ConfigError: for another text.
-        """
         if name_of(text) not in INDEXES:
             raise ConfigError(f"unknown index {name_of(text)!r}; {meant(name_of(text), INDEXES)}")
         shape = IndexShape(IndexKind(name_of(text)), **settings_of("index", text, IndexShape))
@@ -114,7 +109,6 @@ class VectorIndex:
         self.update(remove=(), ids=ids, vectors=vectors)
 
     def remove(self, ids: Iterable[int]) -> None:
-        """Remove the vectors of these ids, all of which must be there."""
         self.update(remove=ids, ids=np.empty(0, np.int64), vectors=np.empty((0, self.dim), np.float32))
 
     def update(self, remove: Iterable[int], ids: Ids, vectors: Vectors) -> None:
@@ -186,7 +180,6 @@ class VectorIndex:
             final = stage.final
 
     def save(self, path: str | Path) -> None:
-        """Write the index to a file, atomically."""
         path = Path(path)
         with self._lock:
             blob = faiss.serialize_index(self._faiss)
@@ -221,8 +214,6 @@ class VectorIndex:
         yield IndexStage.from_results(self._search_one(query_1E, k), final=True)
 
     def _search_one(self, query_1E: Vectors, k: int) -> Found:
-        """The k nearest of one query, equal scores by id."""
-
         def search(wide: int) -> Found:
             scores_1K, ids_1K = self._search(query_1E, wide)
             return scores_1K[0], ids_1K[0]
@@ -268,7 +259,6 @@ class VectorIndex:
         return found
 
     def _search_every(self, query_1E: Vectors, k: int, ids_N: Ids) -> Found:
-        """The k nearest of these vectors, all of which are compared; in any order among equals."""
         if self._trained_on:
             selector = faiss.IDSelectorBatch(ids_N)
             lists = faiss.SearchParametersIVF(sel=selector, nprobe=self._faiss.nlist)  # type: ignore[call-arg]
@@ -340,7 +330,6 @@ def _ivf(vectors_NE: Vectors, shape: IndexShape) -> Any:
 
 
 def _contents(index: Any) -> tuple[Ids, Vectors]:
-    """Ids and vectors of a faiss index, dead ones included."""
     if isinstance(index, faiss.IndexIVF):
         return _list_contents(index)
     ids_N = faiss.vector_to_array(index.id_map).astype(np.int64)
@@ -363,10 +352,7 @@ def _list_contents(index: Any) -> tuple[Ids, Vectors]:
 
 @dataclass(frozen=True)
 class IndexStage:
-    """Results of a search after a stage: ids int64 [K] and scores float32 [K], as `VectorIndex.search` gives them.
-
-    final: true for the last stage, whose results are those of a plain search.
-    """
+    """Results of a search after a stage: ids int64 [K] and scores float32 [K], as `VectorIndex.search` gives them."""
 
     ids: Ids
     scores: Vectors
@@ -378,10 +364,7 @@ class IndexStage:
 
 
 def settle(search: Callable[[int], Found], k: int, most: int) -> Found:
-    """The k best of one query, equal scores by id, at the edge too, where faiss takes any of them.
-
-    search: the k best in any order among equals. most: number of vectors.
-    """
+    """The k best of one query, equal scores by id, at the edge too, where faiss takes any of them."""
     wide = k + 1
     while True:
         scores_K, ids_K = by_score(*search(min(wide, max(most, k))))
@@ -398,7 +381,6 @@ def by_score(scores_K: Vectors, ids_K: Ids) -> Found:
 
 
 def list_stages(index: Any, query_1E: Vectors, k: int, n: int) -> Iterator[IndexStage]:
-    """The lists that a search of faiss' IndexIVFFlat visits, nearest first, in at most n groups."""
     distances_1L, lists_1L = index.quantizer.search(query_1E, index.nprobe)  # NONE behind the last list
     visited = min(index.nprobe, index.nlist)
     groups = np.array_split(np.arange(visited), min(n, visited))

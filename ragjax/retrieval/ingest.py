@@ -23,20 +23,16 @@ RETRY_S = 60.0
 
 
 class Bases(Protocol):
-    """The engine's knowledge bases by name."""
+    """The engine's knowledge bases by name. names: those without an owner. make: as `get`, but opens it if need be."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the bases that have no owner."""
+    def names(self) -> tuple[str, ...]: ...
 
-    def get(self, name: str | None = None) -> KnowledgeBase:
-        """The one of this name."""
+    def get(self, name: str | None = None) -> KnowledgeBase: ...
 
-    def make(self, name: str | None = None, owner: str | None = None) -> KnowledgeBase:
-        """Like `get`, but opens the base if need be."""
+    def make(self, name: str | None = None, owner: str | None = None) -> KnowledgeBase: ...
 
-    def drop(self, name: str) -> None:
-        """Close one."""
+    def drop(self, name: str) -> None: ...
 
 
 class _DetachedError(Exception):
@@ -48,11 +44,7 @@ class _AttachedAgainError(Exception):
 
 
 class Ingest:
-    """Reads files: of each tenant one after another, and the tenants take turns. Any thread may call it.
-
-    Attributes:
-        running: whether there are files that are not read yet.
-    """
+    """Reads files: of each tenant one after another, and the tenants take turns. Any thread may call it."""
 
     def __init__(self, catalog: Catalog, bases: Bases):
         self._catalog = catalog
@@ -74,7 +66,6 @@ class Ingest:
                 self.running = True
 
     def close(self) -> None:
-        """End with the step at hand. What was not finished stays in progress."""
         with self._lock:
             self._closed = True
         self._worker.shutdown()
@@ -114,7 +105,6 @@ class Ingest:
                 del self._reading[tenant]
 
     def _turn(self) -> str | None:
-        """Next tenant in round-robin order, or None."""
         with self._lock:
             idle = [tenant for tenant, waiting in self._waiting.items() if not waiting and tenant not in self._reading]
             for tenant in idle:

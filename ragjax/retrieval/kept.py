@@ -36,11 +36,7 @@ def open_kept(
 ) -> KnowledgeBase:
     """Open the base of a source in its folder; in memory if there can be none.
 
-    Args:
-        root: where all such folders lie.
-        source: path of the documents.
-        facts: on what the base depends besides; other ones have another folder.
-        open_at: opens a base in a folder (None: in memory).
+    facts: on what the base depends besides; other ones have another folder. open_at: opens a base in a folder.
     """
     path = Path(source).resolve()
     digest = hashlib.blake2b(json.dumps([str(path), *facts]).encode(), digest_size=8).hexdigest()
@@ -78,10 +74,7 @@ def _opened(root: Path, place: Path, open_at: Callable[[Path | None], KnowledgeB
 
 
 def shrink_kept(root: Path, most_bytes: int = MOST_BYTES) -> list[int]:
-    """Remove the folders that were used longest ago until all have this size; returns the sizes of the others.
-
-    Those that a process has open stay.
-    """
+    """Remove folders that nobody has open, the least used first, until all have this size; sizes of the others."""
     found = []
     for place in root.iterdir() if root.exists() else ():
         with suppress(OSError):  # another process removed it

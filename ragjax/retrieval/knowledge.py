@@ -54,18 +54,15 @@ _log = logging.getLogger(__name__)
 
 
 class TextEncoder(Protocol):
-    """A sentence encoder, as far as a knowledge base needs it."""
+    """A sentence encoder: `identity` differs whenever embeddings differ; they are normalised float32 [texts, dim]."""
 
     @property
-    def identity(self) -> str:
-        """Differs whenever embeddings differ."""
+    def identity(self) -> str: ...
 
     @property
-    def dim(self) -> int:
-        """Length of an embedding."""
+    def dim(self) -> int: ...
 
-    def encode(self, texts: Sequence[str], query: bool = False) -> NDArray[np.float32]:
-        """Normalised embeddings, float32 [len(texts), dim], of passages or of questions."""
+    def encode(self, texts: Sequence[str], query: bool = False) -> NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True)
@@ -79,21 +76,13 @@ class AddReport:
 
 @dataclass(frozen=True)
 class SearchStage:
-    """The nearest chunks that a search knows after a stage, best first. final: whether it was the last stage."""
-
     hits: tuple[Hit, ...]
     final: bool
 
 
 @dataclass(frozen=True)
 class Query:
-    """A question with the questions before it.
-
-    Args:
-        text: its last question.
-        before: the questions before it, the oldest first.
-        tenant: who asks: the vectors of questions are remembered for each tenant by itself.
-    """
+    """A question with the questions before it, the oldest first; vectors are remembered by tenant."""
 
     text: str
     before: tuple[str, ...] = ()
@@ -101,7 +90,6 @@ class Query:
 
     @property
     def questions(self) -> tuple[str, ...]:
-        """Those that count, the latest first."""
         return (self.text, *self.before[: -_BEFORE - 1 : -1])
 
 
@@ -212,7 +200,6 @@ class KnowledgeBase:
         return cls(database, index, encoder, chunker, name=name, directory=place)
 
     def close(self) -> None:
-        """Release the directory. Whoever uses the knowledge base afterwards is told that it is gone."""
         with self._writing:
             self._save_index(share=0)
             with self._reading:
@@ -242,11 +229,8 @@ class KnowledgeBase:
     ) -> Generator[None, None, AddReport]:
         """Add documents (see `add`) in steps, each cutting some text or embedding some chunks.
 
-        Not all steps need be taken: chunks that were stored before stay.
-
-        max_tokens: of a chunk (None: the base's own limit).
-        check: called before documents are stored, when nothing is written by others until they are. What it raises ends
-        this, and nothing more is stored.
+        Not all steps need be taken: chunks that were stored before stay. check: called before documents are stored,
+        when nothing is written by others until they are. What it raises ends this, and nothing more is stored.
         """
         documents = tuple(documents)
         _check(documents)
@@ -390,7 +374,6 @@ class KnowledgeBase:
         self._unsaved += len(gone) + len(numbers)
 
     def _save_index(self, share: float = _UNSAVED) -> None:
-        """Write the index file if more than this share of the index has changed."""
         if self._closed or self._index_path is None or not self._unsaved or self._unsaved < share * len(self._index):
             return
         try:
@@ -436,7 +419,6 @@ class KnowledgeBase:
     def _nearest(
         self, vector: Vectors, count: int, within: Container[str] | None, least: float
     ) -> list[tuple[int, Hit]]:
-        """The nearest chunks that may be found, by number."""
         count = min(count, len(self._index))
         if within is None:
             return _fitting(self._hits(*self._index.search(vector, count)), least)
@@ -458,11 +440,7 @@ class KnowledgeBase:
         return [nearest[i] for i in best]
 
     def stages(self, question: str | Query, k: int, n: int) -> Iterator[SearchStage]:
-        """The search in at most n stages (`VectorIndex.stages`); the last one finds what `search` does.
-
-        Raises:
-            RequestError: as `search`, at once.
-        """
+        """The search in at most n stages (`VectorIndex.stages`); the last one finds what `search` does."""
         query = Query(question) if isinstance(question, str) else question
         if not (count := self._searchable(query, k)):
             return iter((SearchStage((), True),))
@@ -471,7 +449,6 @@ class KnowledgeBase:
         return (SearchStage(tuple(hit for _, hit in best), final) for best, final in found)
 
     def _vector(self, query: Query) -> Vectors:
-        """The vector of a query, float32 [E]."""
         texts = query.questions
         vector_NE: Vectors = np.stack([self._vector_of(query.tenant, text) for text in texts])
         if len(texts) == 1:
@@ -504,7 +481,6 @@ class KnowledgeBase:
         return min(k, count)
 
     def _hits(self, numbers: Ids, scores: Vectors) -> list[tuple[int, Hit]]:
-        """Results as chunks by number; those that were deleted meanwhile are left out."""
         found = [(int(number), float(score)) for number, score in zip(numbers, scores, strict=True) if number != NONE]
         chunks = self._chunks([number for number, _ in found])
         return [(number, Hit(chunks[number], score)) for number, score in found if number in chunks]
@@ -520,7 +496,6 @@ class KnowledgeBase:
         return tuple(chunk_store.chunk_of(row)[1] for row in rows)
 
     def chunks(self, numbers: Iterable[int]) -> dict[int, Chunk]:
-        """Stored chunks with these numbers, by number."""
         with self._opened():
             return self._read(numbers)
 
@@ -546,7 +521,6 @@ class KnowledgeBase:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of all chunks, ascending."""
         with self._opened():
             return tuple(row[0] for row in self._database.execute("select number from chunks order by number"))
 
@@ -560,8 +534,7 @@ class KnowledgeBase:
     ) -> list[tuple[str, int]]:
         """Documents by id, ascending, each with the bytes of the text and tokens of its chunks.
 
-        count: of documents, at most; -1: all. after, before: ids that they stand behind and before (None: no bound).
-        last: whether they are the last ones within these bounds, else the first.
+        count: at most; -1: all. after, before: ids that they stand behind and before. last: the last ones within these.
         """
         bounds = [(sign, bound) for sign, bound in ((">", after), ("<", before)) if bound is not None]
         where = " and ".join(f"document_id {sign} ?" for sign, _ in bounds) or "true"
@@ -572,7 +545,6 @@ class KnowledgeBase:
         return found[::-1] if last else found
 
     def size(self, document_id: str) -> int | None:
-        """Bytes of the text and tokens of a document's chunks; None: it is not there."""
         with self._opened():
             found = self._database.execute("select size from sizes where document_id = ?", (document_id,)).fetchone()
         return None if found is None else int(found[0])
@@ -584,14 +556,12 @@ class KnowledgeBase:
             return dict(self._database.execute("select name, note from files"))
 
     def note_files(self, notes: Mapping[str, str], gone: Iterable[str] = ()) -> None:
-        """Note something of files, and forget what was noted of others."""
         with self._writing, self._transaction() as database:
             database.executemany("delete from files where name = ?", [(name,) for name in gone])
             database.executemany("insert or replace into files values (?, ?)", notes.items())
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The number of documents, and the bytes of the text and tokens of all chunks."""
         with self._opened():
             if self._extent is None:
                 sql = "select count(*), coalesce(sum(size), 0) from sizes"
@@ -605,7 +575,6 @@ class KnowledgeBase:
         return bool(self._digests([document_id]))
 
     def _digests(self, document_ids: Iterable[str]) -> dict[str, bytes]:
-        """Content hashes of those that are stored."""
         sql = "select id, digest from documents where id = ?"
         with self._opened():
             return dict(row for name in document_ids for row in self._database.execute(sql, (name,)))
@@ -674,7 +643,6 @@ class BasePart:
     within: frozenset[str] | None = None
 
     def may_find(self, document_id: str) -> bool:
-        """Tell if a document is there and may be found."""
         return (self.within is None or document_id in self.within) and document_id in self.base
 
 
@@ -684,9 +652,6 @@ def search_parts(
     """The k chunks of all parts together that are nearest to the question, best first, and the part of each.
 
     A document that several parts may find is found in the first of these alone: no text stands in a prompt twice.
-
-    Raises:
-        RequestError: all parts are empty, or the question is.
     """
     filled = [part for part in parts if len(part.base)] or list(parts[:1])
     found: list[tuple[BasePart, Hit]] = []

@@ -59,12 +59,8 @@ _ID = re.compile(r"vs_[0-9a-f]{24}")
 class Library:
     """Files and stores of tenants ("": of nobody). Any thread may call it; whatever is not the tenant's is not there.
 
-    directory: where the knowledge bases are kept; None keeps all in memory. now: the time in seconds since 1970.
-    quota: most bytes of files of a tenant, each of at least `LEAST_BYTES`; and of the files in its stores, where one
-    counts for each store that it is in. chunk_tokens: of a chunk, at most, unless a client asks for others.
-
-    Raises:
-        ConfigError: what is kept there cannot be used.
+    directory: where the knowledge bases are kept; None keeps all in memory. quota: most bytes of files of a tenant,
+    each of at least `LEAST_BYTES`; and of the files in its stores, where one counts for each store that it is in.
     """
 
     def __init__(
@@ -88,7 +84,6 @@ class Library:
         self._attaching = threading.Lock()
 
     def open(self) -> None:
-        """Open the stores that were kept, and go on with what was not finished."""
         with self._expiring:
             self._due = self._catalog.next_expiry()
         self.expire()
@@ -110,7 +105,6 @@ class Library:
 
     @property
     def reading(self) -> bool:
-        """True while files are read into stores."""
         return self._ingest.running
 
     def close(self) -> None:
@@ -119,11 +113,7 @@ class Library:
         self._catalog.close()
 
     def upload(self, tenant: str, name: str, purpose: str, content: bytes, seconds: int | None = None) -> File:
-        """Keep a file. seconds: until it expires; None: it does not.
-
-        Raises:
-            RequestError: if it could not be searched in, has no use here, or is beyond the quota.
-        """
+        """Keep a file. seconds: until it expires. RequestError: it cannot be searched in, or is beyond the quota."""
         if purpose not in PURPOSES:
             reason = f"files serve searches here: purpose must be {' or '.join(PURPOSES)}, not {purpose!r}"
             raise RequestError(reason, param="purpose", code="invalid_value")
@@ -149,12 +139,10 @@ class Library:
         return file
 
     def files(self, tenant: str, purpose: str | None = None, part: Slice = WHOLE) -> list[File]:
-        """Files of one purpose or of any, the oldest first, or a part of them."""
         self.expire()
         return self._catalog.files(tenant, purpose, part)
 
     def file(self, tenant: str, file: str) -> File:
-        """One file; raises MissingError if it is not there."""
         self.expire()
         found = self._catalog.file(tenant, file)
         if found is None:
@@ -162,12 +150,10 @@ class Library:
         return found
 
     def content(self, tenant: str, file: str) -> bytes:
-        """A file's bytes; raises as `file`, and DamageError if they are not as they were uploaded."""
         return self._catalog.content(self.file(tenant, file).id) or b""
 
     @property
     def damaged(self) -> int:
-        """Times that a file was read, for a client or into a store, and found damaged."""
         return self._catalog.damaged
 
     def remove(self, tenant: str, file: str) -> None:
@@ -197,12 +183,6 @@ class Library:
         days: int | None = None,
         description: str | None = None,
     ) -> Store:
-        """Make a store.
-
-        Raises:
-            RequestError: if the tenant has as many as it may.
-            ConfigError: if it cannot be made; nothing of it is left then.
-        """
         now = int(self._now())
         store = Store(f"vs_{_new_id()}", name, now, now, days, metadata or {}, description)
         if not self._catalog.add_store(tenant, store, STORES_OF_TENANT):
@@ -230,7 +210,6 @@ class Library:
         return found[max(0, len(found) - part.count) :] if part.last else found[: part.count]
 
     def store(self, tenant: str, store: str) -> Store:
-        """One store; raises MissingError if it is not there."""
         found = self._catalog.store(tenant, store)
         if found is not None:
             return self._looked_at(found)
@@ -239,18 +218,13 @@ class Library:
         raise _missing(store)
 
     def update(self, tenant: str, store: str, **changes: object) -> Store:
-        """Change name, days, metadata or description of a store; an expired one stays so.
-
-        Raises:
-            RequestError: if it is not there, or the server's own.
-        """
+        """Change name, days, metadata or description of a store, which must not be the server's own."""
         changed = replace(self._changeable(tenant, store), **changes)  # type: ignore[arg-type]
         if not self._catalog.change_store(changed):
             raise _missing(store)
         return changed
 
     def delete(self, tenant: str, store: str) -> None:
-        """Delete a store; its files stay. Raises as `update`."""
         self._changeable(tenant, store)
         self._catalog.remove_store(store)
         self._drop(store)
@@ -267,8 +241,8 @@ class Library:
         """Put files into a store, all of the same; they are read and embedded one behind another, later.
 
         Raises:
-            RequestError: if the store or a file is not there, the store cannot be changed, or the files in all stores
-                are beyond the quota. Nothing is done then.
+            RequestError: a file is not there, the store cannot be changed, or the files in all stores exceed the quota.
+                Nothing is done then.
         """
         now = int(self._now())
         store = self._changeable(tenant, attachments[0].store)
@@ -293,10 +267,7 @@ class Library:
             self._ingest.start(tenant, row.store, row.file)
 
     def attachments(self, tenant: str, store: str, state: State | None = None, part: Slice = WHOLE) -> list[Attachment]:
-        """The files of a store, the oldest first, of the server's own by id; or a part of them. Raises as `store`.
-
-        state: those in it alone.
-        """
+        """The files of a store, the oldest first, of the server's own by id. state: those in it alone."""
         self.expire()
         if not self.store(tenant, store).own:
             return self._catalog.attachments(store, state, part)
@@ -311,7 +282,6 @@ class Library:
         return found[max(0, len(found) - count) :] if part.last else found[:count]
 
     def attachment(self, tenant: str, store: str, file: str) -> Attachment:
-        """A file in a store; raises MissingError if it is not there."""
         self.expire()
         found: Attachment | None
         if self.store(tenant, store).own:
@@ -325,19 +295,13 @@ class Library:
         return found
 
     def detach(self, tenant: str, store: str, file: str) -> None:
-        """Take a file out of a store; raises as `update` and `attachment`."""
         self._changeable(tenant, store)
         self.attachment(tenant, store, file)
         self._catalog.detach(store, file)
         self._ingest.forget(store, file)
 
     def discard(self, tenant: str, file: str) -> None:
-        """Delete a file that is in no store; an expired store does not count.
-
-        Raises:
-            MissingError: if it is not there.
-            RequestError: if a store has it. Nothing is done then.
-        """
+        """Delete a file that is in no store that has not expired; RequestError: one has it."""
         found = self.file(tenant, file).id
         with self._attaching:  # nobody puts it into a store between the look and the deletion
             stores = self._catalog.attached(found)
@@ -357,11 +321,7 @@ class Library:
         return self._catalog.counts(store)
 
     def passages(self, tenant: str, store: str, file: str) -> tuple[Chunk, ...]:
-        """The chunks of a file in a store, in order. One that is not read yet has none.
-
-        Raises:
-            RequestError: if it is not there, or the store has expired.
-        """
+        """The chunks of a file in a store, in order. One that is not read yet has none."""
         self._check(self.store(tenant, store))
         found = self.attachment(tenant, store, file)
         return self._bases.get(store).document(file) if found.state == "completed" else ()
@@ -385,11 +345,6 @@ class Library:
         wanted: Filter | None = None,
         min_score: float | None = None,
     ) -> list[Passage]:
-        """The k passages nearest to any of the questions, best first.
-
-        Raises:
-            RequestError: if the store is not there, has expired, or a question is empty.
-        """
         self._check(self.store(tenant, store))
         if not all(question.strip() for question in questions):
             raise RequestError("a query is empty: say what to search for", param="query", code="invalid_value")
@@ -414,7 +369,6 @@ class Library:
         return {} if attachment is None else attachment.attributes
 
     def _drop(self, store: str) -> None:
-        """Close a store if it is open, and delete its folder."""
         with suppress(RequestError):  # it expired before, or before it was opened
             self._bases.drop(store)
         if self._directory is not None:
@@ -427,7 +381,6 @@ class Library:
         return Attachment(store, file, self._began, "completed", size)
 
     def _own_failures(self, store: str, part: Slice = WHOLE) -> list[Attachment]:
-        """The files that were left out of one of the server's own stores."""
         told = self._bases.get(store).indexing
         return [
             Attachment(store, one.name, self._began, "failed", error=("invalid_file", one.reason))

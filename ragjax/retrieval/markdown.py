@@ -34,7 +34,6 @@ class _Heading(NamedTuple):
 
 
 def read_markdown(data: bytes, path: Path) -> Reading:
-    """Read a file; see `marked`."""
     return marked(decode(data, path), path)
 
 

@@ -28,9 +28,6 @@ def read_pdf(data: bytes, limits: ReadingLimits) -> Reading:
     """The text of all pages, each a place, with the values of form fields and typed notes behind it.
 
     Superscripts are told apart ("10^6"), and words that a line end divides are put together.
-
-    Raises:
-        ConfigError: if it is encrypted, damaged, over a limit, or without text.
     """
     import pypdf  # here, so that the server does not load it
 
@@ -85,14 +82,12 @@ class _Lines:
         return "".join(self._pieces)
 
     def note(self, operator: bytes, operands: Any, *matrices: Any) -> None:
-        """Take an operator of the page."""
         if operator == b"Ts" and operands and isinstance(operands[0], int | float):
             self._rise = float(operands[0])
         elif operator in (b"Tj", b"TJ", b"'", b'"'):
             self._shown_rise = self._rise
 
     def show(self, text: str, outer: list[float], inner: list[float], font: Any, font_size: float) -> None:
-        """Take a piece of text; its position is that of its first character."""
         self._left -= len(text)
         if self._left < 0:
             raise ConfigError(f"more text than the limit of {self._limit} characters; split the file")

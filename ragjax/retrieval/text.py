@@ -69,8 +69,6 @@ class FilePart:
 
 @dataclass(frozen=True)
 class Reading:
-    """Title and text of a file. title: "" if it has none."""
-
     title: str
     parts: tuple[FilePart, ...]
 
@@ -78,16 +76,9 @@ class Reading:
 def decode(data: bytes, path: Path, label: str = "") -> str:
     """The text of bytes, with its line ends made alike.
 
-    A byte order mark decides, then the label, then UTF-8; what is neither is guessed among the encodings of web pages.
-    Where all but a few characters fit, those few become U+FFFD.
-
-    Args:
-        data: the bytes.
-        path: names the file in errors.
-        label: the encoding that the file declares, by the labels of encoding.spec.whatwg.org; others do not count.
-
-    Raises:
-        ConfigError: if it is not text.
+    A byte order mark decides, then the label (of encoding.spec.whatwg.org), then UTF-8; what is neither is guessed
+    among the encodings of web pages. Where all but a few characters fit, those few become U+FFFD. Raises ConfigError if
+    it is not text.
     """
     text = _decoded(data, path, label)
     if "\0" in text:

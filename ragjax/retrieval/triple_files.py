@@ -66,7 +66,6 @@ def read_triples(path: str | Path, broken: list[ConfigError] | None = None) -> I
 
 
 def _whole(items: Iterator[Triple | Alias], path: Path) -> Iterator[Triple | Alias]:
-    """Leave out triples with an empty part."""
     empty = 0
     for item in items:
         if all(item):
@@ -190,7 +189,6 @@ def _quads(path: Path, broken: list[ConfigError] | None) -> Iterator[ox.Quad]:
 
 
 def _labels(path: Path, broken: list[ConfigError] | None) -> tuple[dict[str, str], list[Alias]]:
-    """Names by IRI, each given once, and the aliases."""
     labels: dict[str, list[str]] = {}
     others: dict[str, list[str]] = {}
     has_own: set[str] = set()
@@ -217,7 +215,6 @@ def _labels(path: Path, broken: list[ConfigError] | None) -> tuple[dict[str, str
 
 
 def _free_name(label: str, iri: str, taken: set[str]) -> str:
-    """The label, with as much of the IRI's end in brackets as makes it a name that is not taken."""
     name = label
     for ending in _endings(iri):
         if name not in taken:

@@ -30,8 +30,6 @@ INVERSE = " (inverse)"
 
 
 class Triple(NamedTuple):
-    """A fact: head and tail are entities."""
-
     head: str
     relation: str
     tail: str
@@ -76,7 +74,6 @@ class RelationPath:
 
     @property
     def text(self) -> str:
-        """Text that is embedded and read: "A -relation-> B -relation-> C"."""
         return path_text(self.steps)
 
     @property
@@ -86,7 +83,6 @@ class RelationPath:
         return tuple(Triple(*hop).forward() for hop in hops)
 
     def begins(self, other: RelationPath) -> bool:
-        """Tell if the other path starts with all of this one."""
         return other.steps[: len(self.steps)] == self.steps
 
 
@@ -142,8 +138,6 @@ _Item = TypeVar("_Item")
 
 
 class Alias(NamedTuple):
-    """Another name of an entity."""
-
     entity: str
     name: str
 
@@ -151,11 +145,7 @@ class Alias(NamedTuple):
 class OxigraphStore:
     """A set of triples, and other names of entities, in a directory that is made if need be; None keeps it in memory.
 
-    One thread at a time writes; any number may read meanwhile.
-
-    Raises:
-        ConfigError: the directory cannot be used, or another process has it open.
-        DamageError: it is damaged; so does every other call if that comes to light later.
+    One thread at a time writes; any number may read meanwhile. Every call may raise DamageError.
     """
 
     def __init__(self, path: str | Path | None = None):
@@ -186,7 +176,6 @@ class OxigraphStore:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Turn errors of the database into DamageError."""
         try:
             yield
         except (RuntimeError, DamageError) as error:
@@ -202,9 +191,7 @@ class OxigraphStore:
         return self._store
 
     def add_triples(self, triples: Iterable[Triple]) -> int:
-        """Store triples, and say how many were new. Those that the iterable repeats, or that are there, count once.
-
-        A relation that ends in " (inverse)" is stored in its own direction.
+        """Store triples, each in its relation's own direction, and say how many were new.
 
         Raises:
             RequestError: a name is blank or not valid Unicode. Up to BATCH triples before it may be stored or not.
@@ -220,7 +207,6 @@ class OxigraphStore:
         return self._count - before
 
     def delete_triples(self, triples: Iterable[Triple]) -> int:
-        """Remove triples, and say how many were there."""
         gone = 0
         with self._writing, self._reading():
             for quad in dict.fromkeys(self._quad(triple) for triple in triples):
@@ -234,7 +220,6 @@ class OxigraphStore:
         return self._count
 
     def entities(self) -> Iterator[str]:
-        """Every head and tail, once, in no particular order."""
         with self._reading():
             rows = self._live.query("SELECT DISTINCT ?e {{?e ?r ?t} UNION {?h ?r ?e}}")
             assert isinstance(rows, ox.QuerySolutions)
@@ -287,7 +272,6 @@ class OxigraphStore:
                 seal(self._path)
 
     def _around(self, node: ox.NamedNode) -> tuple[Iterator[ox.Quad], Iterator[ox.Quad]]:
-        """The facts of which an entity is the head, and those of which it is the tail."""
         return (
             self._live.quads_for_pattern(node, None, None, _TRIPLES),
             self._live.quads_for_pattern(None, None, node, _TRIPLES),
@@ -303,16 +287,11 @@ class OxigraphStore:
 
 
 def forward(triple: Triple) -> Triple:
-    """The same fact with its relation in its own direction.
-
-    Raises:
-        RequestError: a name is blank or not valid Unicode.
-    """
+    """The same fact with its relation in its own direction; RequestError if a name is blank or not valid Unicode."""
     return Triple(*map(_checked, triple.forward()))
 
 
 def batches(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
-    """The items in lists of `size`; the last may be shorter."""
     rest = iter(items)
     while batch := list(islice(rest, size)):
         yield batch

@@ -38,12 +38,7 @@ def weights_of(questions: Sequence[str], fading: float) -> dict[str, float]:
 
 
 def fused_order(texts: Sequence[str], weights: Mapping[str, float]) -> list[int]:
-    """The order of passages by reciprocal rank fusion (Cormack et al. 2009) of two ranks, best first.
-
-    Args:
-        texts: the passages, best first by meaning.
-        weights: what each word of the question counts.
-    """
+    """The order of passages, given best first by meaning, by reciprocal rank fusion (Cormack et al. 2009)."""
     scores_N = _bm25(texts, weights)
     _, group_N, sizes_G = np.unique(-scores_N, return_inverse=True, return_counts=True)
     rank_N = (np.cumsum(sizes_G) - (sizes_G + 1) / 2)[group_N]  # equal scores share the mean of their ranks

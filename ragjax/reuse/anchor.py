@@ -35,7 +35,6 @@ class Anchored(Fused):
     leads = False  # an answer is the same whatever ran before
 
     def candidates(self, prompt: Prompt, i: int) -> Iterator[Candidate]:
-        """Isolated first for the anchor, then as `Fused`."""
         if prompt.starts[i] == system_length(prompt):
             yield Candidate(Provenance.ISOLATED, self.method)
         yield from super().candidates(prompt, i)
@@ -47,7 +46,6 @@ class Valued(Selector):
     measures = frozenset({Measure.VALUED_SCORE})
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
-        """One pass: the query segments over the chunks as they are, measured in the later half of the sections."""
         *begins, depth = sections(stitched.stages[-1])
         begin = next((layer for layer in begins if 2 * layer >= depth), begins[-1])
         results = yield stitched.ask(self.measures, measured=(begin, depth), asking=stitched.question)

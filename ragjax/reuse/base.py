@@ -80,7 +80,6 @@ class Strategy(ABC):
         return Outlook()
 
     def work(self, prompt: Prompt, cache: KnowledgeCache, tenant: str, ratio: float | None = None) -> int:
-        """Tokens that `prefill` would compute now, if the cache had every chunk."""
         return sum(cache.peek(self.outlook(prompt, cache, tenant)).missing.values())
 
     @abstractmethod
@@ -168,17 +167,14 @@ class Allocation:
 
     @property
     def page_size(self) -> int:
-        """Slots of a page."""
         return self.limits.page_size
 
     @property
     def ready(self) -> bool:
-        """True once the KV of every match is on the device, or `broken` says why it never will be."""
         return all(match.ready for match in self._matches)
 
     @property
     def stages_ready(self) -> int:
-        """Number of leading stages of layers that are on the device for all matches."""
         waits = (progress for match in self._matches for progress in match.waits.values())
         return min((progress.stages for progress in waits), default=len(self.stages) - 1)
 
@@ -190,7 +186,6 @@ class Allocation:
 
     @property
     def load_seconds(self) -> float | None:
-        """Expected seconds of the slowest load under way, from its start; None if unknown."""
         found = [progress.seconds for match in self._matches for progress in match.waits.values()]
         known = [seconds for seconds in found if seconds is not None]
         return max(known, default=0.0) if len(known) == len(found) else None
@@ -202,16 +197,13 @@ class Allocation:
 
     @property
     def lossy(self) -> bool:
-        """True if any matched KV lost precision at rest; nothing computed on it is exact."""
         return any(match.lossy for match in self._matches)
 
     @property
     def own_pages(self) -> frozenset[int]:
-        """Pages this request may write."""
         return frozenset(page for run in self._runs for page in run.pages)
 
     def prefix(self, tokens: Tokens, *, quiet: bool = False) -> Match:
-        """The longest exact prefix of the tokens in the cache. quiet: the request computed it; nothing counts."""
         match = self.cache.matcher.match_prefix(tokens, self.tenant, self.label, cold=self.cold, quiet=quiet)
         self._matches.append(match)
         return match
@@ -219,18 +211,15 @@ class Allocation:
     def segment(
         self, context: Match, tokens: Tokens, provenance: Provenance, method: str, *, behind: bytes = b""
     ) -> Match | None:
-        """The KV of these tokens computed on exactly this context (behind neighbours), if the cache has it."""
         return self.first(context, tokens, [Candidate(provenance, method, behind)])
 
     def first(self, context: Match, tokens: Tokens, candidates: Iterable[Candidate]) -> Match | None:
-        """The KV of these tokens on exactly this context: the first of the candidates that the cache has."""
         match = self.cache.matcher.match_first(context, tokens, candidates, cold=self.cold)
         if match is not None:
             self._matches.append(match)
         return match
 
     def path(self, context: Match, tokens: Tokens, method: str, *, seen: int = 0, exact: bool = True) -> Match:
-        """The longest part of a dependency path that is kept behind exactly this context (`match_dependency`)."""
         match = self.cache.matcher.match_dependency(context, tokens, method, seen=seen, exact=exact, cold=self.cold)
         self._matches.append(match)
         return match
@@ -245,11 +234,6 @@ class Allocation:
         return self.limits.leading((run for run, _ in match.spans), tokens, room)
 
     def reserve(self, tokens: int, spare: int = 0) -> Run:
-        """Slots of the request's own. spare: pages that must be left to others.
-
-        Raises:
-            OutOfPages: if they cannot be had without evicting what is in use.
-        """
         run = self.cache.reserve(tokens, self.label, spare)
         self._runs.append(run)
         return run
@@ -259,9 +243,6 @@ class Allocation:
 
         The tail goes to the end of a page and has at least one slot, or those that are `forced`; `extend` gives more.
         instead: of everything else that the request holds, which it gives back before this tail grows.
-
-        Raises:
-            OutOfPages: if they cannot be had without evicting what is in use, `spare` pages left over.
         """
         pages = self.cache.pool.pages_for(tokens + max(1, self.forced))
         most = tokens + self.decode_tokens
@@ -272,12 +253,7 @@ class Allocation:
         return run
 
     def extend(self, tail: Run, tokens: int) -> Run:
-        """The tail with whole pages behind it, so that it holds at least `tokens` tokens.
-
-        Raises:
-            OutOfPages: if they cannot be had without evicting what is in use; nothing changes then.
-            ValueError: if the tail does not end with a page.
-        """
+        """The tail with whole pages behind it, so that it holds at least `tokens` tokens; else OutOfPages."""
         if (tail.start + tail.length) % self.page_size:
             raise ValueError(f"{tail} does not end with a page: it cannot go on in the next one")
         more = self.cache.pool.pages_for(tokens - tail.length) * self.page_size
@@ -285,12 +261,9 @@ class Allocation:
         return Run((*tail.pages, *run.pages), tail.start, tail.length + more)
 
     def check_growth(self) -> None:
-        """Refuse to start where the tail could not grow to its end even if nobody else ran.
+        """Raise OutOfPages where the tail could not grow to its end even if nobody else ran.
 
         KV that was matched may lie on many pages. What still holds pages though nobody runs will not give them back.
-
-        Raises:
-            OutOfPages: if it could not.
         """
         nodes = {node for match in self._matches for node in match.node.path()}
         read = {page for node in nodes if node.run is not None for page in node.run.pages}
@@ -303,21 +276,12 @@ class Allocation:
             )
 
     def free(self, run: Run) -> None:
-        """Give slots of its own back before the end.
-
-        Raises:
-            ValueError: if they are not its own.
-        """
         self._runs.remove(run)
         self.cache.free(run, clear=self.unchecked)
         self.gave_back = True
 
     def keep_only(self, *runs: Run) -> None:
-        """Give everything back but some runs of its own; admitted parts stay in the cache.
-
-        Raises:
-            ValueError: if one is not its own.
-        """
+        """Give everything back but some runs of its own; admitted parts stay in the cache."""
         for run in runs:
             self._runs.remove(run)
         self.close()
@@ -325,13 +289,11 @@ class Allocation:
         self.gave_back = True
 
     def hand_over(self) -> Allocation:
-        """Move everything it holds to a new allocation, which outlives the request."""
         other = copy(self)
         self._matches, self._runs = [], []
         return other
 
     def close(self) -> None:
-        """Give everything back; admitted parts stay in the cache."""
         unchecked = self.unchecked
         while self._runs:
             self.cache.free(self._runs.pop(), clear=unchecked)
@@ -356,7 +318,6 @@ def owner_of(segment: Segment, tenant: str) -> str:
 
 
 def indices(begin: int, end: int) -> Tokens:
-    """Indexes [begin, end), int32."""
     return np.arange(begin, end, dtype=np.int32)
 
 

@@ -24,11 +24,9 @@ class Deviation(Selector):
     early_end = PROBED
 
     def scratch(self, prompt: Prompt) -> int:
-        """All chunks."""
         return chunk_tokens(prompt)
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
-        """One pass through two layers over everything from the first chunk to the last."""
         chunks = stitched.chunks
         rows = indices(int(chunks[0]), int(chunks[-1]) + 1)
         spans = (*stitched.head, Span(chunks, stitched.scratch), *stitched.query)

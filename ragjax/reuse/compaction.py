@@ -38,18 +38,12 @@ MASS = frozenset({Measure.KEY_SCORE})
 
 
 def measures_of(compression: Compression) -> frozenset[Measure]:
-    """The measures that a prefill's passes need for it."""
     return (QUERIES if compression.method in BY_QUERIES else frozenset()) | (
         MASS if compression.method in BY_MASS else frozenset()
     )
 
 
 def check(compression: Compression, strategy: Strategy) -> None:
-    """Refuse what an engine cannot do.
-
-    Raises:
-        RequestError: saying what to change.
-    """
     reason, param = "", "rag.compression.method"
     if compression.graph is not None and compression.graph.needs_queries:
         reason = "edges by queries need those of all tokens, which an engine does not keep; choose kk, vv or kv"
@@ -70,10 +64,6 @@ def compressed(prefill: Prefill, prompt: Prompt, allocation: Allocation, compres
     """Carry a prefill out, then keep what the compression keeps of a prompt that is above its budget.
 
     Its slots are reserved before the first pass, so that no request stops half-way for want of pages.
-
-    Raises:
-        OutOfPages: as the prefill.
-        RequestError: if the scorer needs attention that is not computed, since the prompt's KV is held already.
     """
     size = compression.budget
     watch = _Watch(len(prompt), compression.method in BY_MASS)
@@ -116,11 +106,6 @@ class _Room:
 
 
 def _reserve(allocation: Allocation, compression: Compression, tokens: int) -> _Room:
-    """Room for what is kept of a prompt, and the tail behind it.
-
-    Raises:
-        OutOfPages: if there is none.
-    """
     size, page_size = compression.budget, allocation.page_size
     if compression.method not in BY_LAYER:
         run = allocation.reserve_with_tail(size, instead=True)
@@ -135,7 +120,6 @@ def _reserve(allocation: Allocation, compression: Compression, tokens: int) -> _
 
 
 def _keep(allocation: Allocation, room: _Room, found: Results) -> Span:
-    """Give everything back but what is kept and the tail; where the kept tokens are."""
     if Measure.KEPT not in found:
         allocation.keep_only(room.run)
         return Span.consecutive(0, room.kept)
@@ -148,7 +132,6 @@ def _keep(allocation: Allocation, room: _Room, found: Results) -> Span:
 
 
 def _begin(prefill: Prefill) -> Asked | Plan:
-    """The first pass that a prefill yields, or its plan."""
     try:
         return next(prefill)
     except StopIteration as stop:
@@ -187,7 +170,6 @@ class _Watch:
         self.position_N = np.arange(self.tokens, dtype=np.int32)
 
     def rest(self, prefill: Prefill, asked: Asked) -> Generator[Asked, Results, Plan]:
-        """Carry the prefill out, from what it yielded first."""
         while True:
             results = yield self._asked(asked)
             try:
@@ -203,7 +185,6 @@ class _Watch:
         return replace(asked, measures=asked.measures | MASS) if self.measures else asked
 
     def _seen(self, asked: Asked, results: Results) -> Results:
-        """The results without what was measured for the compression."""
         if not (self.measures and isinstance(asked, Pass)):
             return results
         mass_LN = results[Measure.KEY_SCORE]

@@ -77,8 +77,6 @@ from ragjax.reuse.stitch import Stitched, alone, check, lay_out
 
 @dataclass(frozen=True)
 class Reuse:
-    """KV of a chunk that a request reuses. overhead: what mending it takes before alpha, CCI * (1 - overlap)."""
-
     match: Match
     influence: Influence
     overhead: float
@@ -153,14 +151,12 @@ class Craft(ChunkStrategy):
     def _best_key(
         self, cache: KnowledgeCache, tokens: Tokens, tenant: str, head: Tokens, prior: Sequence[bytes], new: bytes
     ) -> bytes:
-        """Key of the chunk's best variant, or of the one that it would get."""
         kept = cache.matcher.find_variants(tokens, VARIANT, tenant, head)
         return next((variant.key for variant in rank(kept, prior, self._overhead, self._serves_to(cache))), new)
 
     def _serving(
         self, cache: KnowledgeCache, tokens: Tokens, tenant: str, head: Tokens, prior: Sequence[bytes]
     ) -> bool:
-        """True if memory holds a variant of the chunk that serves behind these segments."""
         kept, most = cache.matcher.find_variants(tokens, VARIANT, tenant, head, cold=False), self._serves_to(cache)
         return bool(kept) if most >= 1 else bool(rank(kept, prior, self._overhead, most))
 
@@ -187,11 +183,7 @@ class Craft(ChunkStrategy):
         return None
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
-        """One pass over what is missing or mended and the query segments; with focus, one a stage until it is known.
-
-        Raises:
-            RequestError: as `check`, or if a preprocessed chunk was kept without its attention.
-        """
+        """One pass over what is missing or mended and the query segments; with focus, one a stage until it is known."""
         check(prompt)
         matched, context = match_head(prompt, allocation)
         reused = self._reused(prompt, context, allocation, self._serves_to(allocation.cache))
@@ -246,7 +238,6 @@ class Craft(ChunkStrategy):
         return self._fused and bool(prompt.segments[i].behind) and not alone(prompt)
 
     def _counts(self, prompt: Prompt, reused: Mapping[int, Reuse], ratio: float | None) -> dict[int, int]:
-        """Tokens to recompute of each reused chunk (N of eq. 14)."""
         lengths = [len(prompt.segments[i]) for i in reused]
         overheads = [reuse.overhead for reuse in reused.values()]
         if ratio is not None:
@@ -274,7 +265,6 @@ class Mending:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Every key of the prompt, mended tokens in their new slots."""
         return self.stitched.mended(self.picked)
 
     @cached_property
@@ -297,7 +287,6 @@ class Mending:
         return Pass(rows, rows, self.spans, measures, logits, layers)
 
     def out_of_focus(self, focus: Focus | None) -> Tokens:
-        """Mended tokens (indexes) of the chunks that the question does not look at."""
         if focus is None:
             return self.picked[:0]
         unseen = (i for at, i in enumerate(self.chunks) if at not in focus.chunks)
@@ -309,11 +298,7 @@ class Mending:
 def plan_mending(
     prompt: Prompt, allocation: Allocation, matched: Match, reused: Mapping[int, Reuse], counts: Mapping[int, int]
 ) -> Mending:
-    """Reserve what will be written and place everything; `counts[i]` tokens of reused chunk i are computed anew.
-
-    Raises:
-        OutOfPages: if there is no room now.
-    """
+    """Reserve what will be written and place everything; `counts[i]` tokens of reused chunk i are computed anew."""
     reused = {i: reuse for i, reuse in reused.items() if counts[i] < len(prompt.segments[i])}
     picks = [prompt.starts[i] + np.sort(reuse.influence.ranking[: counts[i]]) for i, reuse in reused.items()]
     picked = np.concatenate([indices(0, 0), *picks]).astype(np.int32)
@@ -371,7 +356,6 @@ def _by_sections(mending: Mending, window: int) -> Asking:
 
 
 def _keep(mending: Mending, allocation: Allocation, context: Match, scores: Sequence[Scores]) -> None:
-    """Admit the head, and the chunks that were computed whole."""
     stitched, prompt = mending.stitched, mending.stitched.prompt
     totals = Totals(len(prompt) - len(mending.rows), len(mending.rows))
     if stitched.fresh_head.length:

@@ -51,8 +51,6 @@ OWN_RUNS = 2
 
 @dataclass(frozen=True)
 class Found:
-    """KV of a segment's first tokens, at its place. exact: to dependency attention."""
-
     spans: tuple[Span, ...]
     tokens: int
     tier: Tier | None
@@ -83,12 +81,10 @@ class Scene:
 
     @property
     def leaves(self) -> list[Path]:
-        """Paths that no other path continues."""
         inner = {j for path in self.paths.values() for j in path[:-1]}
         return [path for i, path in self.paths.items() if i not in inner]
 
     def spell(self, path: Path) -> tuple[Tokens, list[int]]:
-        """A path's tokens, and the ends of its branches in them."""
         parts = [self.prompt.segments[i].tokens for i in path]
         return np.concatenate(parts), np.cumsum([len(part) for part in parts]).tolist()
 
@@ -120,7 +116,6 @@ class Dependency(Strategy):
         self.positions: Positions = positions
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """The system prompt, and every path behind it, branch by branch."""
         scene, head = self._scene(prompt), raw_of(prompt.tokens[: system_length(prompt)])
         paths = []
         for path in scene.leaves:
@@ -129,7 +124,6 @@ class Dependency(Strategy):
         return Outlook((system_part(prompt, tenant), Paths(head, paths, self.name, tenant)))
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        """One pass over the question and everything that is not cached."""
         scene, system, size = self._scene(prompt), system_length(prompt), allocation.page_size
         context = allocation.prefix(prompt.tokens[:system])
         limits, others = allocation.limits, len(prompt) - system + allocation.decode_tokens
@@ -163,7 +157,6 @@ class Dependency(Strategy):
         return Scene(prompt, begins_of(prompt, self.positions), Visibility.dependency(prompt).hidden)
 
     def _match(self, scene: Scene, allocation: Allocation, context: Match) -> dict[int, Found]:
-        """Match each node in the tree, path by path."""
         found: dict[int, Found] = {}
         done: set[int] = set()
         for path in scene.leaves if context.complete else ():
@@ -203,7 +196,6 @@ class Dependency(Strategy):
         fresh: Mapping[int, Span],
         found: Mapping[int, Found],
     ) -> None:
-        """Keep the system prompt and the branches that were computed, parents first."""
         prompt, system = scene.prompt, system_length(scene.prompt)
         new = sum(len(span.indices) for span in fresh.values())
         totals = Totals(len(prompt) - new, new)
@@ -232,10 +224,6 @@ class Dependency(Strategy):
 
 
 def _public(prompt: Prompt, path: Path, stops: Sequence[int]) -> int:
-    """Number of a path's leading tokens that are public; 0 unless the system prompt is.
-
-    stops: where its segments end.
-    """
     if prompt.public < system_length(prompt):
         return 0
     leading = takewhile(lambda pair: prompt.segments[pair[0]].public, zip(path, stops, strict=True))
@@ -243,7 +231,6 @@ def _public(prompt: Prompt, path: Path, stops: Sequence[int]) -> int:
 
 
 def _cut(match: Match, begin: int, end: int, page_size: int) -> Iterator[tuple[Run, int]]:
-    """The matched tokens [begin, end): runs, and the position each one's first key is stored rotated at."""
     at = 0
     for run, local_start in match.spans:
         low, high = max(begin - at, 0), min(end - at, run.length)
@@ -276,14 +263,12 @@ def _within_segments(scene: Scene, spans: Iterable[Span], page_size: int) -> Ite
 
 
 def _until(places: NDArray[np.int32], end: int) -> NDArray[np.int32]:
-    """The places (`Scene.places`) of a path's first `end` tokens."""
     return places[places[:, 0] < end]
 
 
 def _account(
     prompt: Prompt, have: Mapping[int, int], tiers: Mapping[int, Tier | None], context: Match
 ) -> tuple[SegmentReport, ...]:
-    """A report for each segment, and one for all branches of a tree."""
     known = {i: context.tier(prompt.starts[i], prompt.starts[i] + n) for i, n in have.items()} | dict(tiers)
     single = report(prompt, have, known)
     tree = [i if s.kind is not Kind.NODE else -1 for i, s in enumerate(prompt.segments)]

@@ -25,7 +25,6 @@ class Full(Strategy):
     exact = True
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        """One pass over all tokens."""
         n = len(prompt)
         run = allocation.reserve_with_tail(n)
         spans = (Span.consecutive(0, run.slice(0, n, allocation.page_size)),)
@@ -33,8 +32,7 @@ class Full(Strategy):
         tail = run.slice(n, run.length, allocation.page_size)
         return Plan(spans, tail, "full", report(prompt, {}), results[Measure.LOGITS][0])
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
-        """Nothing is kept."""
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None: ...
 
 
 class Prefix(Strategy):
@@ -44,11 +42,9 @@ class Prefix(Strategy):
     exact = True
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """The part of the prompt that is kept, segment by segment."""
         return Outlook((leading_part(prompt, tenant, prompt.kept(cache.keep)),))
 
     def work(self, prompt: Prompt, cache: KnowledgeCache, tenant: str, ratio: float | None = None) -> int:
-        """The tokens that are not kept besides."""
         return super().work(prompt, cache, tenant) + len(prompt) - prompt.kept(cache.keep)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
@@ -90,10 +86,8 @@ class Prefix(Strategy):
 
 
 def leading_part(prompt: Prompt, tenant: str, length: int) -> Causal:
-    """The first `length` tokens of a prompt, a piece for each segment."""
     return Causal(raw_of(prompt.tokens[:length]), cuts(prompt, length), tenant, min(prompt.public, length))
 
 
 def cuts(prompt: Prompt, length: int) -> tuple[int, ...]:
-    """Where segments of the first `length` tokens begin or end."""
     return tuple(start for start in prompt.starts if start <= length)

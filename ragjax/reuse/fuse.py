@@ -39,7 +39,6 @@ class Fuse(Strategy):
         self.measures = LOGITS | {Measure.SEGMENT_SCORE} if record else LOGITS
 
     def noted(self, meta: bytes) -> bool:
-        """True if the bytes kept with a chunk hold the influence that this strategy records."""
         return not self.record or Influence.decode(meta) is not None
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
@@ -52,11 +51,9 @@ class Fuse(Strategy):
         )
 
     def key(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> bytes:
-        """The last of `keys`, of what will be kept. Any thread may call it."""
         return _key(cache, prompt.tokens[: _head(prompt)], prompt.segments[-1], _behind(prompt), tenant)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        """One pass over missing parts of the system prompt and of isolated chunks, one over the chunk."""
         system, last = _head(prompt), len(prompt.segments) - 1
         matched = context = allocation.prefix(prompt.tokens[:system])
         others = len(prompt) - system + allocation.decode_tokens
@@ -101,11 +98,6 @@ class Fuse(Strategy):
 
 
 def _head(prompt: Prompt) -> int:
-    """Tokens of the leading system segments.
-
-    Raises:
-        ValueError: if the prompt is not system segments and chunks, in this order.
-    """
     system = len(segments_of(prompt, Kind.SYSTEM))
     chunks = tuple(range(system, len(prompt.segments)))
     if not system or not chunks or segments_of(prompt, Kind.CHUNK) != chunks:
@@ -114,7 +106,6 @@ def _head(prompt: Prompt) -> int:
 
 
 def _isolated(prompt: Prompt) -> tuple[int, ...]:
-    """Chunks whose isolated KV is needed: all, if there are neighbours."""
     chunks = segments_of(prompt, Kind.CHUNK)
     return chunks if len(chunks) > 1 else ()
 
@@ -124,7 +115,6 @@ def _behind(prompt: Prompt) -> bytes:
 
 
 def _name(behind: bytes) -> tuple[Provenance, str]:
-    """Provenance and method under which a chunk's KV behind these neighbours is kept."""
     return (Provenance.APPROXIMATE, METHOD) if behind else (Provenance.ISOLATED, Naive.name)
 
 

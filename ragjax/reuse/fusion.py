@@ -93,7 +93,6 @@ class QueryGuided(Selector):
     measures = frozenset({Measure.KEY_SCORE})
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
-        """One pass: the query segments over the chunks as they are, measured in the last stage."""
         last = (stitched.stages[-2], stitched.stages[-1])
         results = yield stitched.ask(self.measures, measured=last, asking=stitched.question)
         (measured,) = self.measures
@@ -111,7 +110,6 @@ class Prophetic(Selector):
     measures = frozenset({Measure.KEY_SCORE})
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
-        """One pass: the query segments over the chunks as they are, measured in all layers."""
         results = yield stitched.ask(self.measures, asking=stitched.question)
         score_LN = np.asarray(results[Measure.KEY_SCORE][:, stitched.chunks], np.float64)
         return top(shares(score_LN).mean(0), stitched.chunks, count)  # a layer that gives nothing counts nothing

@@ -23,12 +23,10 @@ class ChunkStrategy(Strategy):
     """A strategy of chunks; a prompt without any is served as `prefix` does, and its finished turn is kept."""
 
     @abstractmethod
-    def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """`outlook` of a prompt with chunks."""
+    def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook: ...
 
     @abstractmethod
-    def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
-        """`prefill` of a prompt with chunks."""
+    def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill: ...
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         if is_plain(prompt):
@@ -36,7 +34,6 @@ class ChunkStrategy(Strategy):
         return self.chunk_outlook(prompt, cache, tenant)
 
     def work(self, prompt: Prompt, cache: KnowledgeCache, tenant: str, ratio: float | None = None) -> int:
-        """Tokens of the head that the cache lacks, and of the query segments behind it."""
         behind = [i for i in segments_of(prompt, Kind.QUERY) if prompt.starts[i] >= head_length(prompt)]
         head = sum(cache.peek(Outlook((head_part(prompt, tenant),))).missing.values())
         return head + sum(len(prompt.segments[i]) for i in behind)
@@ -53,16 +50,11 @@ class ChunkStrategy(Strategy):
 
 
 def is_plain(prompt: Prompt) -> bool:
-    """True if the prompt has neither chunks nor trees."""
     return all(segment.kind in (Kind.SYSTEM, Kind.QUERY) for segment in prompt.segments)
 
 
 def system_length(prompt: Prompt) -> int:
-    """Tokens of the leading system segments.
-
-    Raises:
-        RequestError: if a system segment comes after another kind.
-    """
+    """Tokens of the leading system segments; RequestError: one comes after another kind."""
     system = segments_of(prompt, Kind.SYSTEM)
     if system != tuple(range(len(system))):
         raise RequestError("system segments come first in a prompt", param="prompt", code="invalid_value")
@@ -70,7 +62,6 @@ def system_length(prompt: Prompt) -> int:
 
 
 def head_length(prompt: Prompt) -> int:
-    """Tokens before the first chunk, or before the first node of a tree; all, if there is neither."""
     return prompt.starts[_segments(prompt)]
 
 
@@ -123,12 +114,10 @@ def head_account(prompt: Prompt, matched: Match, hit: int) -> tuple[dict[int, in
 
 
 def head_part(prompt: Prompt, tenant: str) -> LookaheadPart:
-    """The segments of the head as a piece each."""
     return leading_part(prompt, tenant, head_length(prompt))
 
 
 def system_part(prompt: Prompt, tenant: str) -> LookaheadPart:
-    """The system segments as a piece each."""
     return leading_part(prompt, tenant, system_length(prompt))
 
 

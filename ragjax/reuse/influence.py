@@ -51,7 +51,6 @@ class Influence:
     score_T: NDArray[np.float32]
 
     def __len__(self) -> int:
-        """Tokens of the chunk."""
         return len(self.score_T)
 
     @cached_property
@@ -85,7 +84,6 @@ class Influence:
         return float(inter_Z[again].sum()) / total
 
     def novelty(self, before: Sequence[bytes]) -> float:
-        """1 - adjusted overlap, in [0, 1] (eq. 8)."""
         return max(0.0, 1 - self.overlap(before) * (1 - disorder(self.before, before)))
 
     def mismatch(self, before: Sequence[bytes]) -> float:
@@ -93,7 +91,6 @@ class Influence:
         return self.cci * self.novelty(before)
 
     def encode(self) -> bytes:
-        """Bytes for `Admitter.admit_segment(meta=...)`."""
         head = _HEAD.pack(_VERSION, len(self.intra_L), len(self.before), len(self))
         lengths = np.array(self.lengths, "<u4").tobytes()
         arrays = (np.ascontiguousarray(array, "<f4") for array in (self.inter_LZ, self.intra_L, self.score_T))
@@ -101,11 +98,6 @@ class Influence:
 
     @staticmethod
     def decode(meta: bytes) -> Influence | None:
-        """Read what `encode` wrote; None if nothing was written, or by another version.
-
-        Raises:
-            ValueError: if the bytes do not add up.
-        """
         if len(meta) >= _DRIFT_HEAD.size and _DRIFT_HEAD.unpack_from(meta)[0] == _DRIFT_VERSION:
             end = _DRIFT_HEAD.size + 2 * _DRIFT_HEAD.unpack_from(meta)[1]
             if len(meta) < end:
@@ -136,9 +128,6 @@ def record(prompt: Prompt, index: int, rows: NDArray[np.int32], score: NDArray[n
         index: the chunk's segment in it.
         rows: token indexes of the pass's rows, int32 [T], ascending; they include the whole chunk.
         score: `Measure.SEGMENT_SCORE` of the pass over all layers, float32 [layers, T, segments].
-
-    Raises:
-        ValueError: if the pass did not compute the whole chunk.
     """
     begin, end = prompt.bounds(index)
     own = (rows >= begin) & (rows < end)
@@ -157,7 +146,6 @@ def record(prompt: Prompt, index: int, rows: NDArray[np.int32], score: NDArray[n
 
 
 def before(prompt: Prompt, index: int) -> tuple[bytes, ...]:
-    """Digests of the segments before a segment, in order, without the system prompt."""
     return tuple(digest(prompt.segments[i].tokens) for i in _prior(prompt, index))
 
 
@@ -274,18 +262,16 @@ def rank(
 
 @dataclass(frozen=True)
 class Focus:
-    """The chunks in focus, and the layer after which they were known, counted from 1 (L*)."""
-
     chunks: frozenset[int]
     layer: int
 
 
 def find_focus(inter_LZ: NDArray[np.floating], window: int = CraftVariants.window) -> Focus | None:
-    """The first set of chunks that the window's layers agree on; None if they never do.
+    """The first set of chunks that the window's layers agree on; None if they never do. Fewer than three are all in
+    focus.
 
-    inter_LZ: attention that the question's tokens gave to each chunk in each layer so far, [layers, chunks].
-    window: layers in a row that must agree (w).
-    Fewer than three chunks are all in focus, from the start.
+    inter_LZ: attention that the question's tokens gave to each chunk in each layer so far, [layers, chunks]. window:
+    layers in a row that must agree (w).
     """
     if inter_LZ.shape[1] < 3:
         return Focus(frozenset(range(inter_LZ.shape[1])), 0)

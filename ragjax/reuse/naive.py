@@ -28,16 +28,11 @@ class Naive(SourceStrategy):
     name = "naive"
 
     def __init__(self, exact_to: Exactness | None = None, source: ChunkSource | None = None):
-        """Reuse what a source gives.
-
-        exact_to: what answers over several chunks are exact to (None: they are approximate). source: of the
-            chunks' KV (None: isolated).
-        """
+        """exact_to: what answers over several chunks are exact to (None: they are approximate)."""
         self._exact_to = exact_to
         self._source = Isolated() if source is None else source
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
-        """At most two passes: what is missing of the head and the chunks, then the query segments behind it."""
         stitched = yield from prepare(prompt, allocation, self._source)
         results = yield stitched.ask()
         plan = stitched.plan(stitched.spans, results[Measure.LOGITS][0])
@@ -57,10 +52,8 @@ class Packet(Naive):
     name = PACKET
 
     def __init__(self, wrapper: Wrapper):
-        """wrapper: the tokens around each chunk."""
         super().__init__("packet", Isolated("packet"))
         self._wrapper = wrapper
 
     def dress(self, prompt: Prompt) -> Prompt:
-        """Every chunk in its packet; a chunk that stands alone stays as it is."""
         return prompt if alone(prompt) else self._wrapper.dressed(prompt)

@@ -42,7 +42,6 @@ class Selector(ABC):
     early_end: int = 0
 
     def scratch(self, prompt: Prompt) -> int:
-        """Tokens for which it needs slots while it measures (`Stitched.scratch`)."""
         return 0
 
     @abstractmethod
@@ -51,13 +50,7 @@ class Selector(ABC):
 
 
 class Selective(SourceStrategy):
-    """A strategy of a source and a selector.
-
-    ratio: share of the chunks' tokens to recompute unless a request says so, in [0, 1].
-
-    Raises:
-        ConfigError: for a ratio out of its range.
-    """
+    """A strategy of a source and a selector. ratio: share of the chunks' tokens to recompute by default."""
 
     selective = True
 
@@ -80,7 +73,6 @@ class Selective(SourceStrategy):
         return super().work(prompt, cache, tenant) + count
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
-        """Passes over missing KV, those of the selector, and one over the chosen tokens and the query segments."""
         if self._leads:
             prompt = led(prompt, allocation.cache, allocation.tenant)
             if is_plain(prompt):  # all chunks are kept as the prompt has them
@@ -104,11 +96,7 @@ class Selective(SourceStrategy):
 
 
 def _choice(selector: Selector, stitched: Stitched, count: int) -> Choice:
-    """Run a selector and check its choice: int32, ascending and distinct.
-
-    Raises:
-        TypeError, ValueError: naming the selector, if it is not at most `count` of the chunks' tokens.
-    """
+    """Run a selector and check its choice: at most `count` of the chunks' tokens, int32, ascending and distinct."""
     name = f"{type(selector).__name__}.choose"
     work = selector.choose(stitched, count)
     if not isinstance(work, Generator):
@@ -136,16 +124,12 @@ def share(ratio: float, tokens: int) -> int:
 
 
 def shares(raw_SN: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Each row divided by its sum; zeros where that is 0."""
     sum_S1 = raw_SN.sum(1, keepdims=True)
     share_SN: NDArray[np.float64] = np.divide(raw_SN, sum_S1, out=np.zeros_like(raw_SN), where=sum_S1 > 0)
     return share_SN
 
 
 def top(scores: NDArray[np.floating], candidates: Tokens, count: int) -> Tokens:
-    """The `count` candidates (token indexes, ascending, int32 [n]) of highest score (float [n]), ascending.
-
-    Ties go to the earlier token.
-    """
+    """The `count` candidates (token indexes, ascending, int32 [n]) of highest score, ascending; the earlier of ties."""
     best = np.argsort(-np.asarray(scores, np.float64), kind="stable")[:count]
     return candidates[np.sort(best)]

@@ -114,23 +114,19 @@ class Stitched:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Every key of the prompt, nothing recomputed."""
         return (*self.head, *self.chunk, *self.query)
 
     @cached_property
     def chunks(self) -> Tokens:
-        """Indexes of all chunk tokens, ascending, int32 [n]."""
         parts = [indices(*self.prompt.bounds(i)) for i in segments_of(self.prompt, Kind.CHUNK)]
         return np.concatenate(parts) if parts else indices(0, 0)
 
     @cached_property
     def queries(self) -> Tokens:
-        """Indexes of all tokens of query segments behind the head, ascending, int32 [n]."""
         return asking(self.prompt)
 
     @property
     def lossy(self) -> bool:
-        """True if any reused KV lost precision at rest."""
         return (self.hit > 0 and self.matched.lossy) or any(match.lossy for match in self.matches.values())
 
     @cached_property
@@ -155,7 +151,6 @@ class Stitched:
 
     @property
     def question(self) -> Tokens:
-        """Token indexes of the last query segment, int32 [n]."""
         return indices(self.prompt.starts[-2], len(self.prompt))
 
     def ask(
@@ -165,7 +160,6 @@ class Stitched:
         measured: tuple[int, int] | None = None,
         asking: Tokens | None = None,
     ) -> Pass:
-        """The query segments over the chunks as they are."""
         logits = (len(self.prompt) - 1,) if Measure.LOGITS in measures else ()
         return Pass(self.queries, self.queries, self.spans, measures, logits, measured=measured, asking=asking)
 
@@ -217,10 +211,6 @@ def prepare(
     """Match, reserve, and compute what is missing of the head and the chunks, in at most one pass.
 
     repaired: tokens that will be recomputed. scratch: tokens for measuring, whose slots the caller frees.
-
-    Raises:
-        OutOfPages: before the first pass only.
-        RequestError: as `check`, or if system segments do not come first.
     """
     check(prompt)
     system, length = system_length(prompt), head_length(prompt)
@@ -263,17 +253,8 @@ def lay_out(
 ) -> Stitched:
     """Reserve what will be written, and place everything.
 
-    Args:
-        prompt: of the request.
-        allocation: where slots are reserved.
-        matched: what was found of the head.
-        matches: the chunks that are reused, by segment.
-        begins: the position at which the first token of each other chunk is computed, by segment.
-        repaired: tokens to recompute.
-        scratch: tokens to measure with.
-
-    Raises:
-        OutOfPages: if there is no room now.
+    matches: the chunks that are reused, by segment. begins: the position at which the first token of each other chunk
+    is computed, by segment. repaired: tokens to recompute. scratch: tokens to measure with.
     """
     length, chunks, queries = head_length(prompt), segments_of(prompt, Kind.CHUNK), asking(prompt)
     others = len(prompt) - length + allocation.decode_tokens + repaired
@@ -317,12 +298,7 @@ def led(prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Prompt:
 
 
 def check(prompt: Prompt) -> None:
-    """Refuse a prompt that is not made of system segments, chunks and query segments.
-
-    Raises:
-        RequestError: if it has nodes of a tree, which are no chunks: the question would not see them; or if the last
-            segment is no query segment.
-    """
+    """Refuse a prompt that is not made of system segments, chunks and query segments."""
     if segments_of(prompt, Kind.NODE):
         raise RequestError(
             "the prompt has trees of paths, and this strategy reads chunks: choose dependency or full attention",
@@ -356,7 +332,6 @@ class SourceStrategy(ChunkStrategy):
 
 
 def candidate_key(cache: KnowledgeCache, head: Tokens, tokens: Tokens, candidate: Candidate, owner: str) -> bytes:
-    """The key of a chunk's KV behind the system prompt `head`, kept as a candidate says."""
     kind, method, behind, *_ = candidate
     return cache.key_of(head, tokens, kind, method, owner, behind)
 
@@ -376,11 +351,6 @@ def hide(spans: Iterable[Span], chosen: Tokens, page_size: int) -> tuple[Span, .
 
 
 def reserve(allocation: Allocation, tokens: int) -> Run:
-    """Slots of the request's own; none for no tokens.
-
-    Raises:
-        OutOfPages: as `Allocation.reserve`.
-    """
     return allocation.reserve(tokens) if tokens else NOTHING
 
 
@@ -432,10 +402,8 @@ def query_spans(prompt: Prompt, own: Run, page_size: int) -> tuple[Span, ...]:
 
 
 def asking(prompt: Prompt) -> Tokens:
-    """Indexes of the query segments behind the head, int32 [n]."""
     return np.concatenate([indices(*prompt.bounds(i)) for i in _behind_head(prompt)])
 
 
 def _behind_head(prompt: Prompt) -> tuple[int, ...]:
-    """The query segments that may see a chunk."""
     return tuple(i for i in segments_of(prompt, Kind.QUERY) if prompt.starts[i] >= head_length(prompt))

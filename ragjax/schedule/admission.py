@@ -39,13 +39,7 @@ class Preview(Allocation):
 
 @dataclass(frozen=True)
 class Allocations:
-    """Makes what requests will hold; nothing is held yet.
-
-    Args:
-        limits: what one step can read.
-        stages: layers at which a pass may begin, ascending, and the number of layers.
-        reach: layers that may use each other's units.
-    """
+    """Makes what requests will hold; nothing is held yet. reach: layers that may use each other's units."""
 
     requests: Requests
     cache: KnowledgeCache
@@ -124,7 +118,6 @@ class Admission:
             yield state, error
 
     def prefetch(self) -> None:
-        """Order KV of the requests that start next to the device while they wait."""
         queue = self._requests.queue
         if self._presence is not None and len(queue):
             for state in queue.ahead(AHEAD):
@@ -135,10 +128,7 @@ class Admission:
             self._prefetch.run(queue.ahead(AHEAD))
 
     def _may_start(self, state: RequestState) -> bool:
-        """True if no running request is computing what it would compute; one that no load may serve asks nobody.
-
-        What the shared tier has of it must be known by then, or not be had in time.
-        """
+        """True if no running request is computing what it would compute, and the shared tier has answered for it."""
         if self._presence is not None and not self._presence.is_known(state):
             return False
         awaited = self._in_flight.awaited(state.look) if state.may_load else {}
@@ -180,7 +170,6 @@ class Admission:
         self._requests.look_up(state)
 
     def _is_kept(self, segment: Segment, tenant: str) -> bool:
-        """True if the cache has the KV of these tokens, wherever they stood."""
         return any(self._cache.tree.places(owner, raw_of(segment.tokens)) for owner in (tenant, PUBLIC))
 
     def _start(self, state: RequestState) -> bool:
@@ -235,12 +224,10 @@ class InFlight:
                 self._owners.setdefault(name, state)
 
     def prune(self) -> None:
-        """Forget requests that compute their prompts no more."""
         if self._owners:
             self._owners = {name: state for name, state in self._owners.items() if state.running and not state.decoding}
 
     def awaited(self, look: Callable[[], Look]) -> dict[bytes, int]:
-        """The pieces missing to a request that a running one is computing, tokens by name."""
         if not self._owners:
             return {}
         return {name: tokens for name, tokens in look().missing.items() if name in self._owners}
@@ -262,7 +249,6 @@ class Prefetch:
         self._seen: tuple[RequestState, ...] = ()
 
     def run(self, ahead: Iterable[RequestState]) -> None:
-        """Order what these requests need, first things first; nothing is done while they stay the same."""
         states = tuple(ahead)
         if states == self._seen:
             return
@@ -279,10 +265,7 @@ class Prefetch:
                 preview.close()
 
     def look_again(self, state: RequestState, load: bool) -> None:
-        """Look ahead for one request, even if that was done before: more may be known of what lies below.
-
-        load: order what is found.
-        """
+        """Look ahead for one request, even if that was done before. load: order what is found."""
         preview = self._allocations.make(state, Preview)
         try:
             self._look(state, preview, load)
@@ -314,7 +297,6 @@ class Presence:
         self._prefetch = prefetch
 
     def is_known(self, state: RequestState) -> bool:
-        """True if the request may start: what there is of it is known, or was not said in time."""
         if not state.may_load:
             return True
         if state.inquiry is None:
@@ -331,7 +313,6 @@ class Presence:
         return asked.over
 
     def _raised(self, state: RequestState, load: bool) -> Collection[str]:
-        """The questions that a look raises."""
         self._inquiry.asked()  # what others asked is not this request's
         self._prefetch.look_again(state, load)
         return self._inquiry.asked()

@@ -21,8 +21,7 @@ BLOCK_READS = 2.0
 class Group:
     """Requests that share the first entries of their page tables.
 
-    members: numbers of the requests. entries: how many they share. blocks: of rows that read them together. saved: how
-    many reads of an entry by a row alone that saves.
+    blocks: of rows that read them together. saved: how many reads of an entry by a row alone that saves.
     """
 
     members: tuple[int, ...]
@@ -32,7 +31,6 @@ class Group:
 
     @property
     def listed(self) -> int:
-        """Entries of a step that hold what is shared."""
         return self.entries * self.blocks
 
 
@@ -56,7 +54,6 @@ class _Search:
         return apart
 
     def _split(self, members: Sequence[int], at: int) -> list[list[int]]:
-        """Requests with the same entry at a place, two or more each."""
         parts: dict[int, list[int]] = {}
         for i in members:
             if len(self.lasting[i]) > at:
@@ -69,11 +66,7 @@ def find_groups(tables: Sequence[SpanTable], rows: Sequence[int], sharing: tuple
 
     Each row then looks at the rest alone; both parts merge exactly (Hydragen, arXiv 2402.05099; cascade inference in
     FlashInfer, arXiv 2501.01005). A request is in one group at most; of nested groups those are taken that save most.
-
-    Args:
-        tables: of the requests.
-        rows: how many each request has.
-        sharing: places for rows, and places of a block (`core.RowShape.sharing`).
+    rows: how many each request has. sharing: places for rows, and places of a block (`core.RowShape.sharing`).
     """
     places, block = sharing
     if not places or len(tables) < 2:
@@ -88,7 +81,6 @@ def find_groups(tables: Sequence[SpanTable], rows: Sequence[int], sharing: tuple
 
 
 def _common(lists: Sequence[NDArray[np.int64]]) -> int:
-    """Number of leading items that all lists have in common."""
     size = min(map(len, lists))
     same = np.stack([one[:size] for one in lists]) == lists[0][:size]
     return size if same.all() else int(same.all(0).argmin())
@@ -99,7 +91,6 @@ PADDING = {"asking_T": 0, "segment_T": -1, "segment_SC": -1, "stale_T": -1, "off
 
 
 def rows_of(state: RequestState) -> PendingRows:
-    """The rows of a request that has some."""
     assert state.rows is not None
     return state.rows
 
@@ -117,7 +108,6 @@ class ScheduledRows:
 
     @property
     def logit_rows(self) -> list[int]:
-        """Rows of the step whose logits are wanted."""
         return [row for row in range(self.placed.begin, self.placed.end) if row in self.rows.logits_now]
 
 
@@ -131,7 +121,6 @@ class Batch:
 
     @property
     def states(self) -> list[RequestState]:
-        """The requests that have rows in it, and still wait for them."""
         return [part.state for part in self.parts if part.live]
 
     def deliver(
@@ -145,7 +134,7 @@ class Batch:
 
         Args:
             logits: float32 [n, V] of `logit_rows`, or [V] of some of them by number.
-            measured: what the step's measure asked for, float32 [layers, ...].
+            measured: float32 [layers, ...].
             residual: what the step left of its rows.
             chosen: tokens for `logit_rows`; they count where rows are sampled, and behind a prompt.
         """
@@ -181,9 +170,8 @@ def pack(
 ) -> Batch:
     """One step of a shape, from the next rows of requests.
 
-    single: whose rows go in front, in blocks of one; none unless the shape is mixed. many: whose rows go behind; each
-    request's begin in a block of their own. groups: which requests, counted from the first, share keys, of those whose
-    rows are in blocks of one.
+    single: whose rows go in front, in blocks of one. many: whose rows go behind; each request's begin in a block of
+    their own. groups: which requests, counted from the first, share keys, of those whose rows are in blocks of one.
     """
     pending = [rows_of(state) for state, _ in (*single, *many)]
     shared = {member: group.entries for group in groups for member in group.members}
@@ -202,10 +190,7 @@ def pack(
 
 
 def _carry(step: Step, scheduled: Sequence[ScheduledRows]) -> Step:
-    """The step with what its rows bring from the layers before: as it lies on the device, if they stay in their places.
-
-    Otherwise it is brought to the host, and put together anew.
-    """
+    """The step with what its rows bring from the layers before: as it lies on the device, if they keep their places."""
     parts = [(part.placed, carried) for part in scheduled if (carried := rows_of(part.state).residual) is not None]
     if not parts:
         return step
@@ -247,7 +232,6 @@ def _share(
 
 
 def empty_step(shape: RowShape, entries: int, page_size: int) -> Step:
-    """A step of padding alone."""
     rows = shape.rows
 
     def filled(value: int, *shape: int) -> NDArray[np.int32]:
@@ -283,7 +267,6 @@ def put_table(step: Step, entry: int, request: int, table: SpanTable, begin: int
 
 
 def _put_layers(by_layer: LayerTable, entry: int, table: SpanTable, begin: int, end: int) -> None:
-    """The same of each layer: entries of a table without layouts are the same in all."""
     by_layer.page_LS[:, entry : entry + end - begin] = table.page_S[begin:end]
     if table.by_layer is None:
         return
@@ -293,7 +276,6 @@ def _put_layers(by_layer: LayerTable, entry: int, table: SpanTable, begin: int, 
 
 
 def _empty_step(shape: RowShape, need: int, page_size: int, pending: Sequence[PendingRows], grid: Grid) -> Step:
-    """A step for rows of one kind that need so many entries, as yet without them."""
     rows, entries = shape.rows, Grid.fit(grid.entries_of(shape), need)
     first = pending[-1]  # decoding tokens come first, and have no say
     measured = [measure for one in pending if (measure := one.measure_now) is not None]
@@ -314,7 +296,6 @@ def _together(measured: Sequence[StepMeasure], rows: int, entries: int, page_siz
 
 
 def _fill(step: Step, pending: PendingRows, request: int, placed: Placed, shared: int) -> None:
-    """Write a request's rows, and its page table but for the first entries, which it shares."""
     taken, rows = placed.taken, placed.rows
     entries = slice(placed.entry, placed.entry + len(pending.table) - shared)
     step.token_T[rows] = pending.token[taken]

@@ -54,11 +54,7 @@ def note_proposal(state: RequestState) -> None:
 
 
 def grow(state: RequestState, tokens: int = 1) -> None:
-    """Reserve slots for so many tokens behind those decoded, or for all that it may still generate if these are fewer.
-
-    Raises:
-        OutOfPages: if no page can be had without evicting what is in use; nothing changes then.
-    """
+    """Reserve slots for so many tokens behind those decoded, or for all that it may still generate; else OutOfPages."""
     assert state.plan is not None and state.allocation is not None
     tail, needed = state.plan.tail, min(len(state.decoded) + tokens, state.allocation.decode_tokens)
     if needed <= tail.length:
@@ -73,11 +69,8 @@ def grow(state: RequestState, tokens: int = 1) -> None:
 def force(state: RequestState, tokens: Tokens) -> None:
     """Set the rows that compute given tokens, int32 [n], after the prompt, before anything is decoded.
 
-    `rows.logits[i]` are the logits after token i. Set `rows` to None then, and decoding starts as if nothing had
-    been computed: it writes over these tokens.
-
-    Raises:
-        ValueError: if there are none, or more than slots for generated tokens.
+    `rows.logits[i]` are the logits after token i. Set `rows` to None then, and decoding starts as if nothing had been
+    computed: it writes over these tokens.
     """
     assert state.plan is not None and state.rows is None
     if not 0 < len(tokens) <= state.plan.tail.length:
@@ -109,7 +102,6 @@ def take_scores(state: RequestState) -> None:
 
 
 def draws(batch: Batch) -> list[Draw | None]:
-    """Settings by which a token is chosen for each row of logits; None where none is."""
     found: list[Draw | None] = []
     for part in batch.parts:
         state, rows = part.state, part.rows
@@ -124,7 +116,6 @@ def draws(batch: Batch) -> list[Draw | None]:
 
 
 def first_draw(state: RequestState) -> Draw:
-    """Settings by which the token behind the prompt is chosen."""
     return _draws(state, np.zeros(0, np.int32))[0]
 
 
@@ -134,7 +125,6 @@ def _draws(state: RequestState, proposed: Tokens) -> list[Draw]:
 
 
 def _accepted(state: RequestState, rows: PendingRows) -> int:
-    """Number of proposed tokens in `rows` that were accepted so far."""
     return len(state.full_prompt) + len(state.decoded) - 1 - int(rows.index[0])
 
 

@@ -25,13 +25,9 @@ class AnswerText:
     """The text of one request as it grows. Text that could be the start of a stop string is held back.
 
     A token is taken at once (`push`), so that it can be computed; its text may be made later (`deltas`), while the
-    device works. If stop strings may end the answer, the text is made at once.
-
-    continued: it goes on from a raw prompt's text, and keeps the space that it may begin with. shown: control tokens
-    that stand in the text by name.
-
-    tokens: those generated, without an end of text. finish_reason: set once all text is made. stop: the stop string
-    that ended it.
+    device works. If stop strings may end the answer, the text is made at once. continued: it goes on from a raw
+    prompt's text, and keeps the space that it may begin with. shown: control tokens that stand in the text by name.
+    finish_reason: set once all text is made. stop: the stop string that ended it.
     """
 
     def __init__(
@@ -62,11 +58,9 @@ class AnswerText:
 
     @property
     def over(self) -> bool:
-        """True if no token comes after those that were pushed."""
         return self._ended or len(self.tokens) >= self.limit or self.finish_reason is not None
 
     def push(self, chosen: Chosen) -> None:
-        """Take the next token."""
         if chosen.token in self._eos:
             self._ended = True
         else:
@@ -82,7 +76,6 @@ class AnswerText:
         return deltas
 
     def _read(self) -> None:
-        """Make the text of tokens that have none yet."""
         unread, self._unread = self._unread, []
         made = [self._add(chosen, last=self.over and chosen is unread[-1] and not self._ended) for chosen in unread]
         if self._ended and self.finish_reason is None:
@@ -90,7 +83,6 @@ class AnswerText:
         self._deltas += [delta for delta in made if delta is not None]
 
     def _add(self, chosen: Chosen, last: bool) -> Delta | None:
-        """Text that is out with one more token."""
         begin = len(self.text) + len(self._pending)
         logprob = self._logprob(chosen, begin)
         self._pending += self._stream.push(chosen.token)
@@ -124,7 +116,6 @@ class AnswerText:
         return self._emit(len(self._pending))
 
     def _cut(self) -> bool:
-        """End the text before the first stop string in it; True if there is one."""
         found = [(at, stop) for stop in self._sampling.stop if (at := self._pending.find(stop)) >= 0]
         if found:
             at, self.stop = min(found)

@@ -103,11 +103,7 @@ Bits = NDArray[np.uint32]
 class Constraint:
     """The tokens that one answer may go on with. It is told the tokens generated so far, so a restart needs nothing.
 
-    eos_ids: tokens that end an answer; one that cannot be completed otherwise may end. notices: what of its schemas it
-    leaves out.
-
-    Attributes:
-        failure: why the grammar was given up before the answer's end; empty if it was not.
+    failure: why the grammar was given up before the answer's end; empty if it was not.
     """
 
     def __init__(self, matcher: LLMatcher, eos_ids: Collection[int], vocabulary: int, notices: Sequence[str] = ()):
@@ -124,11 +120,8 @@ class Constraint:
     def masks(self, said: Sequence[int], proposed: Sequence[int]) -> list[Bits | None]:
         """The tokens that may come next, and those behind each proposed token if these are chosen.
 
-        None behind a proposed token that cannot come: it will not be chosen.
-
-        Args:
-            said: all tokens generated so far; those of the last call are the first of them.
-            proposed: tokens that may follow them.
+        None behind a proposed token that cannot come: it will not be chosen. said: all tokens generated so far; those
+        of the last call are the first of them.
         """
         new = [int(token) for token in said[self._followed :]]
         self._followed = len(said)
@@ -147,7 +140,6 @@ class Constraint:
         return found
 
     def _take(self, token: int) -> bool:
-        """True if a token can come next; it has come then."""
         if token in self._eos or token >= self._vocabulary or self.failure:  # an unknown one would break the matcher
             return False
         return self._matcher.try_consume_tokens([token]) == 1
@@ -171,10 +163,7 @@ class Constraint:
 
 
 class Grammars:
-    """Reads grammars for one tokenizer, whose table is made when the first is asked for. Any thread may call it.
-
-    eos_ids: tokens that end an answer.
-    """
+    """Reads grammars for one tokenizer, whose table is made when the first is asked for. Any thread may call it."""
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Collection[int]):
         self._tokenizer = tokenizer
@@ -187,7 +176,7 @@ class Grammars:
     def constraint(
         self, grammar: str, param: str, schemas: Sequence[tuple[str, str, bool]] = (), *, tenant: str = ""
     ) -> Constraint:
-        """The constraint of one answer.
+        """The constraint of one answer, or RequestError if the grammar cannot be followed, naming why.
 
         Args:
             grammar: in Lark, with `@0` where the first schema stands.
@@ -195,10 +184,6 @@ class Grammars:
             schemas: of each what it belongs to, its JSON text, and whether it must be followed in all it says. What no
                 grammar holds of any other is left out, with a notice.
             tenant: who asks.
-
-        Raises:
-            RequestError: if the grammar cannot be followed, naming why, or takes too much to be read; or llguidance is
-                not installed.
         """
         try:
             import llguidance  # noqa: F401
@@ -285,8 +270,6 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 
 def _filled(grammar: str, schemas: Sequence[str]) -> str:
-    """A grammar with its schemas."""
-
     def filled(found: re.Match[str]) -> str:
         schema = _plain(json.loads(schemas[int(found[1])]), looking=True)
         return f"%json {json.dumps({**schema, 'x-guidance': LENIENT})}"

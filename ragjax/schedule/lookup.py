@@ -48,7 +48,6 @@ class Lookup:
     """Chooses how many tokens to propose for a request, by how many of those before were accepted.
 
     most: tokens that are proposed at most. share: of proposed tokens that are accepted, as seen lately.
-    steps: decode steps. proposed, accepted: tokens so far.
     """
 
     most: int
@@ -73,7 +72,6 @@ class Lookup:
         return -(-self.most // 2) if self._idle % RETRY == 0 else 0
 
     def note(self, proposed: int, accepted: int) -> None:
-        """A step is done: so many tokens of its proposal were accepted."""
         self.steps += 1
         if not proposed:
             return

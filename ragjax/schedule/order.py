@@ -33,7 +33,6 @@ class Waiting:
 
     @property
     def cached(self) -> int:
-        """Tokens that need not be computed; the last one always is."""
         return min(self.look().found, self.total - 1)
 
 
@@ -50,25 +49,19 @@ class Order(ABC):
 
     @abstractmethod
     def pick(self, queue: Sequence[W], last: Waiting | None) -> W:
-        """One of the requests, of which there is at least one; they come in the order of their arrival.
-
-        last: the one that started last.
-        """
+        """Choose one of the requests, which come in the order of their arrival. last: the one that started last."""
 
 
 ORDERS: Registry[type[Order]] = Registry("order")
 
 
 def make_order(text: str) -> Order:
-    """An order by its name and settings, such as "ratio:window=16"."""
     kind, settings = ORDERS.configured(text)
     return kind(**settings)
 
 
 @ORDERS.register("fcfs")
 class FCFS(Order):
-    """First come, first served: the oldest."""
-
     def pick(self, queue: Sequence[W], last: Waiting | None) -> W:
         return queue[0]
 
@@ -103,17 +96,14 @@ class Queue(Generic[W]):
         return iter((*self._returned, *self._waiting))
 
     def add(self, waiting: W) -> None:
-        """A request arrives."""
         self.changes += 1
         self._waiting.append(waiting)
 
     def put_back(self, waiting: W) -> None:
-        """A request that had started waits again, before all others."""
         self.changes += 1
         self._returned.insert(0, waiting)
 
     def remove(self, waiting: W) -> None:
-        """A request waits no more and did not start."""
         self.changes += 1
         (self._returned if waiting in self._returned else self._waiting).remove(waiting)
 

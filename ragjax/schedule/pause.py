@@ -31,10 +31,7 @@ RECOMPUTED = "its KV made room for older requests and was computed again"
 
 
 class Copier(Protocol):
-    """Whoever owns the pool's arrays: it copies pages, int32 [P], to host memory, and puts copies into pages.
-
-    lost: whether the arrays are gone.
-    """
+    """Whoever owns the pool's arrays: it copies pages, int32 [P], to host memory, and puts copies into pages."""
 
     @property
     def lost(self) -> bool: ...
@@ -63,9 +60,7 @@ def restore(state: RequestState, allocation: Allocation, copier: Copier) -> None
     """Copy the KV of a paused request into pages of its own; it goes on as if nothing had been.
 
     What it read from the cache is its own copy now; its next tokens are the same, whatever its strategy measured.
-
-    Raises:
-        OutOfPages: if there is no room now; it stays paused.
+    OutOfPages: there is no room now; it stays paused.
     """
     assert state.paused is not None and state.plan is not None
     paused = state.paused
@@ -82,7 +77,6 @@ def restore(state: RequestState, allocation: Allocation, copier: Copier) -> None
 
 
 def _relocate(state: RequestState, moved: Mapping[int, int]) -> None:
-    """Read and write pages under their new numbers."""
     assert state.plan is not None
 
     def relocated(run: Run) -> Run:
@@ -96,8 +90,6 @@ def _relocate(state: RequestState, moved: Mapping[int, int]) -> None:
 
 
 class Pauses:
-    """Sees to it that decoding requests have slots for their next tokens."""
-
     def __init__(self, requests: Requests, cache: KnowledgeCache, allocations: Allocations, copier: Copier):
         self._requests = requests
         self._cache = cache
@@ -106,7 +98,6 @@ class Pauses:
 
     @property
     def pages(self) -> int:
-        """Pages that paused requests hold in host memory."""
         return sum(len(state.paused.pages) for state in self._requests.paused if state.paused is not None)
 
     # ------------------------------------------------------------------------------------------- pause
@@ -140,7 +131,6 @@ class Pauses:
         return self._grown(state, tokens)
 
     def _give_way(self, state: RequestState) -> None:
-        """Take back all that a request holds."""
         if state.background or not state.decoding:
             self._requests.counters.stops += 1
             self._stop(state, RECOMPUTED if len(state.generated) else "")

@@ -87,11 +87,7 @@ class QueueLimit:
         self._lock = threading.Lock()
 
     def hold_place(self) -> object:
-        """Hold a place for a request that is to be prepared, until `release_place`.
-
-        Raises:
-            OverloadError: if the queue is full.
-        """
+        """Hold a place for a request that is to be prepared; OverloadError: the queue is full."""
         with self._lock:
             self._check(len(self._held))
             place = object()
@@ -99,16 +95,11 @@ class QueueLimit:
             return place
 
     def release_place(self, place: object) -> None:
-        """Give a place back; nothing happens the second time."""
         with self._lock:
             self._held.discard(place)
 
     def enter(self, state: RequestState, place: object = None) -> None:
-        """Count a request from now on, in the place that was held for it. One that ended meanwhile is not counted.
-
-        Raises:
-            OverloadError: if it waits, and the queue is full. Others that are being prepared count behind it.
-        """
+        """Count a request from now on, in the place that was held for it. One that ended meanwhile is not counted."""
         with self._lock:
             self._held.discard(place)
             if state.ended or state in self.counted:
@@ -119,18 +110,12 @@ class QueueLimit:
             self._overload.begin(time.perf_counter())
 
     def leave(self, state: RequestState) -> None:
-        """Count a request no more; nothing happens if it was not counted."""
         with self._lock:
             if state in self.counted:
                 self.counted.discard(state)
                 self._overload.end(time.perf_counter())
 
     def check_room(self) -> None:
-        """Refuse a request before anything is prepared for it.
-
-        Raises:
-            OverloadError: if the queue is full.
-        """
         with self._lock:
             self._check(len(self._held))
 
@@ -144,27 +129,16 @@ class QueueLimit:
 
 
 class Provider(Protocol):
-    """Makes what requests need to run."""
+    """Makes the programs that requests need to run. lacks: the request has to wait for some, which are made next."""
 
-    def lacks(self, state: RequestState) -> bool:
-        """True if the request has to wait for programs, which are made next."""
-        ...
+    def lacks(self, state: RequestState) -> bool: ...
 
     @property
-    def left(self) -> int:
-        """Programs that are still to be made."""
-        ...
+    def left(self) -> int: ...
 
 
 class Requests:
-    """All live requests, by phase.
-
-    Args:
-        cache: told what waiting requests will use.
-        max_queue: requests that may wait.
-        order: in which order requests start (None: as they came).
-        provider: of programs that are made while requests run (None: each is made at its first use).
-    """
+    """All live requests, by phase."""
 
     def __init__(
         self, cache: KnowledgeCache, *, max_queue: int, order: Order | None = None, provider: Provider | None = None
@@ -190,7 +164,6 @@ class Requests:
 
     @property
     def live(self) -> list[RequestState]:
-        """Requests of every phase but the last."""
         return [*self.unready, *self.offered.waiting, *self.paused, *self.queue, *self.background, *self.running]
 
     @property
@@ -234,7 +207,6 @@ class Requests:
             self.fail(state, error)
 
     def release(self) -> bool:
-        """Let those wait to be started whose programs are made; true if there were any."""
         ready = [state for state in self.unready if self._provider is None or not self._provider.lacks(state)]
         for state in ready:
             self.unready.remove(state)
@@ -243,24 +215,20 @@ class Requests:
         return bool(ready)
 
     def start(self, state: RequestState) -> None:
-        """Note that a request holds its pages and runs, or goes on."""
         if state in self.paused:
             self.paused.remove(state)
         self.running.append(state)
 
     def leave_queue(self, state: RequestState) -> None:
-        """Note that the request which the queue chose waits no more."""
         self.queue.start(state)
         self._forget(state)
 
     def pause(self, state: RequestState) -> None:
-        """Note that a running request gave its pages back and will go on where it was."""
         self.running = [other for other in self.running if other is not state]
         self.paused = sorted([*self.paused, state], key=age)
         self.counters.pauses += 1
 
     def free(self) -> None:
-        """Note that pages were given back: another request may start."""
         self.blocked, self.freed = False, True
 
     # ------------------------------------------------------------------------------------ again, or ended
@@ -300,7 +268,6 @@ class Requests:
         self.end(state, error)
 
     def end_cancelled(self) -> None:
-        """End the requests whose clients left, without a word."""
         for state in [state for state in self.live if state.cancelled]:
             self.counters.cancelled += not (state.speculative or state.background)  # no client asked for it
             self.end(state, None)
@@ -319,7 +286,6 @@ class Requests:
             state.sink(last)
 
     def take_answered(self) -> Iterator[tuple[RequestState, Answer]]:
-        """Requests that were answered since the last call, with their answers."""
         while self.answered:
             yield self.answered.pop(0)
 
@@ -336,7 +302,6 @@ class Requests:
             self._settle(state, state.answer)
 
     def refute(self, state: RequestState) -> None:
-        """End a speculation whose documents are not the final ones."""
         if self.offered.remove(state):
             self.counters.speculations["skipped"] += 1
         else:
@@ -347,7 +312,6 @@ class Requests:
     # ------------------------------------------------------------------------------------------- private
 
     def _leave(self, state: RequestState) -> None:
-        """Take a request out of the list of its phase."""
         if state.phase is Phase.RUNNING:
             self.running = [other for other in self.running if other is not state]
         elif state.phase is Phase.PAUSED:
@@ -364,19 +328,16 @@ class Requests:
             self.offered.remove(state)
 
     def look_up(self, state: RequestState) -> None:
-        """Find out what the order of the queue goes by."""
         outlook = state.strategy.outlook(state.prompt, self._cache, state.request.tenant)
         state.total, state.path, state.overtaken = len(state.prompt), _path(state.prompt), 0
         state.look, state.awaited = partial(self._cache.peek, outlook), {}
 
     def _forget(self, state: RequestState) -> None:
-        """Forget what was found out for a request while it waited."""
         state.ahead = state.inquiry = None
         state.tried = False
         self._cache.withdraw(state.id)
 
     def _settle(self, state: RequestState, answer: Answer) -> None:
-        """Count an answered request, and remember it."""
         self.answered.append((state, answer))
         if state.background:
             return
@@ -387,7 +348,6 @@ class Requests:
 
 
 def age(state: RequestState) -> tuple[float, str]:
-    """Sorts requests by their arrival."""
     return state.times.arrival, state.id
 
 

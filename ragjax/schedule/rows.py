@@ -71,7 +71,6 @@ class SpanTable:
         return self._lasting
 
     def relocate(self, moved: Mapping[int, int]) -> None:
-        """Read pages under their new numbers."""
         self.page_S = np.array([moved[page] for page in self.page_S.tolist()], np.int32)
         if self.by_layer is not None:
             page_LS = np.vectorize(moved.__getitem__, otypes=[np.int32])(self.by_layer.page_LS)
@@ -79,7 +78,6 @@ class SpanTable:
         self._lasting = None
 
     def show(self, token: int, index: int) -> None:
-        """Give a token of the last span its index in the prompt."""
         self.index_SC.reshape(-1)[self._last[token]] = index
 
     def grow(self, run: Run) -> None:
@@ -153,10 +151,7 @@ def slots_of(spans: Iterable[Span], size: int, page_size: int) -> tuple[NDArray[
 
 @dataclass(frozen=True)
 class PendingMove:
-    """A move in slots (page * C + slot): what to copy where, and by how much to rotate each key; int32 [n] each.
-
-    layers: half-open, at boundaries of stages.
-    """
+    """A move in slots (page * C + slot): what to copy where, and by how much to rotate each key; int32 [n] each."""
 
     source_N: NDArray[np.int32]
     target_N: NDArray[np.int32]
@@ -166,11 +161,7 @@ class PendingMove:
 
 @dataclass(frozen=True)
 class PendingCompaction:
-    """A compaction in slots: where each token lies and by how much its key is rotated, int32 [N] each; where those that
-    are kept go, int32 [B].
-
-    layers: all.
-    """
+    """A compaction in slots: where each token lies, how much its key is rotated, where those kept go; int32."""
 
     asked: Compaction
     source_N: NDArray[np.int32]
@@ -181,10 +172,7 @@ class PendingCompaction:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a step has rows of a request: rows [row, ...) and page-table entries [entry, ...) of the batch.
-
-    begin, end: half-open range of the request's pending rows.
-    """
+    """Rows [row, ...) and page-table entries [entry, ...) that a step has for a request's pending rows [begin, end)."""
 
     begin: int
     end: int
@@ -197,7 +185,6 @@ class Placed:
 
     @property
     def taken(self) -> slice:
-        """The rows, of the request's pending ones."""
         return slice(self.begin, self.end)
 
     @property
@@ -217,7 +204,6 @@ class Carried:
     row_N: NDArray[np.int32]
 
     def pick(self, chosen_N: NDArray[np.int32]) -> Carried:
-        """That of some of the rows."""
         return Carried(self.steps, self.step_N[chosen_N], self.row_N[chosen_N])
 
     def at(self, begin: int, end: int, row: int) -> Residual | None:
@@ -228,7 +214,6 @@ class Carried:
         return self.steps[int(step_N[0])]
 
     def read(self, begin: int, end: int) -> NDArray[np.float32]:
-        """Rows [begin, end) on the host, float32 [n, E]."""
         step_N, row_N = self.step_N[begin:end], self.row_N[begin:end]
         arrays = {number: self.steps[number].read() for number in np.unique(step_N)}
         return np.stack([arrays[number][row] for number, row in zip(step_N, row_N, strict=True)])
@@ -271,17 +256,14 @@ class PendingRows:
 
     @property
     def end(self) -> int:
-        """Layer that the pass ends with."""
         return self.layers[1] if self.last is None else self.last
 
     @property
     def logits_now(self) -> Mapping[int, int]:
-        """`logits_at`, if the pass ends with the layers that run next."""
         return self.logits_at if self.layers[1] == self.end else {}
 
     @property
     def measure_now(self) -> StepMeasure | None:
-        """Measure of the layers that run next."""
         if self.measure is None:
             return None
         low, high = (min(max(layer, self.layers[0]), self.layers[1]) for layer in self.measure.layers)
@@ -304,11 +286,9 @@ class PendingRows:
 
     @property
     def left(self) -> int:
-        """Rows not yet computed."""
         return len(self.token) - self.done
 
     def shorten(self) -> None:
-        """Leave out the proposed rows; only before any row was computed."""
         assert not self.done and self.measure is None and self.residual is None
         n, self.proposed = len(self.token) - self.proposed, 0
         arrays = (self.token, self.index, self.position, self.slot)
@@ -323,16 +303,12 @@ class PendingRows:
         return mine is None or theirs is None or mine.what is theirs.what
 
     def relocate(self, moved: Mapping[int, int], page_size: int) -> None:
-        """Read and write pages under their new numbers."""
         self.table.relocate(moved)
         page, at = np.divmod(self.slot, page_size)
         self.slot = np.array([moved[one] for one in page.tolist()], np.int32) * np.int32(page_size) + at
 
     def take_measured(self, measured: NDArray[np.float32], placed: Placed, first: int) -> None:
-        """Add what a step measured of these rows.
-
-        measured: of the whole batch, float32 [layers, ...], from layer `first` on.
-        """
+        """Add what a step measured of these rows: of the whole batch, float32 [layers, ...], from layer `first` on."""
         measure = self.measure_now
         assert measure is not None
         low, high = measure.layers
@@ -351,14 +327,12 @@ class PendingRows:
         self.measured = part if self.measured is None else np.concatenate([self.measured, part], axis)
 
     def carried(self) -> Carried:
-        """Residuals of all rows, from the steps that computed them."""
         sizes = [at.end - at.begin for at, _ in self.ended]
         rows = [np.arange(at.row, at.row + at.end - at.begin, dtype=np.int32) for at, _ in self.ended]
         numbers = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
         return Carried(tuple(residual for _, residual in self.ended), numbers, np.concatenate(rows))
 
     def results(self, measures: frozenset[Measure]) -> Results:
-        """Results of a pass with these measures, once all rows are computed."""
         found: dict[Measure, NDArray[np.float32]] = {}
         if self.logits_at:
             numbers = range(len(self.logits_at))
@@ -377,19 +351,13 @@ class PendingRows:
 
 
 def table_of(state: RequestState, spans: Sequence[Span]) -> SpanTable:
-    """The page table of these spans; RequestError for more than a step can read."""
     table = SpanTable(spans, state.held.page_size)
     state.held.limits.check(len(table))
     return table
 
 
 def read_pass(state: RequestState, asked: Pass, before: PendingRows | None) -> PendingRows:
-    """The rows of a pass; `before` are those of the pass before.
-
-    Raises:
-        ValueError, RuntimeError: for what a strategy must not yield.
-        RequestError: for a prompt that no step can read.
-    """
+    """The rows of a pass; `before` are those of the pass before. ValueError: a strategy must not yield it."""
     rows, layers = asked.rows, asked.layers or state.all_layers
     _check(state, asked, layers)
     slot, _ = _slots(state, (span for span in asked.spans if span.offset == 0))
@@ -412,7 +380,6 @@ def read_pass(state: RequestState, asked: Pass, before: PendingRows | None) -> P
 
 
 def read_move(state: RequestState, move: Move) -> PendingMove:
-    """The slots of a move; errors as `read_pass`."""
     source, offset = _slots(state, move.source)
     target, _ = _slots(state, (span for span in move.target if span.offset == 0))
     _expect(state, (source[move.indices] >= 0).all(), "moves tokens that its source does not hold")
@@ -421,7 +388,6 @@ def read_move(state: RequestState, move: Move) -> PendingMove:
 
 
 def read_compaction(state: RequestState, asked: Compaction) -> PendingCompaction:
-    """The slots of a compaction; errors as `read_pass`."""
     source, offset = slots_of(asked.source, asked.tokens, state.held.page_size)
     _expect(state, (source >= 0).all(), "compresses tokens that its spans do not hold")
     target = asked.target.slots(state.held.page_size)
@@ -446,7 +412,6 @@ def _check(state: RequestState, asked: Pass, layers: tuple[int, int]) -> None:
 
 
 def _residual(state: RequestState, rows: NDArray[np.int32], begin: int, before: PendingRows | None) -> Carried | None:
-    """Residuals that the rows bring from the pass before."""
     if begin == 0:
         return None
     if before is None or before.layers[1] != begin:

@@ -39,7 +39,6 @@ class Sampler:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Notices of what did not go as asked."""
         return () if self.constraint is None or not self.constraint.failure else (self.constraint.failure,)
 
     def draws(self, said: Sequence[int], proposed: Sequence[int] = ()) -> list[Draw]:
@@ -67,7 +66,6 @@ class Sampler:
         return Draw(asked.temperature, asked.top_k, asked.top_p, self._key(number), adjusted, logprobs)
 
     def _key(self, token: int) -> int:
-        """The key of a generated token's draw."""
         missing = token + 1 - len(self._keys)
         if missing > 0:
             self._keys += self._stream.integers(0, 2**64, missing, np.uint64).tolist()
@@ -75,10 +73,7 @@ class Sampler:
 
 
 class _Changes:
-    """Bias and penalties of one request, by token: int32, float64, bool and int64 [A].
-
-    counts: whether they depend on what is generated.
-    """
+    """Bias and penalties of one request, by token. counts: whether they depend on what is generated."""
 
     def __init__(self, sampling: Sampling, prompt: Tokens | None):
         self._sampling = sampling
@@ -94,20 +89,17 @@ class _Changes:
         self._counted = 0
 
     def copy(self) -> _Changes:
-        """The same, to be changed on its own."""
         other = copy.copy(self)
         other._place = dict(self._place)
         other._seen_A, other._count_A = self._seen_A.copy(), self._count_A.copy()
         return other
 
     def count(self, said: Sequence[int]) -> None:
-        """Count those generated tokens that are not counted yet."""
         if self.counts:
             for token in said[self._counted :]:
                 self.add(token)
 
     def add(self, token: int) -> None:
-        """A token was generated."""
         self._counted += 1
         if token not in self._place:
             self._place[token] = len(self._token_A)
@@ -119,7 +111,6 @@ class _Changes:
         self._count_A[self._place[token]] += 1
 
     def now(self) -> Adjusted | None:
-        """Changes of the logits for the next token."""
         if not len(self._token_A):
             return None
         asked = self._sampling

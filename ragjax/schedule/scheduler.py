@@ -26,7 +26,7 @@ FADES = 0.7
 def depth(stages: int, prefill_s: float, load_s: float) -> int:
     """Stages that must have arrived before the first one runs, so that none is waited for later (equation 16).
 
-    stages: how many there are, S. prefill_s, load_s: seconds that the whole pass computes, and that its KV is loaded.
+    prefill_s, load_s: seconds that the whole pass computes, and that its KV is loaded.
     """
     if load_s <= prefill_s:
         return 1
@@ -34,10 +34,7 @@ def depth(stages: int, prefill_s: float, load_s: float) -> int:
 
 
 def reach(first: int, last: int, arrived: int, lead: int, stages: int) -> int:
-    """The stage before which a pass over stages [first, last) has to stop for now; `first`: it cannot begin.
-
-    arrived: how many have, of `stages` in all. lead: the preloading depth.
-    """
+    """The stage before which a pass over stages [first, last) has to stop for now; `first`: it cannot begin."""
     if first == 0 and arrived < min(lead, stages):
         return first
     return max(first, min(last, arrived))
@@ -88,7 +85,6 @@ class Preload:
         return True
 
     def _lead(self, state: RequestState) -> int:
-        """The preloading depth of a request; all stages if it is not known how long loads or passes take."""
         allocation, rows = state.held, rows_of(state)
         stages, load_s = len(allocation.stages) - 1, allocation.load_seconds
         if load_s is None or not self._units:
@@ -96,7 +92,6 @@ class Preload:
         return depth(stages, self._cost(state, len(rows.token)) * self._seconds / self._units, load_s)
 
     def _cost(self, state: RequestState, rows: int) -> float:
-        """Cost of so many rows through all layers."""
         return rows * (1 + len(rows_of(state).table) * state.held.page_size / self.keys)
 
 
@@ -125,9 +120,8 @@ class StepBudget:
     def fitted(decode_s: float, mixed_s: Mapping[int, float], key_s: float, keys: int) -> StepBudget:
         """The most tokens whose step takes no more than `STRETCH` times as long as one of decoding tokens.
 
-        decode_s: seconds of a step of decoding tokens. mixed_s: seconds of steps by rows, of two numbers of rows at
-        least; between and beyond them time is taken to grow evenly. key_s: seconds for each key that decoding tokens
-        read.
+        mixed_s: seconds of steps by rows, of two numbers of rows at least; between and beyond them time is taken to
+        grow evenly. key_s: seconds for each key that decoding tokens read.
         """
         (few, few_s), (many, many_s) = min(mixed_s.items()), max(mixed_s.items())
         row_s = max((many_s - few_s) / (many - few), 1e-9)
@@ -135,16 +129,12 @@ class StepBudget:
         return StepBudget(tokens, keys, max(1, int(row_s / max(key_s, 1e-9))))
 
     def room(self, decoding: int, decode_keys: int, prompts: int) -> float:
-        """Rows that so many decoding tokens, which read so many keys in all, leave to the prompts that are computed."""
         if self.fixed:
             return float(self.tokens - decoding)
         return self.tokens * prompts + (STRETCH * prompts - 1) * decode_keys / self.decode_keys - decoding
 
     def takes(self, room: float, lefts: Sequence[int], reads: Sequence[int]) -> list[int]:
-        """Rows of each prompt that have room in a step, oldest first; the oldest gets one at least.
-
-        lefts: rows that each has left. reads: keys that a row of each reads, at most.
-        """
+        """Rows of each prompt that have room in a step, oldest first; the oldest gets one at least."""
         takes = list[int]()
         for left, keys in zip(lefts, reads, strict=True):
             cost = 1 + keys / self.keys
@@ -167,24 +157,15 @@ BLOCK_ROWS = 48
 
 
 class Shapes(Protocol):
-    """Knows the shapes of steps that can run now."""
+    """Knows the shapes of steps that no program is missing for."""
 
-    def shapes_for(self, layers: tuple[int, int], measure: StepMeasure | None, by_layer: bool) -> tuple[RowShape, ...]:
-        """Shapes of a step of these layers that no program is missing for."""
-        ...
+    def shapes_for(
+        self, layers: tuple[int, int], measure: StepMeasure | None, by_layer: bool
+    ) -> tuple[RowShape, ...]: ...
 
 
 class Scheduler:
-    """Chooses whose turn it is among the running requests.
-
-    Args:
-        grid: shapes of steps.
-        budget: of a step in which requests decode.
-        shapes: knows which of them can run now (None: all).
-
-    Attributes:
-        preload: which requests begin before all KV that they read has arrived.
-    """
+    """Chooses whose turn it is among the running requests. shapes: knows which can run now (None: all)."""
 
     def __init__(
         self,
@@ -204,7 +185,6 @@ class Scheduler:
         self._most = max((min(shape.rows, FEW - 1) for shape in grid.rows if _is_alone(shape)), default=1)
 
     def _active(self) -> list[RequestState]:
-        """Requests in the background rest while any other runs."""
         return self.requests.in_front or self.requests.running
 
     def next_batch(self) -> Batch | None:
@@ -254,10 +234,7 @@ class Scheduler:
         return [state for state in self._active() if state.can_move]
 
     def _decode_batch(self, states: list[RequestState]) -> Batch:
-        """The step that brings the most tokens for what it costs, for as many requests as one can have.
-
-        Proposed tokens keep no request out, and go where they are not expected to be worth the larger step.
-        """
+        """The step that brings the most tokens for what it costs; proposed tokens keep no request out."""
         shapes = self._shapes_for(states)
         alone = [shape for shape in shapes if _is_alone(shape)]
         if not alone:
@@ -328,7 +305,6 @@ class Scheduler:
         return self._pack(_whole(chosen), *self._fill(states, self._bounded(chosen, states), fitting))
 
     def _bounded(self, decoding: Sequence[RequestState], states: Sequence[RequestState]) -> list[int]:
-        """Rows of each prefill that the budget allows beside these decoding tokens."""
         prompts = sum(not (state.decoding or state.background) for state in self._active())
         room = self.budget.room(len(decoding), self._keys(decoding), max(prompts, 1))
         return self.budget.takes(room, [rows_of(state).left for state in states], [self._keys([s]) for s in states])
@@ -346,10 +322,7 @@ class Scheduler:
         return list(zip(states, _takes(lefts, shape), strict=False)), shape
 
     def _take_turns(self, states: Sequence[RequestState], rows: int, entries: int) -> list[RequestState]:
-        """The first of the decoding requests, as many as have room with a row each.
-
-        They go to the back, so that all get their turn.
-        """
+        """The first of the decoding requests, as many as have room with a row each; they go to the back."""
         chosen: list[RequestState] = []
         for state in states:
             pending = rows_of(state)
@@ -361,7 +334,6 @@ class Scheduler:
         return chosen
 
     def _within(self, states: list[RequestState], entries: int) -> list[RequestState]:
-        """The first of the requests, as many as so many entries hold, and one at least."""
         for i, state in enumerate(states):
             entries -= len(rows_of(state).table)
             if i and entries < 0:
@@ -377,12 +349,10 @@ class Scheduler:
 
 
 def _is_alone(shape: RowShape) -> bool:
-    """True for steps of decoding tokens alone."""
     return shape.block < FEW and not shape.mixed
 
 
 def _sharing(states: Sequence[RequestState]) -> list[RequestState]:
-    """Requests that can share a step with the oldest, itself first."""
     found: list[RequestState] = []
     for state in states:
         if all(rows_of(state).shares(rows_of(other)) for other in found):
@@ -391,7 +361,6 @@ def _sharing(states: Sequence[RequestState]) -> list[RequestState]:
 
 
 def _blocks(lefts: Sequence[int], shape: RowShape) -> int:
-    """Blocks of a shape that so many rows of requests take."""
     return sum(-(-left // shape.block) for left in lefts)
 
 

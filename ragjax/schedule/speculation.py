@@ -53,12 +53,7 @@ class Odds:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, right: Sequence[bool], left_s: Sequence[float]) -> None:
-        """A search has ended.
-
-        Args:
-            right: of each stage but the last, whether its documents were the final ones.
-            left_s: of each, seconds from its end to that of the last.
-        """
+        """A search has ended: for each stage but the last, whether it was right, and seconds from it to the last."""
         with self._lock:
             self._seen += 1
             self._stages += [_Stage() for _ in range(len(right) - len(self._stages))]
@@ -68,10 +63,6 @@ class Odds:
                 stage.left_s = FADES * stage.left_s + seconds
 
     def pays(self, stage: int, compute_s: float | None) -> bool:
-        """True if to begin with the documents of a stage, counted from 0; yes while too little is known.
-
-        compute_s: seconds that the device takes for the prompt, if known.
-        """
         with self._lock:
             if not self.counted or self._seen < LEARNED or compute_s is None or stage >= len(self._stages):
                 return True
@@ -109,7 +100,6 @@ class Speculation:
         self._offered = False
 
     def stage(self, documents: tuple[Hashable, ...]) -> Decision:
-        """A stage that is not the last one has ended."""
         if documents == self._latest:
             return Decision()
         decision = Decision(cancel=self._offered, offer=bool(documents))
@@ -117,7 +107,6 @@ class Speculation:
         return decision
 
     def final(self, documents: tuple[Hashable, ...]) -> Decision:
-        """The last stage has ended."""
         if self._offered and documents == self._latest:
             return Decision(release=True)
         return Decision(cancel=self._offered, start=True)
@@ -127,7 +116,6 @@ class Speculation:
         self._offered = False
 
     def decline(self) -> None:
-        """Note that the offered generation is not begun now; its documents may be offered after the next stage."""
         self._offered, self._latest = False, ()
 
 
@@ -142,11 +130,9 @@ class Reserve(Generic[T]):
         self.limit = limit
 
     def add(self, offered: T) -> None:
-        """Let it wait, if only until the next `take`."""
         self.waiting.append(offered)
 
     def remove(self, offered: T) -> bool:
-        """Let it wait no longer; whether it did."""
         waited = any(other is offered for other in self.waiting)
         self.waiting = [other for other in self.waiting if other is not offered]
         return waited

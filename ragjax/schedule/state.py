@@ -89,7 +89,6 @@ class Times:
         self.progress = self.arrival
 
     def start(self, began: float, ready: float | None) -> None:
-        """Admission began to match its KV; `ready`: when all of it was on the device, if it is."""
         self.waits_since = began
         self.admitted = self.admitted or began
         if self.stopped and not self.first_token:
@@ -104,18 +103,15 @@ class Times:
         self.waits_since = None
 
     def stop_lacking(self, now: float) -> None:
-        """The programs that it waited for are made."""
         if self.lacks_since is not None:
             self.lacked_ms += (now - self.lacks_since) * 1e3
         self.lacks_since = None
 
     def note_compiled(self, seconds: float) -> None:
-        """A step of it stood still so long for programs that were made at their first use."""
         if not self.first_token:
             self.compiled_ms += seconds * 1e3
 
     def stop(self, now: float) -> None:
-        """It gave back what it held, to be started again."""
         self.stop_waiting(now)
         self.stopped = now
 
@@ -131,8 +127,6 @@ class Times:
 
 
 class Phase(Enum):
-    """Stages of a request's life."""
-
     WAITING = "waiting"  # to be started, for the first time or again
     RUNNING = "running"  # it holds pages
     PAUSED = "paused"  # its KV is in host memory, while others have its pages
@@ -141,8 +135,6 @@ class Phase(Enum):
 
 @dataclass
 class Inquired:
-    """The questions that the shared tier was asked for a waiting request."""
-
     until: float  # when the request waits no longer for answers, `time.monotonic()` seconds
     open: Collection[str] = ()  # those that its last look ahead raised
     over: bool = False
@@ -219,7 +211,6 @@ class RequestState(Waiting):
 
     @property
     def background(self) -> bool:
-        """True if it runs only while no other request waits or runs."""
         return self.request.background
 
     @property
@@ -232,7 +223,6 @@ class RequestState(Waiting):
 
     @property
     def generated(self) -> Tokens:
-        """All generated tokens, int32 [n]."""
         return np.array([] if self.generation is None else self.generation.tokens, np.int32)
 
     @property
@@ -260,12 +250,10 @@ class RequestState(Waiting):
 
     @property
     def wants_first(self) -> bool:
-        """True if the token behind the prompt is to be chosen."""
         return self.first is None and self.generation is not None and not self.generation.over
 
     @property
     def reads_logits(self) -> bool:
-        """True if logits of the prompt's last token are read on the host."""
         wanted = self.request.want_logits or self.shadowed is not None or self.wants_scores
         return wanted or self.strategy.reads_logits
 
@@ -289,17 +277,14 @@ class RequestState(Waiting):
 
     @property
     def running(self) -> bool:
-        """True if it was started, and has its pages."""
         return self.phase is Phase.RUNNING
 
     @property
     def ended(self) -> bool:
-        """True if it has its answer or its error, or nobody waits for one."""
         return self.phase is Phase.ENDED
 
     @property
     def decoding(self) -> bool:
-        """True if its prompt is computed."""
         return self.plan is not None
 
     @property
@@ -309,7 +294,6 @@ class RequestState(Waiting):
 
     @property
     def ready(self) -> bool:
-        """True if all KV that its next rows read is on the device."""
         assert self.allocation is not None
         return self.stages_ready == len(self.allocation.stages) - 1
 
@@ -332,26 +316,22 @@ class RequestState(Waiting):
 
     @property
     def full_prompt(self) -> Prompt:
-        """The prompt as it was last started."""
         assert self.started is not None
         return self.started
 
     @property
     def held(self) -> Allocation:
-        """Its allocation; it must have one."""
         assert self.allocation is not None
         return self.allocation
 
     @property
     def all_layers(self) -> tuple[int, int]:
-        """Half-open range of the model's layers."""
         return 0, self.held.stages[-1]
 
     def start(self, allocation: Allocation) -> None:
         """Match, reserve, and reach the first pass or move, or the plan of a prefill that needs none.
 
-        Raises:
-            OutOfPages: when there is no room now; the request holds nothing then and may be started later.
+        OutOfPages: there is no room now; the request holds nothing then and may be started later.
         """
         prompt = self.whole_prompt
         self.allocation, self.started = allocation, prompt
@@ -369,16 +349,12 @@ class RequestState(Waiting):
         self.phase = Phase.RUNNING
 
     def adopt(self, allocation: Allocation) -> None:
-        """Hold this from now on; nothing was held before."""
         assert self.allocation is None
         self.phase = Phase.RUNNING
         self.allocation = allocation
 
     def advance(self, moved: Results | None = None) -> None:
-        """Hand the results of the finished pass or move to the strategy; sets the next one, or the plan.
-
-        moved: what came of a move.
-        """
+        """Hand the results of the finished pass or move to the strategy; sets the next one, or the plan."""
         assert self._prefill is not None
         results = moved or {}
         if self.move is None:
@@ -427,7 +403,6 @@ class RequestState(Waiting):
         self.strategy.finish(self.full_prompt, self.plan, said, self.held)
 
     def stop(self) -> None:
-        """End the prefill and give everything back. Safe between any two steps, and more than once."""
         if self.phase is not Phase.ENDED:
             self.phase = Phase.WAITING
         if self._prefill is not None:
@@ -438,10 +413,7 @@ class RequestState(Waiting):
         self.chosen = self.known = None
 
     def restart(self, notice: str) -> None:
-        """Give back what it holds, to be started again; tokens that went out already stay as they are.
-
-        notice: why; empty if it only makes room for others, which may happen any number of times.
-        """
+        """Give back what it holds, to be started again; tokens that went out stay. notice: why; empty: to make room."""
         self.stop()
         self.times.stop(time.perf_counter())
         if (self.plan is not None or self.first is not None) and len(self.generated):

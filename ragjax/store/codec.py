@@ -43,7 +43,6 @@ class Encoding:
     """Names of an entry's arrays; no other encoding has the same."""
 
     def layout(self, dims: Dims) -> Layout:
-        """The arrays that `encode` makes."""
         return dict.fromkeys(("k", "v"), ((dims.layers, dims.heads, dims.tokens, dims.dim), dims.dtype))
 
     def encode(self, k_LKTD: NDArray[Any], v_LKTD: NDArray[Any]) -> tuple[dict[str, NDArray[Any]], float] | None:
@@ -51,7 +50,6 @@ class Encoding:
         return {"k": k_LKTD, "v": v_LKTD}, 0.0
 
     def decode(self, arrays: Arrays, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Keys and values [L, K, n, D] of this dtype; bfloat16 as uint16."""
         return arrays["k"], arrays["v"]
 
     def length(self, arrays: Arrays) -> int:
@@ -63,20 +61,12 @@ class Encoding:
         return {name: x[:, :, begin:end] for name, x in arrays.items()}
 
     def check(self, arrays: Arrays, dims: Dims) -> None:
-        """See that these arrays, perhaps of a cut, are an entry of this size.
-
-        Raises:
-            ValueError: naming the array and what is wrong with it.
-        """
+        """Raise ValueError unless these arrays, perhaps of a cut, are an entry of this size."""
         require(arrays, self.layout(dims))
 
 
 def require(arrays: Arrays, layout: Layout) -> None:
-    """See that all arrays of a layout are there as it says.
-
-    Raises:
-        ValueError: naming the array and what is wrong with it.
-    """
+    """Raise ValueError unless all arrays of a layout are there as it says."""
     for name, (shape, dtype) in layout.items():
         array = arrays[name]
         if array.shape != shape or array.dtype != dtype:
@@ -86,7 +76,6 @@ def require(arrays: Arrays, layout: Layout) -> None:
 
 
 def tokens_of(x_LKTD: NDArray[Any]) -> int:
-    """Size of the third axis; 0 if there is none."""
     return int(x_LKTD.shape[2]) if x_LKTD.ndim > 2 else 0
 
 
@@ -98,19 +87,16 @@ class Loss:
     norm: float = 0.0
 
     def add(self, wide: NDArray[np.float32], back: NDArray[np.float32], dtype: np.dtype[Any]) -> None:
-        """Values, and what they were decoded to, which is rounded to `dtype` here."""
         kept = widen(narrow(back, dtype))
         self.error += float(np.square(np.subtract(kept, wide, dtype=np.float64)).sum())
         self.norm += float(np.square(wide.astype(np.float64)).sum())
 
     @property
     def value(self) -> float:
-        """0 for zeros; not finite if a value is not."""
         return float(np.sqrt(self.error / self.norm)) if self.norm else self.error
 
 
 def widen(x: NDArray[Any]) -> NDArray[np.float32]:
-    """Convert to float32, exactly."""
     if x.dtype == np.uint16:
         bits: NDArray[np.uint32] = x.astype(np.uint32) << np.uint32(16)
         return bits.view(np.float32)
@@ -118,12 +104,10 @@ def widen(x: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def narrow(x: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Convert to `dtype`, rounded to nearest; uint16 holds bfloat16 bits."""
     return x.astype(BFLOAT16).view(np.uint16) if dtype == np.uint16 else x.astype(dtype)
 
 
 def put(x: NDArray[Any], wide: NDArray[np.float32]) -> None:
-    """Fill an array with floats, rounded as `narrow` does."""
     whole = x.view(BFLOAT16) if x.dtype == np.uint16 else x
     whole[...] = wide
 
@@ -148,7 +132,6 @@ class Int8(Encoding):
         return {name: scales if name.endswith(".scale") else values for name in self.names}
 
     def encode(self, k_LKTD: NDArray[Any], v_LKTD: NDArray[Any]) -> tuple[dict[str, NDArray[Any]], float] | None:
-        """None for values that are not finite, which no scale fits."""
         arrays: dict[str, NDArray[Any]] = {}
         losses = []
         for name, x_LKTD in (("k", k_LKTD), ("v", v_LKTD)):
@@ -186,7 +169,6 @@ def _scales(peak_LKD: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _quantise(x_LKTD: NDArray[Any], scale_LKD: NDArray[np.float32]) -> tuple[NDArray[np.int8], float]:
-    """Round to int8; also returns the relative RMS error."""
     bits_LKTD = np.empty(x_LKTD.shape, np.int8)
     loss = Loss()
     for x_KTD, scale_KD, bits_KTD in zip(x_LKTD, scale_LKD, bits_LKTD, strict=True):
@@ -230,11 +212,9 @@ class Int4(Encoding):
     names = frozenset({"kv.int4", "k.scale", "k.least", "k.skip", "v.scale", "v.least"})
 
     def layout(self, dims: Dims) -> Layout:
-        """Half a byte a value, and four bytes a group."""
         return _layout(dims, max(dims.tokens // GROUP, min(dims.tokens, 1)))
 
     def encode(self, k_LKTD: NDArray[Any], v_LKTD: NDArray[Any]) -> tuple[dict[str, NDArray[Any]], float] | None:
-        """None if a value is not finite, or would not be when it is decoded."""
         layers, heads, tokens, dim = k_LKTD.shape
         layout = self.layout(Dims(layers, heads, tokens, dim, k_LKTD.dtype))
         arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in layout.items()}
@@ -247,7 +227,6 @@ class Int4(Encoding):
         return (arrays, max(loss)) if np.isfinite(loss).all() else None
 
     def decode(self, arrays: Arrays, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Each value times its group's scale, on top of its minimum."""
         bits_LKTD = arrays["kv.int4"]
         k_LKTD, v_LKTD = (np.empty(bits_LKTD.shape, dtype) for _ in "kv")
         if not bits_LKTD.size:
@@ -274,11 +253,6 @@ class Int4(Encoding):
         return {**by_token, **by_group, "k.skip": np.full_like(arrays["k.skip"], skip)}
 
     def check(self, arrays: Arrays, dims: Dims) -> None:
-        """The groups of keys must be those of the tokens; the last one may be long.
-
-        Raises:
-            ValueError: naming the array and what is wrong with it.
-        """
         found = tokens_of(arrays["k.scale"])
         require(arrays, _layout(dims, found))
         skip = _skip(arrays)
@@ -290,7 +264,6 @@ class Int4(Encoding):
 
 
 def _layout(dims: Dims, groups: int) -> Layout:
-    """With so many groups of keys."""
     layers, heads, tokens, dim, _ = astuple(dims)
     byte, level = np.dtype(np.uint8), np.dtype(np.uint16)
     keys = (layers, heads, groups, dim), level
@@ -307,7 +280,6 @@ def _skip(arrays: Arrays) -> int:
 
 
 def _group_of(arrays: Arrays) -> NDArray[np.intp]:
-    """Each token's group of keys, [n]."""
     group_T = (_skip(arrays) + np.arange(tokens_of(arrays["kv.int4"]))) // GROUP
     return np.minimum(group_T, tokens_of(arrays["k.scale"]) - 1)
 
@@ -334,7 +306,6 @@ class _Spread:
 def _encode_layer(
     arrays: Arrays, pair: tuple[NDArray[Any], NDArray[Any]], spread: _Spread, losses: tuple[Loss, Loss]
 ) -> None:
-    """Fill a layer's arrays, and add to the losses."""
     halves = []
     ways = ("k", 1, spread.keys), ("v", 2, spread.values)
     with np.errstate(over="ignore", invalid="ignore"):  # what comes of values that are too large is not kept
@@ -363,7 +334,6 @@ def _levels(x: Floats, axis: int, groups: int) -> tuple[NDArray[np.uint16], NDAr
 
 
 def _decode_layers(arrays: Arrays, spread: _Spread) -> tuple[Floats, Floats]:
-    """Keys and values of some layers, [L, K, n, D]."""
     bits_LKTD = arrays["kv.int4"]
     k_LKTD, v_LKTD = (bits_LKTD & LOW).astype(np.float32), (bits_LKTD >> HIGH).astype(np.float32)
     k_LKTD *= spread.keys(arrays["k.scale"])
@@ -407,23 +377,14 @@ class Codec:
         return sum(prod(shape) * dtype.itemsize for shape, dtype in layout.values())
 
     def encode(self, k_LKTD: NDArray[Any], v_LKTD: NDArray[Any]) -> tuple[dict[str, NDArray[Any]], float]:
-        """The entry's arrays, and the relative RMS error of its keys or its values, whichever is larger.
-
-        An entry with values that are not finite, which no scale fits, is kept raw.
-        """
+        """The arrays, and the relative RMS error of keys or values, the larger. What is not finite is kept raw."""
         raw = {"k": k_LKTD, "v": v_LKTD}, 0.0
         return ENCODINGS[self.kind].encode(k_LKTD, v_LKTD) or raw
 
     def decode(self, arrays: Arrays) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Keys and values, [L, K, n, D] each; of a raw entry its own arrays."""
         return _encoding(arrays).decode(arrays, self.dtype)
 
     def check(self, arrays: Arrays, tokens: int) -> None:
-        """See that these are `tokens` tokens or more of this model's KV.
-
-        Raises:
-            ValueError: naming the array and what is wrong with it.
-        """
         found = length(arrays)
         if found < tokens:
             raise ValueError(f"an entry has {found} tokens, of which {tokens} are wanted")
@@ -434,11 +395,6 @@ class Codec:
 
 
 def kind_of(arrays: Arrays) -> AtRest:
-    """Find the encoding of an entry by the names of its arrays.
-
-    Raises:
-        ValueError: if its arrays are those of no known encoding.
-    """
     for kind, encoding in ENCODINGS.items():
         if arrays.keys() == encoding.names:
             return kind
@@ -446,17 +402,14 @@ def kind_of(arrays: Arrays) -> AtRest:
 
 
 def length(arrays: Arrays) -> int:
-    """Tokens of an entry."""
     return _encoding(arrays).length(arrays)
 
 
 def cut(arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
-    """Tokens [begin, end) of an entry, as views."""
     return _encoding(arrays).cut(arrays, begin, end)
 
 
 def layers(arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
-    """Layers [begin, end) of an entry, as views."""
     return {name: x[begin:end] for name, x in arrays.items()}
 
 

@@ -39,7 +39,6 @@ def create(config: ModelConfig, layers: int, pages: int, page_size: int, dtype: 
 
 
 def cuts(pages: int, buckets: Sequence[int] = BUCKETS) -> Iterator[slice]:
-    """So many pages in parts that a program moves at once, largest first."""
     begin = 0
     for size in buckets:
         while pages - begin >= size:
@@ -57,9 +56,7 @@ def extract(pool: Pages, page_P: jax.Array, layer_L: jax.Array | None = None) ->
 
 
 def insert(pool: Pages, page_P: jax.Array, new: Pages, layer_L: jax.Array | None = None) -> Pages:
-    """Overwrite the pages with these numbers (int32, within the pool, none twice), in some layers if not all; in place
-    if the pool is donated.
-    """
+    """Overwrite the pages with these numbers (none twice), in some layers if not all."""
 
     def put(pool_LPKCD: jax.Array, new_LPKCD: jax.Array) -> jax.Array:
         at = pool_LPKCD.at[_places(layer_L, page_P)]
@@ -69,5 +66,4 @@ def insert(pool: Pages, page_P: jax.Array, new: Pages, layer_L: jax.Array | None
 
 
 def _places(layer_L: jax.Array | None, page_P: jax.Array) -> Any:
-    """Index of pages in the first two axes of a pool."""
     return (slice(None), page_P) if layer_L is None else (layer_L[:, None], page_P)

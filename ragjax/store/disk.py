@@ -55,7 +55,6 @@ class WriteError(DiskError):
 
 @contextmanager
 def _failing(kind: type[DiskError], what: str) -> Iterator[None]:
-    """Turn errors of files and of the index into an error of this kind."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
@@ -70,7 +69,6 @@ class DiskStore:
     """
 
     def __init__(self, folder: Path, manifest: Manifest, max_bytes: int, foreign: int = 0):
-        """Open a folder by its manifest, after `foreign` others were passed over; see `open`."""
         self.folder = folder
         self.about: Mapping[str, str] = manifest.about
         self._manifest = manifest
@@ -98,9 +96,6 @@ class DiskStore:
             identity: digest of all that makes two models' KV differ, at most 64 bytes.
             about: put in a new manifest for people to read.
             max_bytes: bound on the model's files; the entries accessed longest ago leave first.
-
-        Raises:
-            ConfigError: the directory cannot be made or read, or an argument cannot work.
         """
         if not 1 <= len(identity) <= 64:
             raise ConfigError(f"identity must be of 1 to 64 bytes, not {len(identity)}")
@@ -137,7 +132,6 @@ class DiskStore:
 
         Raises:
             WriteError: nothing was written.
-            ValueError: the format cannot hold the record or an array.
         """
         with _failing(WriteError, f"{self.folder}: an entry cannot be written"):
             self._refresh()
@@ -150,9 +144,7 @@ class DiskStore:
         return size
 
     def read(self, key: bytes, expected: Record | None = None) -> dict[str, NDArray[Any]]:
-        """The arrays of an entry as they were written; every bit was checked.
-
-        expected: what it was when it was chosen (None: it may be anything).
+        """The arrays of an entry as they were written; every bit was checked. expected: what it was when it was chosen.
 
         Raises:
             Missing: there is no such entry (any more), or it has become another than expected.
@@ -175,7 +167,6 @@ class DiskStore:
         self._journal.count(reads=1, read_bytes=size)
 
     def forget(self, key: bytes) -> None:
-        """Remove an entry, if there is one. Raises WriteError if it could not be removed."""
         with _failing(WriteError, f"{self._name(key)} cannot be removed"), self._index.change() as index:
             self._remove(index, key)
 
@@ -191,11 +182,7 @@ class DiskStore:
         return self._index.ages()
 
     def verify(self) -> tuple[Flaw, ...]:
-        """Read every entry, and set aside what is damaged; returns the flaws found now or since the store was opened.
-
-        Raises:
-            DiskError: it cannot be done now.
-        """
+        """Read every entry, and set aside what is damaged; returns the flaws since the store was opened."""
         with _failing(DiskError, f"{self.folder} cannot be verified"):
             self._refresh()
             if not self._repair.refusal:
@@ -207,11 +194,7 @@ class DiskStore:
         return self._journal.flaws()
 
     def gc(self, max_bytes: int) -> int:
-        """Empty `aside`, and remove entries until at most `max_bytes` are left; returns the bytes removed.
-
-        Raises:
-            WriteError: they could not be removed.
-        """
+        """Empty `aside`, and remove entries until at most `max_bytes` are left; returns the bytes removed."""
         before = self.stats()
         removing = _failing(WriteError, f"{self.folder}: entries cannot be removed")
         with removing, self._index.change() as index:
@@ -222,7 +205,6 @@ class DiskStore:
         return before.bytes + before.aside_bytes - after.bytes - after.aside_bytes
 
     def close(self) -> None:
-        """Pass on what was touched, and close the index; the store cannot be used any more."""
         self._flush()
         for index in (*self._retired, self._index):
             index.close()
@@ -231,7 +213,6 @@ class DiskStore:
     def _fetch(
         self, key: bytes, count: int, expected: Record | None = None
     ) -> Generator[dict[str, NDArray[Any]], None, int]:
-        """An entry's shares; returns the bytes of the file."""
         found = self._index.find(key)
         if found is None:
             raise self._gone(key)
@@ -355,7 +336,6 @@ class DiskStore:
         return self._files.name(self._files.entry(key))
 
     def _asked(self, ask: Callable[[Index], T], otherwise: T) -> T:
-        """Answer of the index; an error is noted, and the index is suspected."""
         index = self._index
         try:
             return ask(index)
@@ -384,5 +364,4 @@ class DiskStore:
                 self._index = index
 
     def _may_retry(self) -> bool:
-        """Retry an index that the folder refused some time ago: a full disk, say, does not stay full."""
         return bool(self._repair.refusal) and time.monotonic() - self._tried >= RETRY

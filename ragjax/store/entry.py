@@ -61,11 +61,7 @@ class Damaged(DiskError):
 
 
 def encode(record: Record, arrays: Arrays, identity: bytes) -> tuple[Bytes, ...]:
-    """The pieces of a file, in order: header, then each array's bytes (no copy is made of contiguous arrays).
-
-    Raises:
-        ValueError: a record or array that the format cannot hold; the message names it.
-    """
+    """The pieces of a file, in order: header, then each array's bytes (no copy is made of contiguous arrays)."""
     _check(record)
     for name, array in arrays.items():
         if array.dtype not in DTYPES:
@@ -90,11 +86,8 @@ def encode(record: Record, arrays: Arrays, identity: bytes) -> tuple[Bytes, ...]
 class Reader:
     """An entry that is read a share of each array at a time: of KV, some layers (every array's first axis).
 
-    record: what it says it is. size: its bytes. Nothing of it is checked before the last share is there. The file is
-    not mapped: one that is cut short under a mapping would kill the process.
-
-    Raises:
-        Damaged: the header is not what `encode` writes for this identity, or the content has another length.
+    Nothing of it is checked before the last share is there. The file is not mapped: one that is cut short under a
+    mapping would kill the process. Raises Damaged if the header is not what `encode` writes for this identity.
     """
 
     def __init__(self, content: FileIO | BytesIO, identity: bytes):
@@ -112,12 +105,7 @@ class Reader:
             raise Damaged(f"it holds {self.size - self._start} bytes of arrays instead of {expected}")
 
     def shares(self, count: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """So many equal shares in order, views of one array; the last comes once the checksum was found right.
-
-        Raises:
-            Damaged: the bytes are not those that were written, or an array cannot be shared.
-            OSError: they cannot be read.
-        """
+        """So many equal shares in order, views of one array; the last comes once the checksum was found right."""
         for name, (_, shape) in self._arrays.items():
             if count > 1 and (not shape or shape[0] % count):
                 raise Damaged(f"array {name} of shape {list(shape)} does not fall into {count} shares")
@@ -153,11 +141,7 @@ class Reader:
 
 
 def peek(path: Path, identity: bytes) -> Record:
-    """The record of a file, from its header alone: the arrays' bytes must be there, but are not checked.
-
-    Raises:
-        Damaged: the header is not what `encode` writes for this identity, or the file has another length.
-    """
+    """The record of a file, from its header alone: the arrays' bytes must be there, but are not checked."""
     with open_regular(path) as file:
         return Reader(file, identity).record
 
@@ -172,11 +156,6 @@ def open_regular(path: Path) -> FileIO:
 
 
 def record_of(head: bytes, identity: bytes) -> Record:
-    """Parse the record of a header alone; the bytes that it describes are not checked.
-
-    Raises:
-        Damaged: it is not what `encode` writes for this identity.
-    """
     if _header_end(head[:_PREFIX], len(head)) != len(head):
         raise Damaged("its header has another length")
     return _record(_parse(head, identity)[_METADATA])
@@ -222,7 +201,6 @@ def _record(metadata: Mapping[str, str]) -> Record:
 
 
 def _header(fields: Mapping[str, Any]) -> bytes:
-    """The header with its length before it."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(_PREFIX, "little") + text
@@ -236,7 +214,6 @@ def _header_end(prefix: bytes, size: int) -> int:
 
 
 def _parse(header: bytes, identity: bytes) -> dict[str, Any]:
-    """The fields of a header, which is one of ours."""
     try:
         fields: dict[str, Any] = json.loads(header[_PREFIX:])
         metadata = fields[_METADATA]

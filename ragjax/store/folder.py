@@ -58,8 +58,6 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder of entries; see `ragjax.store.disk` for what lies where."""
-
     path: Path
 
     @property
@@ -67,11 +65,9 @@ class Folder:
         return self.path / "index.sqlite"
 
     def lock(self) -> FileLock:
-        """Held as a context: no other process opens or repairs the index meanwhile."""
         return FileLock(self.path / "lock")
 
     def entry(self, key: bytes) -> Path:
-        """The file of an entry, be it there or not."""
         name = key.hex()
         return self.path / "entries" / name[:2] / (name + _SUFFIX)
 
@@ -87,14 +83,12 @@ class Folder:
         return None
 
     def files(self) -> Iterator[Path]:
-        """Yield all files in the entries' folders, and drafts of the manifest."""
         yield from (path for file in _scan(self.path) if is_draft(path := Path(file.path)))
         for shard in _scan(self.path / "entries"):
             files = _scan(Path(shard.path)) if shard.is_dir(follow_symlinks=False) else [shard]
             yield from (Path(file.path) for file in files if not file.is_dir(follow_symlinks=False))
 
     def aside(self) -> list[tuple[Path, int]]:
-        """Files that were set aside and their bytes, oldest first."""
         found = []
         for file in _scan(self.path / "aside"):
             with suppress(FileNotFoundError):
@@ -133,18 +127,11 @@ _NAME = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The model that a folder of entries belongs to. about: its name, dtype and the like, for people to read."""
-
     identity: bytes
     about: Mapping[str, str]
 
     @staticmethod
     def read(folder: Path) -> Manifest | None:
-        """The manifest of a folder, or None if it has none.
-
-        Raises:
-            Damaged: it cannot be read, or is of another version.
-        """
         try:
             fields = json.loads((folder / _NAME).read_bytes())
             version, identity, about = fields["format"], bytes.fromhex(fields["identity"]), dict(fields["about"])
@@ -157,7 +144,6 @@ class Manifest:
         return Manifest(identity, about)
 
     def write(self, folder: Path) -> None:
-        """Make the folder if need be, and write its manifest."""
         fields = {"format": FORMAT, "identity": self.identity.hex(), "about": dict(self.about)}
         path = folder / _NAME
         with draft(path, [json.dumps(fields, indent=1).encode()]) as file:
@@ -169,9 +155,6 @@ def claim(directory: Path, manifest: Manifest) -> tuple[Path, int]:
 
     It is named by the identity. One whose manifest is of another version, another identity or not readable is left as
     it is (a process of that version may be using it), and the name with ".1", ".2" and so on is tried.
-
-    Raises:
-        OSError: the directory cannot be made or entered, so that every name would fail.
     """
     directory.mkdir(parents=True, exist_ok=True)
     os.stat(os.path.join(directory, "."))  # as a string: a Path would leave the point out, and so not enter it
@@ -190,11 +173,6 @@ def claim(directory: Path, manifest: Manifest) -> tuple[Path, int]:
 
 
 def folders(directory: Path) -> Iterator[tuple[Path, Manifest | Damaged]]:
-    """The folders of a directory that have a manifest, or else why it cannot be used; by name.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
     for folder in sorted(directory.iterdir()):
         try:
             manifest = Manifest.read(folder)
@@ -210,9 +188,6 @@ def link(source: Path, target: Path) -> None:
 
     An entry is never changed, so both may have its file. A store enters the files that its index lacks when it opens
     the folder (`ragjax/store/disk.py`). Folders whose manifest is of another version, or not readable, are left out.
-
-    Raises:
-        OSError: one of the two cannot be read or written; some entries may have been put there.
     """
     for path, manifest in folders(source) if source.is_dir() else ():
         if isinstance(manifest, Damaged):

@@ -25,10 +25,7 @@ PINNED = "pinned_host"
 
 @dataclass(eq=False, slots=True)
 class HostEntry:
-    """KV of one saved run, perhaps not there yet.
-
-    ready: done once `arrays` or `error` is set. users: who keeps it: the cache until it forgets it, and jobs at work.
-    """
+    """KV of one saved run; `ready` once it has arrays or an error. users: the cache until it forgets it, and jobs."""
 
     ready: Future[None] = field(default_factory=Future)
     arrays: Arrays | None = None
@@ -37,22 +34,16 @@ class HostEntry:
 
     @property
     def bytes(self) -> int:
-        """Size of its arrays; 0 before they arrive."""
         return sum(x.nbytes for x in (self.arrays or {}).values())
 
     def read(self) -> Arrays:
-        """The arrays of an entry that is ready. Raises OSError if its save failed."""
         if self.arrays is None:
             raise OSError(f"the host entry was never saved: {self.error}")
         return self.arrays
 
 
 class HostStore:
-    """Entries by number. Safe to call from any thread; nothing waits.
-
-    Attributes:
-        bytes: taken by all entries, also by those that were forgotten and are still in use.
-    """
+    """Entries by number, and the bytes that they take, forgotten ones in use included. Any thread may call it."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -77,14 +68,12 @@ class HostStore:
             self.bytes += entry.bytes
 
     def use(self, number: int) -> HostEntry:
-        """The entry, kept until `release`."""
         with self._lock:
             entry = self._entries[number]
             entry.users += 1
             return entry
 
     def release(self, entry: HostEntry) -> None:
-        """One user less; the last one frees it."""
         with self._lock:
             entry.users -= 1
             if entry.users == 0:
@@ -92,7 +81,6 @@ class HostStore:
                 entry.arrays = None
 
     def forget(self, number: int) -> None:
-        """The cache needs the entry no more."""
         with self._lock:
             entry = self._entries.pop(number)
         self.release(entry)

@@ -72,12 +72,6 @@ class Index:
     """
 
     def __init__(self, path: Path):
-        """Open the index, or make an empty one if there is none.
-
-        Raises:
-            sqlite3.OperationalError: it cannot be opened for writing.
-            sqlite3.DatabaseError: it is damaged, or of another version.
-        """
         self.path = path.resolve()
         self.suspect = False
         self._own = threading.local()
@@ -96,7 +90,6 @@ class Index:
         return not self.suspect and self._file == _file_id(self.path)
 
     def close(self) -> None:
-        """Close every connection; no thread may be using one."""
         with self._lock:
             self._closed = True
             for connection in self._connections:
@@ -104,7 +97,6 @@ class Index:
             self._connections.clear()
 
     def find(self, key: bytes) -> tuple[Record, int] | None:
-        """The entry with this key, and its file's bytes."""
         rows = self._connection.execute(_FIND, (key,)).fetchall()
         return (_record(rows[0]), rows[0][-1]) if rows else None
 
@@ -124,21 +116,15 @@ class Index:
         return [key for (key,) in self._connection.execute("SELECT key FROM entry").fetchall()]
 
     def total(self) -> tuple[int, int]:
-        """Number of entries, and their files' bytes together."""
         entries, size = self._connection.execute("SELECT entries, bytes FROM total").fetchone()
         return entries, size
 
     def ages(self) -> list[tuple[int, int]]:
-        """(accessed, bytes) of every entry, longest ago first."""
         return self._connection.execute("SELECT accessed, bytes FROM entry ORDER BY accessed, id").fetchall()
 
     @contextmanager
     def change(self) -> Iterator[Index]:
-        """Within it this thread alone, among all processes, changes the index; all is kept or nothing.
-
-        Raises:
-            sqlite3.Error: others did not make way in time, or the database cannot be written.
-        """
+        """Within it this thread alone, among all processes, changes the index; all is kept or nothing."""
         connection = self._connection
         connection.execute("BEGIN IMMEDIATE")
         try:
@@ -151,7 +137,6 @@ class Index:
             raise
 
     def add(self, record: Record, size: int, accessed: int) -> None:
-        """Add an entry whose file takes `size` bytes; one of the same key stays as it is."""
         fields = (record.key, record.place, record.tokens, record.provenance, record.method, record.local_start)
         rest = (record.lossy, record.meta, size, accessed, first_of(record.tokens))
         self._connection.execute(_ADD, fields + rest)
@@ -160,12 +145,10 @@ class Index:
         self._connection.execute("DELETE FROM entry WHERE key = ?", (key,))
 
     def touch(self, accessed: Iterable[tuple[bytes, int]]) -> None:
-        """Note when entries were accessed, as (key, ns)."""
         rows = ((when, key, when) for key, when in accessed)
         self._connection.executemany("UPDATE entry SET accessed = ? WHERE key = ? AND accessed < ?", rows)
 
     def oldest(self, count: int) -> Sequence[tuple[bytes, int]]:
-        """(key, bytes) of the `count` entries accessed longest ago, longest first."""
         query = "SELECT key, bytes FROM entry ORDER BY accessed, id LIMIT ?"
         return self._connection.execute(query, (count,)).fetchall()
 

@@ -37,7 +37,6 @@ class Snapshot:
 
     @cached_property
     def _places(self) -> list[tuple[Excerpt, int]]:
-        """Where each page is: the excerpt, and its index there."""
         return [(excerpt, i) for excerpt in self.excerpts for i in range(excerpt[0].k_LPKCD.shape[1])]
 
     def read(self, run: Run, codec: Codec, page_size: int) -> list[NDArray[Any]]:
@@ -56,8 +55,7 @@ class Snapshot:
 class Staging:
     """Pages in host memory that pieces of a run are put into, in the parts that the device takes at once.
 
-    codec: of the layers of one stage, L. parts: for each stage, keys and values of each part,
-    [L, pages of the part, K, C, D] each.
+    parts: for each stage, keys and values of each part, [L, pages of the part, K, C, D] each.
     """
 
     def __init__(self, codec: Codec, stages: int, pages: int, page_size: int):
@@ -93,7 +91,6 @@ def spread(start: int, length: int, page_size: int) -> Iterator[tuple[int, slice
 
 
 def nbytes(excerpts: Iterable[Excerpt]) -> int:
-    """Bytes of all pages."""
     return sum(stage.k_LPKCD.nbytes + stage.v_LPKCD.nbytes for excerpt in excerpts for stage in excerpt)
 
 
@@ -105,8 +102,6 @@ Direction = Literal["device_to_host", "host_to_device", "host_to_disk", "disk_to
 
 @dataclass
 class Traffic:
-    """Totals of one direction. bytes: moved by jobs that succeeded; seconds: time of workers."""
-
     jobs: int = 0
     bytes: int = 0
     seconds: float = 0.0
@@ -115,14 +110,11 @@ class Traffic:
 
 
 class TrafficMeter:
-    """Traffic by direction. Any thread may call anything."""
-
     def __init__(self) -> None:
         self._lock = Lock()
         self._total: dict[Direction, Traffic] = {direction: Traffic() for direction in get_args(Direction)}
 
     def read(self) -> dict[Direction, Traffic]:
-        """A copy of what was counted."""
         with self._lock:
             return {direction: replace(traffic) for direction, traffic in self._total.items()}
 
@@ -167,26 +159,16 @@ class PoolDevice(Protocol):
 
 
 class Disk(Protocol):
-    """Entries on disk; called from several threads."""
+    """Entries on disk; called from several threads. write: returns the bytes that it takes."""
 
-    def write(self, record: Record, arrays: Mapping[str, NDArray[Any]]) -> int:
-        """Keep the arrays, views of longer ones; returns the bytes they take."""
-        ...
+    def write(self, record: Record, arrays: Mapping[str, NDArray[Any]]) -> int: ...
 
-    def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[Arrays]:
-        """The arrays of an entry in equal shares of their layers, the first ones first.
-
-        Raises, before the last share, if the entry is missing, damaged, or not what is expected.
-        """
-        ...
+    def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[Arrays]: ...
 
 
 @dataclass
 class KVSource:
-    """An entry on disk as a load reads it, in so many shares; a read that fails is begun again.
-
-    tokens: so many of its first ones are wanted. codec: of the layers of one share.
-    """
+    """An entry on disk as a load reads it, in so many shares; a read that fails is begun again."""
 
     disk: Disk
     key: bytes
@@ -201,11 +183,6 @@ class KVSource:
     _seconds: float = 0.0
 
     def next(self) -> Arrays:
-        """The next share.
-
-        Raises:
-            Exception: that of the first read, once there were too many; a damaged entry is missing from then on.
-        """
         start = time.monotonic()
         try:
             arrays = self._read()
@@ -221,14 +198,12 @@ class KVSource:
         return arrays
 
     def traffic(self) -> Traffic:
-        """Bytes and seconds of the reading; one job, if all was read."""
         moved = Traffic(seconds=self._seconds, failures=int(self._failed), retries=min(len(self._errors), RETRIES))
         if len(self._given) == self.count:
             moved.jobs, moved.bytes = 1, sum(x.nbytes for arrays in self._given for x in arrays.values())
         return moved
 
     def _read(self) -> Arrays:
-        """The next share, which is tried again if need be."""
         while True:
             try:
                 if self._shares is None:
@@ -249,8 +224,8 @@ class KVSource:
 class Arrivals:
     """Makes excerpts for the device out of what loads name.
 
-    codec: of all layers. readers: threads that read the entries of one load side by side. fillers: threads that bring
-    the parts of a stage to the device, while readers may wait for the disk.
+    readers: threads that read the entries of one load side by side. fillers: threads that bring the parts of a stage to
+    the device, while readers may wait for the disk.
     """
 
     device: PoolDevice
@@ -265,11 +240,7 @@ class Arrivals:
         return len(self.device.stages) - 1
 
     def of(self, job: Load, kept: Mapping[Copy, HostEntry]) -> Iterator[list[Excerpt]]:
-        """Each stage's excerpts in order, on the job's pages; kept: the host entries that it reads.
-
-        Raises:
-            Exception: whatever a read, an entry or the device fails by.
-        """
+        """Each stage's excerpts in order, on the job's pages; kept: the host entries that it reads."""
         codec = replace(self.codec, layers=self.codec.layers // self.stages)
         staging = Staging(codec, self.stages, len(job.run.pages), self.device.page_size)
         sources, moved = self._sources(job, codec), Traffic(jobs=1, bytes=staging.nbytes)
@@ -308,7 +279,6 @@ class Arrivals:
         read: Mapping[bytes, Arrays],
         moved: Traffic,
     ) -> list[Excerpt]:
-        """One stage of all pieces, on the device; `moved` takes the time."""
         depth = self.codec.layers // self.stages
         start = time.monotonic()
 

@@ -29,8 +29,6 @@ _REMEMBERED = 10_000  # flaws kept for `verify`
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """Something that is not as it was written. name: the file, relative to the store's folder."""
-
     name: str
     reason: str
 
@@ -61,8 +59,6 @@ class Stats:
 
 
 class Journal:
-    """Any thread may call anything; nobody who holds the lock waits."""
-
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._lock = threading.Lock()
@@ -89,7 +85,6 @@ class Journal:
         return Damaged(f"{flaw.name}: {why}")
 
     def set_aside(self, path: Path) -> None:
-        """Move a file of the folder aside; where the folder cannot be written it stays."""
         self._folder.set_aside(path, self.tick())
 
     def flaws(self) -> tuple[Flaw, ...]:
@@ -103,7 +98,6 @@ class Journal:
             return self._now
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note an access to each entry, in this order."""
         for key in keys:
             when = self.tick()
             with self._lock:
@@ -111,11 +105,9 @@ class Journal:
 
     @property
     def touched(self) -> int:
-        """Number of entries whose access the index has not been told yet."""
         return len(self._touched)
 
     def take_touched(self) -> Mapping[bytes, int]:
-        """The time of the last access by key, ns; they are forgotten here."""
         with self._lock:
             touched, self._touched = self._touched, {}
         return touched
@@ -126,10 +118,7 @@ SLICE = 64
 
 
 class Repair:
-    """Opens the index of a folder, and repairs it.
-
-    refusal: why nothing can be written to the folder; empty if it can be.
-    """
+    """Opens the index of a folder, and repairs it. refusal: why nothing can be written to the folder."""
 
     def __init__(self, folder: Folder, manifest: Manifest, journal: Journal):
         self.refusal = ""
@@ -169,7 +158,6 @@ class Repair:
         return index
 
     def close(self) -> None:
-        """Remove the index of this process alone, if there is one; it is closed."""
         if self._private is not None:
             self._private.cleanup()
 
@@ -198,7 +186,6 @@ class Repair:
             self.drop_if_gone(index, rows)
 
     def drop_if_gone(self, index: Index, keys: Iterable[bytes]) -> None:
-        """Within a change: drop the rows of those entries that have no file."""
         for key in keys:
             if not self._folder.entry(key).exists():
                 index.drop(key)
@@ -213,7 +200,6 @@ class Repair:
         return index
 
     def _adopt(self, index: Index, path: Path) -> None:
-        """Within a change: enter a file by what its header says."""
         try:
             status = path.stat()
             record = entry.peek(path, self._manifest.identity)

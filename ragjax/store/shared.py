@@ -21,8 +21,6 @@ from ragjax.store.load import Disk
 
 @dataclass(frozen=True)
 class Standing:
-    """State of the shared tier."""
-
     address: str
     on: bool  # whether it is used
     error: str | None  # why it is not
@@ -37,13 +35,9 @@ class Standing:
 class SharedTier(DiskIndex, Disk, Inquiry, Protocol):
     """Disk and shared tier together: the index of both, which answers later, and the bytes of their entries."""
 
-    def listen(self, notify: Callable[[], None]) -> None:
-        """Call `notify`, in any thread, when questions are answered."""
-        ...
+    def listen(self, notify: Callable[[], None]) -> None: ...
 
-    def standing(self) -> Standing:
-        """State of the tier, without waiting."""
-        ...
+    def standing(self) -> Standing: ...
 
     def close(self) -> None: ...
 
@@ -55,8 +49,6 @@ _OPENERS: dict[str, Opener] = {}
 
 
 def register_tier(*schemes: str) -> Callable[[Opener], Opener]:
-    """Register what opens tiers whose addresses have one of these schemes."""
-
     def register(opener: Opener) -> Opener:
         _OPENERS.update(dict.fromkeys(schemes, opener))
         return opener
@@ -65,7 +57,6 @@ def register_tier(*schemes: str) -> Callable[[Opener], Opener]:
 
 
 def open_shared(url: str, identity: bytes, kind: AtRest, disk: DiskStore | None) -> SharedTier:
-    """The tier at an address. Raises ConfigError if no tier is registered for it, or it cannot be used."""
     scheme = url.partition("://")[0]
     if scheme not in _OPENERS:
         known = ", ".join(f"{name}://" for name in _OPENERS) or "none"

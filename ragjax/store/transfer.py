@@ -40,19 +40,12 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class _LoadedStage:
-    """A stage of a load, yet to be put into its pages."""
-
     number: int
     excerpts: Sequence[Excerpt]
 
 
 @dataclass(eq=False)
 class _Begun:
-    """A job, when it began, and the host entries it keeps.
-
-    Of a load: stages in the pool, why no more can be put there, and whether nobody wants it any more.
-    """
-
     job: Job
     keeps: Sequence[HostEntry]
     start: float = field(default_factory=time.monotonic)
@@ -69,8 +62,7 @@ class KVTransfer(TransferEngine):
     given up, and some of it came from disk, zeros take their place, since what was not checked need not be finite.
 
     Attributes:
-        notify: called, in any thread, when there is something to poll; must return at once. It may be replaced while
-            nothing is under way.
+        notify: called, in any thread, when there is something to poll; must return at once.
         lossy: whether what it saves loses precision.
         host: the host entries.
     """
@@ -211,7 +203,6 @@ class KVTransfer(TransferEngine):
         return Snapshot(pages, excerpts)
 
     def _insert(self, begun: _Begun, stage: _LoadedStage) -> None:
-        """Put a stage of a load into its pages, unless the load has come to nothing."""
         assert isinstance(begun.job, Load)
         if begun.given_up or begun.error is not None:
             return
@@ -240,7 +231,6 @@ class KVTransfer(TransferEngine):
         return Done(begun.job, None, outcome.bytes, seconds, outcome.loss)
 
     def _when_ready(self, threads: ThreadPoolExecutor, begun: _Begun, work: Callable[[], _Outcome]) -> None:
-        """Submit the work once the entries that it reads have arrived, or failed."""
         missing = len(begun.keeps)
 
         def arrived(_: Future[None]) -> None:
@@ -262,7 +252,6 @@ class KVTransfer(TransferEngine):
                 threads.submit(self._finish, begun, work)
 
     def _finish(self, begun: _Begun, work: Callable[[], _Outcome]) -> None:
-        """Do a job's work and report it, whatever comes of it."""
         try:
             outcome: _Outcome | str = work()
         except Exception as error:

@@ -22,8 +22,6 @@ from ragjax.core.tiers import Tier
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A request's use of a node."""
-
     hit: bool  # the node was cached; if not, the request computed it and it is admitted now
     cached: int  # tokens of the request that were cached
     new: int  # tokens of the request that had to be computed
@@ -43,31 +41,24 @@ class Policy:
 
     @classmethod
     def for_device(cls, profile: Profile, **settings: Any) -> Policy:
-        """A fresh policy for a device with this cost profile, which few look at. settings: of the class."""
         return cls(**settings)
 
-    def on_access(self, node: Node, access: Access) -> None:
-        """The node was admitted, or a request matched it."""
+    def on_access(self, node: Node, access: Access) -> None: ...
 
     def score(self, node: Node, tier: Tier) -> float:
-        """Worth of keeping the node in `tier`."""
         return 0.0
 
     def second_chance(self, node: Node, tier: Tier) -> bool:
         """The node is about to leave: True lets it stay for another round, at the score it has after this call."""
         return False
 
-    def on_evict(self, node: Node, tier: Tier) -> None:
-        """The node was chosen to leave `tier`; `on_leave` follows."""
+    def on_evict(self, node: Node, tier: Tier) -> None: ...
 
-    def on_leave(self, node: Node, tier: Tier) -> None:
-        """The node leaves `tier`, whatever the reason."""
+    def on_leave(self, node: Node, tier: Tier) -> None: ...
 
-    def on_forget(self, node: Node) -> None:
-        """The node has left every tier; nobody asks for its score any more."""
+    def on_forget(self, node: Node) -> None: ...
 
-    def on_clear(self) -> None:
-        """The cache was cleared: what is known of nodes that are not kept no longer counts."""
+    def on_clear(self) -> None: ...
 
     def on_split(self, upper: Node, lower: Node, key: bytes) -> None:
         """The node with this key was cut in two; `upper`, new, is its first part and has the note of `lower`."""
@@ -76,18 +67,13 @@ class Policy:
         """`lower`, which had this key, has taken in its parent `upper`, which is no more."""
 
     def queue_of(self, node: Node, tier: Tier) -> int:
-        """The queue, of `queues`, that the node stands in now."""
         return 0
 
     def next_queue(self, tier: Tier) -> int:
-        """The queue to take from next, if any node stands in it."""
         return 0
 
     def on_queue(self, request: str, keys: Collection[bytes]) -> Iterable[bytes]:
-        """A request began to wait; it will use the nodes with these keys, kept or not.
-
-        Returns the keys whose scores fell.
-        """
+        """A request that will use these keys, kept or not, began to wait. Returns the keys whose scores fell."""
         return ()
 
     def on_start(self, request: str) -> Iterable[bytes]:
@@ -99,11 +85,7 @@ POLICIES: Registry[type[Policy]] = Registry("policy")
 
 
 def make_policy(text: str, profile: Profile) -> Policy:
-    """A policy by its name and settings, such as "lacr:alpha=0.2,half_life=inf".
-
-    Raises:
-        ConfigError: if there is none.
-    """
+    """A policy by its name and settings, such as "lacr:alpha=0.2,half_life=inf"."""
     kind, settings = POLICIES.configured(text)
     try:
         return kind.for_device(profile, **settings)
@@ -148,7 +130,6 @@ class Victims:
         self._owned.setdefault(tenant, [])
 
     def push(self, node: Node) -> None:
-        """The node may leave, at the score it has now."""
         self.discard(node)
         self._serial += 1
         self._live += 1
@@ -164,12 +145,10 @@ class Victims:
                 heapq.heapify(heap)
 
     def discard(self, node: Node) -> None:
-        """The node may not leave (any more)."""
         self._live -= node.queued[self._tier] != 0
         node.queued[self._tier] = 0
 
     def refresh(self, node: Node) -> None:
-        """The score of a node fell, which stands in the queue or not."""
         if node.queued[self._tier]:
             self.push(node)
 
@@ -202,7 +181,6 @@ class Victims:
         return None if kept is None else kept[1]
 
     def _score(self, node: Node) -> float:
-        """By the policy; one that is kept leaves behind all others."""
         return math.inf if node.kept else self._policy.score(node, self._tier)
 
     def _pop_good(self, heap: list[tuple[float, int, Node]]) -> tuple[float, int, Node] | None:
@@ -213,7 +191,6 @@ class Victims:
         return None
 
     def nodes(self) -> set[Node]:
-        """Every node that may leave; O(n), for audits."""
         return {entry[2] for heap in self._heaps for entry in heap if self._good(entry)}
 
     def _good(self, entry: tuple[float, int, Node]) -> bool:
@@ -244,7 +221,6 @@ class Lasting(Policy):
         return node.note
 
     def on_forget(self, node: Node) -> None:
-        """The node's note becomes a ghost; the oldest ghosts make room."""
         if node.note is None:
             return
         self._kept -= 1
@@ -253,13 +229,10 @@ class Lasting(Policy):
             self._ghosts.popitem(last=False)
 
     def on_split(self, upper: Node, lower: Node, key: bytes) -> None:
-        """Two nodes have notes where one had."""
         self._kept += upper.note is not None
 
     def on_merge(self, upper: Node, lower: Node, key: bytes) -> None:
-        """One node has a note where two had."""
         self._kept -= upper.note is not None
 
     def on_clear(self) -> None:
-        """No ghost remains (RAGCache, section 5.1: a count is reset upon cache clearance)."""
         self._ghosts.clear()

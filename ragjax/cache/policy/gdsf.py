@@ -45,7 +45,6 @@ class GDSF(Lasting):
         self._clocks = (0.0, 0.0)
 
     def on_access(self, node: Node, access: Access) -> None:
-        """Count, and set the node's clocks."""
         worth = self._recall(node)
         if worth is None:
             worth = node.note = Worth()
@@ -56,7 +55,6 @@ class GDSF(Lasting):
         worth.clocks = self._clocks
 
     def score(self, node: Node, tier: Tier) -> float:
-        """The priority (RAGCache, formula 1)."""
         worth = node.note
         if worth is None:
             return 0.0
@@ -73,7 +71,6 @@ class GDSF(Lasting):
         self._clocks = (0.0, 0.0)
 
     def on_split(self, upper: Node, lower: Node, key: bytes) -> None:
-        """Both halves were met as often, and cost as much per token."""
         super().on_split(upper, lower, key)
         if lower.note is not None:
             upper.note = replace(lower.note)
@@ -98,7 +95,6 @@ class PGDSF(GDSF):
         return cls(profile, **settings)
 
     def on_access(self, node: Node, access: Access) -> None:
-        """Count, set the node's clocks, and learn its cost from a miss (formula 3)."""
         super().on_access(node, access)
         worth = node.note
         if not access.hit and access.new > 0:
@@ -109,7 +105,6 @@ class PGDSF(GDSF):
             worth.rate = self._rate(node.start, len(node))
 
     def _rate(self, cached: int, new: int) -> float:
-        """Seconds per new token; asked for every node of a request in turn, looked up once."""
         if self._latest[:2] != (cached, new):
             self._latest = (cached, new, self._profile.cost(cached, new) / new)
         return self._latest[2]

@@ -19,7 +19,7 @@ HALF_LIFE = 1000.0
 
 @dataclass(slots=True, eq=False)
 class Demand:
-    """Demand of waiting requests for the node with one key."""
+    """Demand of waiting requests for the node with one key. line: this and those for the nodes it was split from."""
 
     key: bytes  # the node's
     count: int = 0  # waiting requests that want it
@@ -28,13 +28,11 @@ class Demand:
     parts: list[Demand] = field(default_factory=list)  # the other way
 
     def line(self) -> Iterator[Demand]:
-        """This demand and its ancestors: those for the nodes that it was split from."""
         yield self
         if self.whole is not None:
             yield from self.whole.line()
 
     def names(self) -> Iterator[bytes]:
-        """The keys of the nodes it is about."""
         yield self.key
         for part in self.parts:
             yield from part.names()
@@ -82,7 +80,6 @@ class LACR(Policy):
         node.note = self._now if node.note is None else _log_sum(node.note, self._now)
 
     def score(self, node: Node, tier: Tier) -> float:
-        """Logarithm of equation 6."""
         past: float = -inf if node.note is None else self._alpha + node.note
         demand = self._demands.get(node.key)
         first = len(self._queue)
@@ -93,7 +90,6 @@ class LACR(Policy):
         return _log_sum(past, self._now + log2(self._beta * self._count * weight / whole))
 
     def on_queue(self, request: str, keys: Collection[bytes]) -> Iterable[bytes]:
-        """The request joins the end of the queue; all that others want falls."""
         if request in self._waiting:
             raise ValueError(f"request: {request!r} waits already")
         demands = tuple(self._demands.setdefault(key, Demand(key)) for key in dict.fromkeys(keys))
@@ -105,10 +101,7 @@ class LACR(Policy):
         return list(self._demands)
 
     def on_start(self, request: str) -> Iterable[bytes]:
-        """The request leaves the queue; those behind it move up.
-
-        Returns the keys that it wanted, and all if it overtook others: theirs may fall too.
-        """
+        """The request leaves the queue. Returns the keys that it wanted, and all if it overtook others."""
         self._now += self._step
         self._count = 1 + self._count / 2**self._step
         waiting = self._waiting.pop(request, None)
@@ -133,7 +126,6 @@ class LACR(Policy):
         return fallen
 
     def on_split(self, upper: Node, lower: Node, key: bytes) -> None:
-        """Requests that want the node with this key want both halves."""
         demand = self._demands.get(key)
         if demand is None:
             return
@@ -144,7 +136,6 @@ class LACR(Policy):
                 demand.parts.append(part)
 
     def on_merge(self, upper: Node, lower: Node, key: bytes) -> None:
-        """Requests that want a half want the whole. O(keys of all who wait), and rare."""
         halves = [demand for half in (upper.key, key) if (demand := self._demands.get(half)) is not None]
         named = {demand for half in halves for demand in half.line()}
         wanting = [request for request, waiting in self._waiting.items() if not named.isdisjoint(waiting.demands)]
@@ -171,6 +162,5 @@ class LACR(Policy):
 
 
 def _log_sum(a: float, b: float) -> float:
-    """log2(2 ** a + 2 ** b); b is finite."""
     low, high = (a, b) if a < b else (b, a)
     return high + log2(1 + 2 ** (low - high))

@@ -82,7 +82,6 @@ class ReplicaServer:
         return await asyncio.to_thread(self._replica.inventory, tenant)
 
     def check_health(self) -> None:
-        """Ray Serve calls it, and replaces a replica that fails."""
         self._replica.check()
 
     def __del__(self) -> None:
@@ -91,10 +90,6 @@ class ReplicaServer:
 
 
 def deployment(options: EngineOptions, count: int, grace: float) -> serve.Application:
-    """The replicas of an engine with these options, which a transport's handle reaches.
-
-    count: how many. grace: seconds that running requests get when one of them stops. Each takes what `needs` says.
-    """
     made = serve.deployment(
         ReplicaServer,
         name=NAME,
@@ -110,8 +105,6 @@ def deployment(options: EngineOptions, count: int, grace: float) -> serve.Applic
 
 
 class RayTransport:
-    """Reaches the replicas of one deployment (`Transport`)."""
-
     def __init__(self, handle: DeploymentHandle[Any]):
         self._handle = handle
 
@@ -141,7 +134,6 @@ class RayTransport:
         return dict(self._broadcast("inventory", tenant))
 
     def _broadcast(self, method: str, *arguments: object) -> list[Any]:
-        """Answers of the replicas that answer in time."""
         try:
             found = self._handle.broadcast(method, *arguments).results(timeout_s=ANSWER, return_exceptions=True)
         except (RayError, DeploymentUnavailableError, TimeoutError) as error:
@@ -150,7 +142,6 @@ class RayTransport:
         return [one for one in found if not isinstance(one, Exception)]
 
     def wanted(self) -> int:
-        """Replicas that run or start, as Ray Serve says, late by one health check."""
         states = serve.status().applications[self._handle.app_name].deployments[NAME].replica_states
         ending = (ReplicaState.STOPPING, ReplicaState.STOPPED)
         return sum(number for state, number in states.items() if state not in ending)
@@ -187,9 +178,6 @@ def start(options: EngineOptions, count: int, address: str | None, grace: float,
     """Start replicas on a Ray cluster, and a fleet in front of them, which ends them when it is closed.
 
     address: of the cluster, host:port; None: Ray is started on this machine.
-
-    Raises:
-        ConfigError: if there is no cluster there, or the replicas cannot start.
     """
     _connect(address)
     transport = Started(options, count, grace, address is None)

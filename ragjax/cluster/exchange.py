@@ -49,10 +49,7 @@ PATIENCE = 0.05
 
 
 class Breaker:
-    """Decides if a server may be asked. Any thread may call any method; each change is logged once.
-
-    name: of the server, in the log. changes: how often it went off or came back. error: why it is off; None: it is on.
-    """
+    """Decides if a server may be asked. Any thread may call any method; each change is logged once."""
 
     def __init__(self, name: str, pause: float = PAUSE, clock: Callable[[], float] = time.monotonic):
         self.name = name
@@ -65,11 +62,9 @@ class Breaker:
 
     @property
     def on(self) -> bool:
-        """True if the server may be asked."""
         return self.error is None
 
     def failed(self, error: Exception) -> None:
-        """The server did not answer: off from now on, or for another while."""
         with self._lock:
             was_on, self.error = self.error is None, str(error)
             self._probe_at = self._clock() + self._pause
@@ -86,7 +81,7 @@ class Breaker:
             _log.warning("the shared cache %s is on again", self.name)
 
     def probe_in(self) -> float | None:
-        """Seconds until it should be probed, 0 if it is time; None while it is on."""
+        """Seconds until it should be probed; None while it is on."""
         with self._lock:
             return None if self.error is None else max(0.0, self._probe_at - self._clock())
 
@@ -119,7 +114,6 @@ class TierCounts:
             self.dropped[reason] += count
 
     def read(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """Copies of the counters, and of the entries not written by reason."""
         with self._lock:
             return dict(self.numbers), {reason: self.dropped[reason] for reason in get_args(Drop)}
 
@@ -174,13 +168,11 @@ class Directory:
             return () if answer is None else answer.records
 
     def asked(self) -> Collection[str]:
-        """Questions that look-ups raised since the last call, also those answered meanwhile."""
         with self._change:
             asked, self._asked = self._asked, set()
             return asked
 
     def waits(self, questions: Collection[str]) -> bool:
-        """True while one of the questions is open."""
         with self._change:
             return any(question in self._open for question in questions)
 
@@ -209,7 +201,6 @@ class Directory:
             self.notify()
 
     def _next(self) -> Sequence[str] | None:
-        """Questions to ask now; none: it is time to probe; None: the end."""
         with self._change:
             while not self._closed:
                 probe = self._breaker.probe_in()
@@ -276,7 +267,6 @@ class Directory:
 
 
 def by_key(key: bytes) -> str:
-    """The question for the entry with a key."""
     return f"k:{key.hex()}"
 
 
@@ -310,7 +300,6 @@ class Outbox:
             self._change.notify_all()
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Queue notes of accesses, in this order."""
         with self._change:
             for key in keys:
                 self._touched.pop(key, None)
@@ -320,12 +309,10 @@ class Outbox:
             self._change.notify_all()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all that waited was written or dropped, so many seconds at most; whether it was."""
         with self._change:
             return self._change.wait_for(lambda: not (self._parcels or self._touched or self._busy), seconds)
 
     def close(self, seconds: float) -> None:
-        """Write what waits, for so many seconds at most, and drop the rest."""
         self.flush(seconds)
         with self._change:
             self._closed = True

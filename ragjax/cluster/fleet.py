@@ -75,8 +75,6 @@ T = TypeVar("T")
 
 @dataclass
 class _Attempts:
-    """The attempts to serve one request."""
-
     lost: int = 0
     losers: set[str] = field(default_factory=set)  # replicas that lost it
     ended: bool = False  # nobody waits for it any more, so no load is to count it
@@ -108,11 +106,7 @@ class Preparers:
         self._overload = Overload()
 
     async def run(self, work: Callable[[], T], most: int) -> T:
-        """Run the work of one request in a thread. most: requests that may be here, this one included.
-
-        Raises:
-            OverloadError: if there are more.
-        """
+        """Run the work of one request in a thread. most: requests that may be here, this one included."""
         with self._lock:
             now = time.perf_counter()
             if self._present >= most:
@@ -128,7 +122,6 @@ class Preparers:
                 self._overload.end(time.perf_counter())
 
     def close(self) -> None:
-        """Begin nothing more; what waits is cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -174,7 +167,6 @@ class Fleet:
 
     @property
     def indexing(self) -> Indexing | None:
-        """Progress of reading the documents of the options."""
         return self.knowledge.indexing
 
     @property
@@ -191,17 +183,14 @@ class Fleet:
 
     @property
     def selective(self) -> tuple[str, ...]:
-        """Names of those that take a recompute ratio."""
         return tuple(name for name, strategy in self._composer.strategies.items() if strategy.selective)
 
     @property
     def default_setting(self) -> Setting:
-        """Setting of requests that name no strategy; `auto` is one of others."""
         return FULL if self._fault is not None else self._composer.contract.setting
 
     @property
     def strategy_summary(self) -> str:
-        """The default setting in words."""
         return str(FULL) if self._fault is not None else self._composer.contract.summary
 
     @property
@@ -210,15 +199,12 @@ class Fleet:
 
     @property
     def call_form(self) -> CallForm:
-        """The form in which the model writes calls of tools."""
         return self._composer.tokenizer.call_form
 
     def prompt_tokens(self, request: Request) -> int:
-        """The number of tokens of a request's prompt, what it retrieves included. Raises RequestError as `submit`."""
         return len(self._composer.ground(request).prompt)
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes that a token stands for; it may be a piece of a character."""
         return self._composer.tokenizer.token_bytes(token)
 
     def pieces(self, tokens: Tokens) -> list[str]:
@@ -228,7 +214,6 @@ class Fleet:
         return self.knowledge.embed(texts, check)
 
     def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:
-        """Call `observer` with strategy and divergence of each replayed request, in a thread."""
         self._observer = observer
 
     def figures(self) -> dict[str, Stats]:
@@ -239,7 +224,6 @@ class Fleet:
         }
 
     def replicas(self) -> Replicas:
-        """Replicas that answered the last look, and the number there should be."""
         return self._count
 
     @property
@@ -253,12 +237,10 @@ class Fleet:
 
     @property
     def programs_left(self) -> int:
-        """Programs that the replicas still had to make at the last look."""
         found = (one.stats.get("programs_left", 0.0) for one in self._statuses)
         return int(sum(left for left in found if isinstance(left, float | int)))
 
     def inventory(self, tenant: str = "") -> Inventory:
-        """KV of a tenant in all caches together, and in each; waits for the replicas."""
         return merged(self._transport.inventories(tenant))
 
     def look(self) -> None:
@@ -283,12 +265,7 @@ class Fleet:
                 _log.warning("the replicas cannot be asked how they are", exc_info=True)
 
     async def submit(self, request: Request) -> AsyncGenerator[Event, None]:
-        """See `Engine.submit`. A request without text yet goes to another replica if its own is lost.
-
-        Raises:
-            RequestError, OverloadError: as `Engine.submit`.
-            LostError: if the replica was lost after the first text.
-        """
+        """See `Engine.submit`. A request without text yet goes to another replica if its own is lost."""
         arrival = time.perf_counter()
         asked, made = await self._ground(request)
         need = Need.of(made.prompt, asked.tenant, self._is_exact(asked.rag, made))
@@ -312,7 +289,6 @@ class Fleet:
                 self._count_in(attempts, "")
 
     async def _ground(self, request: Request) -> tuple[Request, Grounded]:
-        """The request as it is to be served, and its prompt."""
         if self._closed.is_set():
             raise ClosedError("the fleet is closed")
         cancellation = Cancellation()
@@ -338,11 +314,6 @@ class Fleet:
         return replace(rag or Rag(top_k=0), strategy=FULL.strategy)
 
     def _is_exact(self, rag: Rag | None, made: Grounded) -> bool:
-        """True if the strategy that will serve a request is exact, as far as it is known here.
-
-        Raises:
-            RequestError: if no strategy can serve it as asked.
-        """
         chosen = self._composer.choose(rag or Rag(), made)
         if chosen.picked and self._statuses:
             return self._composer.strategies[self._statuses[0].pick.strategy].exact
@@ -412,7 +383,6 @@ class Fleet:
                 del self._loads[before]
 
     def close(self) -> None:
-        """Stop: running requests end with an error. Safe to call twice."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -453,11 +423,6 @@ def merged(seen: Mapping[int, Inventory]) -> Inventory:
 
 
 def fleet_of(options: EngineOptions, transport: Transport, router: str) -> Fleet:
-    """A fleet over replicas that run, with the knowledge that the options name. router: one of `ROUTERS`.
-
-    Raises:
-        ConfigError: saying what to change.
-    """
     check_documents(options)
     card = transport.card()
     local = resolve(options.model)

@@ -51,12 +51,10 @@ class Parcel:
 
 
 def continuation_place(place: bytes, first: int) -> str:
-    """Where causal and dependency entries lie that continue the context `place` with the token `first`."""
     return f"c:{place.hex()}:{first}"
 
 
 def chunk_place(place: bytes) -> str:
-    """Where approximate entries lie whose place is `place`."""
     return f"a:{place.hex()}"
 
 
@@ -139,10 +137,7 @@ for i = 2, #ARGV do drop(ARGV[i]) end
 class RedisServer:
     """The entries of one model and encoding on a server. Any thread may call anything; all calls wait for the server.
 
-    Every method raises RemoteError, or RefusedError.
-
-    Attributes:
-        address: of the server, without user and password.
+    Every method raises RemoteError, or RefusedError. address: without user and password.
     """
 
     def __init__(self, client: Redis, address: str, prefix: str, max_bytes: int, life: int):
@@ -157,10 +152,7 @@ class RedisServer:
         """Name a server; nothing is asked of it yet.
 
         life: seconds that an entry stays after its last access. timeout: seconds that the server may take to accept a
-        connection, and to send or take more bytes. The rest is as of `remote.open_tier`.
-
-        Raises:
-            ConfigError: the address cannot be used, or the client is not installed.
+        connection, and to send or take more bytes.
         """
         try:
             import redis
@@ -180,11 +172,7 @@ class RedisServer:
         return cls(client, address_of(url), prefix, max_bytes, life)
 
     def ping(self) -> None:
-        """See whether the server answers.
-
-        Raises:
-            ConfigError: what answers is no Redis server, or it wants another password.
-        """
+        """See whether the server answers; ConfigError: it is no Redis server, or wants another password."""
         import redis
 
         try:
@@ -208,11 +196,9 @@ class RedisServer:
         return [[bytes.fromhex(key.decode()) for key in keys] for keys in found]
 
     def heads(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The header of each entry; None where there is none."""
         return self._each(keys, lambda pipe, key: pipe.hget(self._entry(key), "h"))
 
     def fetch(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes] | None]:
-        """Header and arrays of each entry; None where there is none."""
         found = self._each(keys, lambda pipe, key: pipe.hmget(self._entry(key), "h", "d"))
         return [None if head is None or body is None else (head, body) for head, body in found]
 
@@ -231,17 +217,14 @@ class RedisServer:
         return gone
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note accesses: the entry that was touched longest ago leaves first."""
         with _telling():
             self._client.eval(_TOUCH, 0, *cast(Any, (self._prefix, self._life, *(key.hex() for key in keys))))
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Remove entries; those that are gone already stay so."""
         with _telling():
             self._client.eval(_DELETE, 0, self._prefix, *(key.hex() for key in keys))
 
     def size(self) -> tuple[int, int]:
-        """The number of entries, and their bytes."""
         with _telling(), self._client.pipeline(transaction=False) as pipe:
             pipe.zcard(self._prefix + "ages")
             pipe.get(self._prefix + "bytes")
@@ -255,7 +238,6 @@ class RedisServer:
         return f"{self._prefix}e:{key.hex()}"
 
     def _each(self, names: Sequence[Any], ask: Callable[[Any, Any], object]) -> list[Any]:
-        """The answer to one command for each name, in one round trip."""
         if not names:
             return []
         with _telling(), self._client.pipeline(transaction=False) as pipe:
@@ -265,14 +247,12 @@ class RedisServer:
 
 
 def address_of(url: str) -> str:
-    """The address without user and password."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 @contextmanager
 def _telling() -> Iterator[None]:
-    """Errors of the client become ours."""
     import redis
 
     try:

@@ -44,13 +44,8 @@ class RemoteTier(SharedTier):
     """A `DiskIndex` of disk and server together, and their bytes (`store.load.Disk`).
 
     What the disk has is read from it. What is written goes to both: to the disk at once, to the server behind. The
-    index waits for nobody: of the server it gives what is known, and asks for the rest (`Directory`).
-
-    remote: the entries of one model, `identity`, in one encoding. disk: None: there is none. max_bytes: bound on the
-    server's entries. timeout: seconds that a request waits for the server.
-
-    Raises:
-        ConfigError: the server is none of ours, or wants another password.
+    index waits for nobody: of the server it gives what is known, and asks for the rest (`Directory`). timeout: seconds
+    that a request waits for the server.
     """
 
     def __init__(
@@ -108,12 +103,7 @@ class RemoteTier(SharedTier):
         return self._disk is None or self._disk.find(key) is None
 
     def write(self, record: Record, arrays: Arrays) -> int:
-        """Keep an entry on disk, and have it written to the server; returns its bytes.
-
-        Raises:
-            WriteError: nothing was written, and nothing will be.
-            ValueError: the format cannot hold the record or an array.
-        """
+        """Keep an entry on disk, and have it written to the server; returns its bytes, or raises WriteError."""
         if self._disk is None:
             size, refusal = self._offer(record, arrays)
             if refusal is not None:
@@ -125,13 +115,7 @@ class RemoteTier(SharedTier):
             self._offer(record, arrays)
 
     def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[dict[str, NDArray[Any]]]:
-        """The arrays of an entry in equal shares, as `DiskStore.read_shares` gives them.
-
-        Raises:
-            Missing: there is no such entry (any more), or it has become another than expected.
-            Damaged: it is not what was written, and was removed.
-            DiskError: it cannot be read now.
-        """
+        """The arrays of an entry in equal shares, as `DiskStore.read_shares` gives them."""
         found = self._disk.find(key) if self._disk is not None else None
         if self._disk is not None and found is not None and expected in (None, found):
             yield from self._disk.read_shares(key, count, expected)
@@ -145,11 +129,9 @@ class RemoteTier(SharedTier):
         return Standing(self._remote.address, breaker.on, breaker.error, entries, size, *limits, *self._counts.read())
 
     def flush(self, seconds: float = CLOSING) -> bool:
-        """Wait until what was to be written is on the server, or dropped; whether it is, after so many seconds."""
         return self._outbox.flush(seconds)
 
     def close(self) -> None:
-        """Write what waits, if that is soon done, and end the connections."""
         self._outbox.close(CLOSING)
         self._directory.close()
         self._remote.close()
@@ -216,8 +198,6 @@ def _together(near: Sequence[Record], far: Sequence[Record]) -> Sequence[Record]
 
 @dataclass(frozen=True)
 class _Limits:
-    """Limits of the tier, as parameters of its address."""
-
     gb: float = 8.0  # 2^30 bytes of all entries of a model and encoding, whoever wrote them
     days: float = 7.0  # days without a use after which an entry expires
     timeout: float = 0.25  # seconds that a request waits for the server, and that it may take to answer
@@ -227,14 +207,8 @@ class _Limits:
 def open_tier(url: str, identity: bytes, kind: AtRest, disk: DiskStore | None) -> RemoteTier:
     """The shared tier of a model.
 
-    Args:
-        url: redis://[[user]:password@]host[:port][/db][?gb=8&days=7&timeout=0.25], or rediss:// for TLS.
-        identity: digest of all that makes two models' KV differ.
-        kind: the encoding of entries at rest.
-        disk: the tier before it.
-
-    Raises:
-        ConfigError: for an address that cannot be used, a server that is no Redis, or a client that is not installed.
+    url: redis://[[user]:password@]host[:port][/db][?gb=8&days=7&timeout=0.25], or rediss:// for TLS. disk: the tier
+    before it.
     """
     address, limits = _parsed(url)
     size, life = int(limits.gb * 2**30), max(1, int(limits.days * 86400))
@@ -243,7 +217,6 @@ def open_tier(url: str, identity: bytes, kind: AtRest, disk: DiskStore | None) -
 
 
 def _parsed(url: str) -> tuple[str, _Limits]:
-    """The address as the client takes it, and the limits."""
     try:
         parts = urlsplit(url)
         given = parse_qsl(parts.query, keep_blank_values=True)

@@ -37,8 +37,6 @@ Choose = Callable[[Collection[str]], Sequence[str]]
 
 @dataclass(frozen=True)
 class Card:
-    """The model, as every replica has it."""
-
     model_name: str
     context_length: int  # most tokens of a prompt and its answer
     identity: bytes  # digest of what KV depends on besides tokens
@@ -60,8 +58,6 @@ class Call:
 
 @dataclass(frozen=True)
 class Begun:
-    """A replica of this name has the request."""
-
     replica: str
 
 
@@ -90,30 +86,18 @@ class Transport(Protocol):
     """Reaches the replicas that run. All but `serve` may wait, and are called by threads."""
 
     def serve(self, call: Call) -> AsyncGenerator[Item, None]:
-        """Serve a request at one replica; closing the iterator cancels it there.
-
-        Raises:
-            LostError: if the replica went away.
-        """
+        """Serve a request at one replica, or raise LostError; closing the iterator cancels it there."""
         ...
 
-    def card(self) -> Card:
-        """Description of the model by any replica; waits until one runs."""
-        ...
+    def card(self) -> Card: ...
 
     def statuses(self) -> Sequence[Status]: ...
 
-    def inventories(self, tenant: str) -> Mapping[int, Inventory]:
-        """KV of a tenant in each replica's cache, by rank."""
-        ...
+    def inventories(self, tenant: str) -> Mapping[int, Inventory]: ...
 
-    def wanted(self) -> int:
-        """The number of replicas there should be."""
-        ...
+    def wanted(self) -> int: ...
 
-    def close(self) -> None:
-        """Let go of them."""
-        ...
+    def close(self) -> None: ...
 
 
 SHADOWS = 256
@@ -121,8 +105,6 @@ SHADOWS = 256
 
 
 class Replica:
-    """An engine among others. name, rank: as `Status` has them."""
-
     def __init__(self, engine: Engine, name: str, rank: int):
         self.name = name
         self.rank = rank
@@ -146,22 +128,18 @@ class Replica:
         return Card(of.model_name, of.context_length, of.identity, of.dtype, of.strategies, of.limits)
 
     def status(self) -> Status:
-        """The status now; each replay is reported once."""
         shadows = tuple(self._shadows.popleft() for _ in range(len(self._shadows)))
         fault = next(iter(self._contract.notices), None) if self._contract.faulted else None
         return Status(self.name, self.rank, self._engine.stats(), self._contract.pick, fault, shadows)
 
     def inventory(self, tenant: str) -> tuple[int, Inventory]:
-        """Its rank, and what its cache holds of a tenant's KV."""
         return self.rank, self._engine.inventory(tenant)
 
     def check(self) -> None:
-        """Check that the replica can serve. Raises ClosedError if its engine has ended."""
         if self._engine.closed:
             raise ClosedError("the engine of this replica has ended")
 
     def close(self) -> None:
-        """End its requests, and write what it keeps on disk."""
         self._engine.close()
 
 
@@ -194,11 +172,6 @@ def check_room(count: int, devices: int, resources: Mapping[str, float]) -> None
 
 
 def load(options: EngineOptions, rank: int) -> Engine:
-    """The engine of a replica of this rank; on disk it has what the folder that all share holds by now.
-
-    Raises:
-        ConfigError: as `Engine.load`.
-    """
     own = options_of(options, rank)
     shared, disk = options.storage.disk, own.storage.disk
     if shared is not None and disk is not None:
@@ -210,7 +183,6 @@ def load(options: EngineOptions, rank: int) -> Engine:
 
 
 def options_of(options: EngineOptions, rank: int) -> EngineOptions:
-    """Options of the replica with this rank: no knowledge, and a folder of its own on disk."""
     disk = options.storage.disk
     own = None if disk is None else Path(disk) / f"replica-{rank}"
     return replace(

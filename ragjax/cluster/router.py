@@ -40,8 +40,8 @@ class Need:
     def of(prompt: Prompt, tenant: str, exact: bool) -> Need:
         """The pieces that a prompt needs.
 
-        exact: its strategy is exact (`ragjax/reuse/base.py`): then chunks are tokens like any others. The paths of a
-        knowledge graph are pieces by themselves under any strategy.
+        exact: its strategy is exact: then chunks are tokens like any others. The paths of a knowledge graph are pieces
+        by themselves under any strategy.
         """
         segments = prompt.segments[: -1 if prompt.segments[-1].kind is Kind.QUERY else None]
         chained = exact and not any(segment.kind is Kind.NODE for segment in segments)
@@ -54,7 +54,6 @@ class Need:
 
     @cached_property
     def total(self) -> int:
-        """Tokens of the pieces."""
         return sum(self.sizes)
 
 
@@ -86,14 +85,9 @@ class Router(ABC):
 
     @abstractmethod
     def order(self, need: Need, loads: Mapping[str, int]) -> Sequence[str]:
-        """Replicas, the best one for the request first.
-
-        loads: requests that each replica that runs has now, by its name; one that took the place of another has a new
-        name.
-        """
+        """Replicas, the best one for the request first. loads: requests that each replica that runs has now."""
 
     def sent(self, need: Need, replica: str) -> Learn:
-        """The replica has the request. What is returned is to be called when it has answered."""
         return lambda found: None
 
 
@@ -111,15 +105,12 @@ def bound(loads: Mapping[str, int], slack: float) -> float:
 
 
 def forget(known: MutableMapping[str, Any], running: Collection[str]) -> None:
-    """Drop what is kept of replicas that are gone."""
     for name in known.keys() - set(running):
         del known[name]
 
 
 @ROUTERS.register("round-robin")
 class RoundRobin(Router):
-    """Sends requests to each replica in turn."""
-
     def __init__(self) -> None:
         self._next = 0
 
@@ -158,7 +149,6 @@ class Memory:
         """Piece to the clocks of replicas when it was last sent to them."""
 
     def sizes(self) -> Mapping[str, int]:
-        """Number of remembered pieces of each replica."""
         return {name: len(one.sent) for name, one in self._replicas.items()}
 
     def reach(self, replica: str) -> float:
@@ -227,7 +217,6 @@ class Memory:
                 one.reach = float(age)
 
     def forget(self, running: Collection[str]) -> None:
-        """Drop what is kept of replicas that are gone."""
         for name in self._replicas.keys() - running:
             for piece in self._replicas.pop(name).sent:
                 self._drop(piece, name)
@@ -298,7 +287,6 @@ class KnowledgeRouter(Router):
         return learn
 
     def _homes(self, need: Need, running: KeysView[str]) -> dict[str, int]:
-        """Tokens of the request that each replica is home to."""
         if self._named != running:
             self._named = dict.fromkeys(sorted(running)).keys()
             self._names = tuple(self._named)

@@ -94,11 +94,9 @@ class Grid:
         return (*decode, *mixed, *(RowShape(rows, block) for rows in (128, 512, 2048, 8192)))
 
     def shape(self, rows: int) -> RowShape:
-        """The shape of a step with so many rows."""
         return {shape.rows: shape for shape in self.rows}[rows]
 
     def sharing(self, rows: int) -> tuple[int, int]:
-        """`RowShape.sharing` of a step with so many rows."""
         return self.shape(rows).sharing
 
     def entries_of(self, shape: RowShape) -> tuple[int, ...]:
@@ -124,7 +122,6 @@ class Grid:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Rows and entries of all steps."""
         return tuple((shape.rows, entries) for shape in self.rows for entries in self.entries_of(shape))
 
     @staticmethod
@@ -136,7 +133,6 @@ class Grid:
         raise ValueError(f"{need} exceeds the largest compiled bucket")
 
     def fit_segments(self, need: int) -> int:
-        """The smallest bucket that holds so many segments."""
         bucket = self.segments
         while bucket < need:
             bucket *= 4
@@ -159,12 +155,11 @@ class StepMeasure:
 
 
 class Residual(Protocol):
-    """Residuals of a step's rows after its last layer; they stay on the device until somebody reads them."""
+    """Residuals of a step's rows after its last layer, float32 [T, E]; on the device until somebody reads them."""
 
     def __len__(self) -> int: ...
 
-    def read(self) -> NDArray[np.float32]:
-        """Residual rows on the host, float32 [T, E]."""
+    def read(self) -> NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True)
@@ -206,8 +201,6 @@ class Adjusted:
 
 @dataclass(frozen=True)
 class Draw:
-    """The choice of a token: the likeliest, unless a temperature is given."""
-
     temperature: float = 0.0
     top_k: int = 0  # likeliest tokens that may be drawn (0: all)
     top_p: float = 1.0  # mass that the likeliest of these reach together
@@ -220,8 +213,6 @@ class Draw:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A token that was chosen."""
-
     token: int
     logprob: float | None = None  # its natural-log probability by the model alone, if it was wanted
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens with theirs, likeliest first
@@ -229,13 +220,10 @@ class Chosen:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Limits of the largest compiled step."""
-
     entries: int  # of its page table; an entry is one page at one RoPE offset
     page_size: int  # slots of a page
 
     def entries_for(self, tokens: int, runs: int) -> int:
-        """Most entries that so many tokens in so many runs can take."""
         return -(-tokens // self.page_size) + 2 * runs
 
     def holds(self, tokens: int, runs: int) -> bool:
@@ -249,12 +237,8 @@ class StepLimits:
     def leading(self, runs: Iterable[Run], tokens: int, room: int | None = None) -> tuple[int, int]:
         """Number of runs of a prefix to read, from its first, and their tokens; the rest of `tokens` is computed.
 
-        A prefix that many requests made piece by piece lies scattered: each piece takes a page, and an entry.
-
-        Args:
-            runs: of the prefix that was found.
-            tokens: of the prefix as it is needed.
-            room: entries for it (all, if None).
+        A prefix that many requests made piece by piece lies scattered: each piece takes a page, and an entry. room:
+        entries for it (all, if None).
         """
         room = self.entries if room is None else room
         used, found, best = 0, 0, (0, 0)
@@ -289,7 +273,6 @@ class StepLimits:
         return frozenset(i for i, entries in read.items() if entries <= kept)
 
     def check(self, entries: int) -> None:
-        """Refuse a page table that no step can read."""
         if entries > self.entries:
             raise RequestError(
                 f"the prompt is in too many pieces for one step: {entries} entries of the page table, at most "

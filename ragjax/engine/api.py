@@ -175,9 +175,6 @@ class Engine:
             early: return once the programs are there that answer any prompt; while it serves, the others are compiled,
                 and documents read.
             options: fields of `EngineOptions`.
-
-        Raises:
-            ConfigError: saying what to change.
         """
         asked = replace(model, **options) if isinstance(model, EngineOptions) else EngineOptions(model, **options)
         check_documents(asked)  # before the minute that compiling takes
@@ -209,7 +206,6 @@ class Engine:
 
     @property
     def strategy_summary(self) -> str:
-        """The default setting in words, with what `auto` picks."""
         return self.contract.summary
 
     def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:
@@ -223,7 +219,6 @@ class Engine:
 
     @property
     def call_form(self) -> CallForm:
-        """The form in which the model writes calls of tools."""
         return self.tokenizer.call_form
 
     def prompt_tokens(self, request: Request) -> int:
@@ -247,7 +242,6 @@ class Engine:
 
     @property
     def share_knowledge(self) -> bool:
-        """True if tenants share the KV of the knowledge bases."""
         return self.options.storage.share_knowledge
 
     @property
@@ -263,7 +257,6 @@ class Engine:
         return self._loop.closed
 
     def stats(self) -> Stats:
-        """Counters since the start, and the present queue and pool."""
         figures = stats_of(self._loop, self._parts)
         figures["programs_left"] = self.programs_left
         progress = self.preprocessed()
@@ -281,7 +274,6 @@ class Engine:
 
     @property
     def indexing(self) -> Indexing | None:
-        """Progress of reading the documents of the options."""
         return self.knowledge.indexing
 
     def inventory(self, tenant: str = "", most: int = 200) -> Inventory:
@@ -307,30 +299,21 @@ class Engine:
         return self.knowledge.encoder_name
 
     def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
-        """Vectors of texts, by the encoder of the knowledge bases, which is loaded first if need be.
-
-        check: called before each batch of texts; an error of it ends the work.
-
-        Raises:
-            RequestError: for a text that is no valid Unicode, or longer than the encoder reads.
-        """
+        """Vectors of texts, by the encoder of the knowledge bases. check: called before each batch of texts."""
         _check_several(texts, "texts")
         return self.knowledge.embed(texts, check)
 
     def delete_documents(self, ids: Sequence[str], knowledge: str | None = None) -> int:
-        """Remove documents by id; the number removed."""
         _check_several(ids, "ids")
         return self.knowledge.bases.get(knowledge).delete(ids)
 
     def search(self, question: str, *, knowledge: str | None = None, top_k: int | None = None) -> tuple[Hit, ...]:
-        """The chunks that a request with this question would get, best first."""
         return self.knowledge.bases.get(knowledge).search(question, self.top_k if top_k is None else top_k)
 
     def document_ids(self, knowledge: str | None = None) -> frozenset[str]:
         return self.knowledge.bases.get(knowledge).document_ids
 
     def knowledge_base(self, name: str | None = None) -> KnowledgeBase:
-        """A knowledge base itself (None: the default one)."""
         return self.knowledge.bases.get(name)
 
     def add_triples(self, items: Iterable[Triple | Alias], graph: str | None = None) -> int:
@@ -338,7 +321,6 @@ class Engine:
         return self.knowledge.graphs.make(graph).add(items)
 
     def knowledge_graph(self, name: str | None = None) -> KnowledgeGraph:
-        """A knowledge graph itself (None: the default one)."""
         return self.knowledge.graphs.get(name)
 
     # -------------------------------------------------------------------------------------- requests
@@ -395,12 +377,8 @@ class Engine:
         """Answer a question (or continue a chat); `options` are fields of `core.Sampling`, `max_tokens` for instance.
 
         graph: facts to use instead of chunks; a name stands for all that the graph of this name has to say.
-        compression: which of the prompt's tokens the answer sees; a short form, "snapkv+graph:512" for instance, or
-        "none" (None: the engine's default). recognise: whether passages in the messages are recognised
-        (None: the engine's default).
-
-        Raises:
-            RequestError: if it cannot be served as asked.
+        compression: a short form, "snapkv+graph:512" for instance, or "none" (None: the engine's default). recognise:
+        whether passages in the messages are recognised (None: likewise).
         """
         _check_several(documents, "documents")
         rag = Rag(
@@ -461,12 +439,8 @@ class Engine:
     ) -> Future[Answer]:
         """Begin to answer a ready prompt of segments: no retrieval, no template. For notebooks and benchmarks.
 
-        strategy: a name, or one of your own. compression: as in `answer`; a strategy of your own has no
-        compression by default.
-        continuation, background: see `core.Request`. Cancelling the future cancels the request.
-
-        Raises:
-            RequestError: if it cannot be served as asked.
+        strategy: a name, or one of your own, which has no compression by default. continuation, background: see
+        `core.Request`. Cancelling the future cancels the request.
         """
         own = None if isinstance(strategy, str) else strategy
         if own is not None and compression is None:
@@ -537,11 +511,9 @@ class Engine:
         )
 
     def clear_cache(self) -> None:
-        """Drop all KV that no running request uses."""
         self._loop.call(self._cache.clear)
 
     def key_of(self, prompt: Prompt, strategy: Fuse, tenant: str = "") -> bytes:
-        """The key of the KV that preprocessing keeps of a prompt."""
         return strategy.key(prompt, self._cache, tenant)
 
     def holds(self, keys: Iterable[bytes], noted: Callable[[bytes], bool] = lambda meta: True) -> tuple[bool, ...]:
@@ -563,7 +535,6 @@ class Engine:
 
     @property
     def pending(self) -> Pending:
-        """Chunks that idle time is still to preprocess."""
         return self._preparation.pending
 
     def begin_preprocessing(self) -> None:
@@ -575,7 +546,6 @@ class Engine:
         return None if self._preparing is None else self._preparing.progress(tenants)
 
     def vacate_device(self) -> None:
-        """Move all KV that no running request uses to the tiers below; what they cannot take is dropped."""
         self._loop.call(self._cache.vacate)
 
     def audit(self) -> None:
@@ -638,7 +608,6 @@ def _queue() -> tuple[Sink, asyncio.Queue[Event | BaseException]]:
 
 
 def _future() -> tuple[Future[Answer], Sink]:
-    """A future, and the sink that gives it a request's answer or error."""
     future: Future[Answer] = Future()
 
     def sink(event: Event | BaseException) -> None:

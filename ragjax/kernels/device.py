@@ -30,7 +30,6 @@ class Device:
         return Device(device.platform, (int(major), int(minor or 0)))
 
     def lacks(self, least: tuple[int, int]) -> str | None:
-        """Why a kernel for GPUs of compute capability `least` and more cannot run here, or None."""
         if self.platform != "gpu":
             return f"it runs on GPUs, not on {self.platform}"
         if self.capability < least:
@@ -39,7 +38,6 @@ class Device:
         return None
 
     def lacks_shared(self, need: int) -> str | None:
-        """Why a program that takes so many bytes of shared memory cannot run here, or None."""
         if need <= self.shared_bytes:
             return None
         return f"a program takes {need} bytes of shared memory, the device has {self.shared_bytes}"

@@ -88,5 +88,4 @@ def to_storage(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def from_storage(x: jax.Array) -> jax.Array:
-    """The pool's values as floats (uint16: bfloat16 bits)."""
     return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x

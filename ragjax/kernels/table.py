@@ -115,7 +115,6 @@ class PageTable:
     hide_until_SC: jax.Array
 
     def keys(self) -> Keys:
-        """The slots' fields for the rule of visibility."""
         return Keys(self.index_SC, self.request_S[:, None], self.hide_from_SC, self.hide_until_SC)
 
 

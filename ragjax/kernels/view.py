@@ -36,7 +36,6 @@ class View:
     cap: float | None = field(default=None, metadata={"static": True})
 
     def capped(self, logits: jax.Array) -> jax.Array:
-        """Scaled logits as the softmax takes them."""
         return logits if self.cap is None else self.cap * jnp.tanh(logits / self.cap)
 
     @staticmethod

@@ -46,8 +46,7 @@ class Scheme(ABC):
         """Shape of the matrix, [out, in]. Raises ValueError naming the part whose shape does not fit."""
 
     @abstractmethod
-    def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
-        """The matrix, float32 [out, in]."""
+    def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,6 @@ class GroupedScheme(Scheme):
         return Packing(self.bits, block, wide=True, lows=True)
 
     def codes(self, parts: Mapping[str, Array], packing: Packing) -> Codes:
-        """The matrix as `packing` says."""
         read = self.read(parts)
         first = packing.zero  # of codes as they are packed
         value_OI = read.code_OI.astype(np.int16) - first
@@ -107,11 +105,7 @@ class GroupedScheme(Scheme):
 
 
 def widened(stored: Tensors, scheme: Scheme, where: Path) -> Tensors:
-    """The tensors with every stored matrix as a `weight`, which is widened each time it is read.
-
-    Raises:
-        ConfigError: that names the tensor which is missing or of another shape than its neighbours ask for.
-    """
+    """The tensors with every stored matrix as a `weight`, which is widened each time it is read."""
     modules: dict[str, dict[str, str]] = {}
     for name in stored:
         module, _, part = name.rpartition(".")
@@ -159,11 +153,7 @@ def fit(part: str, found: Shape, wanted: Shape) -> None:
 
 
 def setting(section: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
-    """A field of `quantization_config` that has one of the values which are read.
-
-    Raises:
-        ConfigError: that names it, if its value is another.
-    """
+    """A field of `quantization_config` that has one of the values which are read, else ConfigError."""
     value = section.get(key, default)
     choices = ", ".join(map(repr, allowed))
     check(value in allowed, f"quantization_config.{key}", value, choices if len(allowed) == 1 else f"one of {choices}")
@@ -239,7 +229,6 @@ class Scaled(Scheme):
 
 
 def _scale_of(parts: Mapping[str, Any]) -> str:
-    """The name of a module's scale. Raises KeyError with the name that it should have."""
     found = next((name for name in _SCALES if name in parts), None)
     if found is None:
         raise KeyError(_SCALES[0])
@@ -312,11 +301,7 @@ class Packed(GroupedScheme):
 
 
 def read_compressed(section: Mapping[str, Any]) -> Scheme:
-    """Read a `quantization_config` of llm-compressor; all groups of `config_groups` must say the same.
-
-    Raises:
-        ConfigError: naming the field that is not supported.
-    """
+    """Read a `quantization_config` of llm-compressor; all groups of `config_groups` must say the same."""
     layout = setting(section, "format", (*_EIGHT_BITS, "pack-quantized"))
     for key in ("sparsity_config", "transform_config"):
         inner = section.get(key)
@@ -471,11 +456,7 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
 
 
 def section_of(mapping: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The part of config.json's contents that says how matrices are stored; None if they are stored plainly.
-
-    Raises:
-        ConfigError: if it is no object.
-    """
+    """The part of config.json's contents that says how matrices are stored; None if they are stored plainly."""
     section = mapping.get("quantization_config") or mapping.get("compression_config")
     if section is not None and not isinstance(section, Mapping):
         raise ConfigError(f"model configuration: quantization_config is {section!r}; it must be an object")
@@ -483,11 +464,7 @@ def section_of(mapping: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def read_scheme(mapping: Mapping[str, Any]) -> Scheme | None:
-    """Read the storage format of a checkpoint's matrices from config.json; None if they are not quantized.
-
-    Raises:
-        ConfigError: that names the field which cannot be honoured.
-    """
+    """The storage format of a checkpoint's matrices from config.json; None if they are not quantized."""
     section = section_of(mapping)
     if section is None:
         return None

@@ -66,9 +66,6 @@ class Cutter:
     """Cuts texts into parts. Deterministic: what is cut depends on the text alone.
 
     separators: texts at which it cuts besides. least, most: characters of a passage.
-
-    Raises:
-        ConfigError: for a separator that is empty, or sizes that cannot be.
     """
 
     separators: tuple[str, ...] = ()
@@ -111,7 +108,6 @@ class Cutter:
         return re.compile("|".join((*literal, *_BREAKS)))
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """Pieces and what separates them, in turn; they spell the text."""
         at = 0
         for found in self._break.finditer(text):
             yield text[at : found.start()]
@@ -146,7 +142,6 @@ def brings_passages(cutter: Cutter, messages: Sequence[Message]) -> bool:
 
 
 def _merged(parts: Sequence[Part]) -> Iterator[Part]:
-    """The same, with text between passages in one part."""
     for passage, run in groupby(parts, lambda part: part.passage):
         if passage:
             yield from run
@@ -224,7 +219,6 @@ Runs = list[tuple[Tokens, str | None]]
 
 
 def _alone(tokenizer: Tokenizer, cuts: Sequence[Sequence[Part]], continued: bool) -> Runs:
-    """Every passage encoded by itself."""
     runs: Runs = []
     for part in (part for cut in cuts for part in cut):
         tokens = tokenizer.encode(part.text, part.special, continued=continued or part.passage)
@@ -234,7 +228,6 @@ def _alone(tokenizer: Tokenizer, cuts: Sequence[Sequence[Part]], continued: bool
 
 
 def _whole(tokenizer: Tokenizer, cuts: Sequence[Sequence[Part]], continued: bool) -> Runs:
-    """Every piece encoded in one go, its passages told apart along its tokens."""
     whole = [("".join(part.text for part in cut), cut[0].special) for cut in cuts]
     runs: Runs = []
     for tokens, cut in zip(tokenizer.encode_pieces(whole, continued=continued), cuts, strict=True):
@@ -258,7 +251,6 @@ def along(tokenizer: Tokenizer, tokens: Tokens, cut: Sequence[Part]) -> Iterator
 
 
 def _segments(runs: Runs) -> Iterator[Segment]:
-    """Passages as chunks, and the runs between them as one query segment each."""
     last = sum(1 for _ in groupby(runs, key=lambda run: run[1] is None)) - 1
     for n, (_, group) in enumerate(groupby(runs, key=lambda run: run[1] is None)):
         found = [(tokens, text) for tokens, text in group if len(tokens)]

@@ -30,7 +30,6 @@ PROMPT_ARRAYS = ("source_N", "offset_N", "count")
 
 
 def bucket(tokens: int) -> int:
-    """Length of the program's arrays for a prompt of so many tokens."""
     return max(LEAST, 1 << (tokens - 1).bit_length())
 
 
@@ -169,8 +168,6 @@ def prefer(
 
 
 class _Prompt(NamedTuple):
-    """Where a prompt's tokens are in a pool, and what rotates their keys to their places."""
-
     page_N: jax.Array
     slot_N: jax.Array
     tokens: jax.Array
@@ -189,7 +186,6 @@ class _Prompt(NamedTuple):
     def evidence(
         self, pool: Pages, layer: jax.Array, query_WHD: jax.Array | None, mass_N: jax.Array | None
     ) -> Evidence:
-        """The inputs of a layer's scorer."""
         k_NKD, v_NKD = (x[layer, self.page_N, :, self.slot_N, :] for x in (pool.k_LPKCD, pool.v_LPKCD))
         turned_NKD = rotate(from_storage(k_NKD).astype(jnp.float32), self.cos_NR[:, None], self.sin_NR[:, None])
         mass_NK = None if mass_N is None else mass_N[:, None]
@@ -198,7 +194,6 @@ class _Prompt(NamedTuple):
 
 
 def _put(pool: Pages, layer: jax.Array, target_B: jax.Array, k_BKD: jax.Array, v_BKD: jax.Array) -> Pages:
-    """Write slots (page * C + slot) of a layer."""
     page_B, slot_B = (f(target_B, pool.page_size) for f in (jnp.floor_divide, jnp.remainder))
 
     def put(x: jax.Array, new_BKD: jax.Array) -> jax.Array:
@@ -208,7 +203,6 @@ def _put(pool: Pages, layer: jax.Array, target_B: jax.Array, k_BKD: jax.Array, v
 
 
 def _put_units(pool: Pages, unit_U: jax.Array, kept: jax.Array, k_BKD: jax.Array, v_BKD: jax.Array) -> Pages:
-    """Write the first `kept` tokens into units, in their order."""
     number_B = jnp.arange(len(k_BKD), dtype=jnp.int32)
     slot_B = number_B % pool.page_size
     unit_B = jnp.where(number_B < kept, unit_U[number_B // pool.page_size], OUTSIDE + number_B)

@@ -30,12 +30,10 @@ BFLOAT16_ISAS = frozenset({"AVX512_BF16", "AMX", "AMX_FP16"})
 
 
 def platform() -> str:
-    """Kind of the default device: cpu or gpu."""
     return jax.default_backend()
 
 
 def is_wide() -> bool:
-    """True if JAX defaults to 64-bit numbers (`jax_enable_x64`)."""
     return bool(jax.config.read("jax_enable_x64"))
 
 
@@ -57,11 +55,7 @@ def untouched(array: jax.Array) -> jax.Array:
 
 @contextmanager
 def room_for(what: str, change: str) -> Iterator[None]:
-    """Turn an error of a device that is full, raised within, into one that says what to change.
-
-    Raises:
-        ConfigError: if the device has no memory for `what`.
-    """
+    """Turn an error of a device that is full, raised within, into a ConfigError that says what to change."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -71,7 +65,6 @@ def room_for(what: str, change: str) -> Iterator[None]:
 
 
 def is_full(error: Exception) -> bool:
-    """True for the error of a full device."""
     # a kernel that asks for more shared memory than there is fails by the same name: that is a fault of ours
     told = str(error) if isinstance(error, jax.errors.JaxRuntimeError) else ""
     return "RESOURCE_EXHAUSTED" in told and "Shared memory" not in told
@@ -85,7 +78,6 @@ class Precision:
     widen: bool = False
 
     def __str__(self) -> str:
-        """For people to read."""
         return f"{self.dtype}, products of many rows in float32" if self.widen else self.dtype
 
 
@@ -93,16 +85,8 @@ def precision(dtype: str, platform: str, features: Set[str], widening_pays: Call
     """Resolve a dtype option for a device.
 
     "auto" is bfloat16 for weights and KV. On a CPU that cannot multiply bfloat16 it also widens products of many rows,
-    if they are faster in float32 there; few rows wait for memory, and bfloat16 is half as much of it.
-
-    Args:
-        dtype: "auto", "bfloat16" or "float32".
-        platform: "cpu" or another of JAX's.
-        features: of the CPU (`cpu_features`).
-        widening_pays: measures it (`widening_pays`); asked only where the features leave it open.
-
-    Raises:
-        ConfigError: if the dtype is unknown.
+    if they are faster in float32 there; few rows wait for memory, and bfloat16 is half as much of it. widening_pays:
+    measures it; asked only where the features leave it open.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")

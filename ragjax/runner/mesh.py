@@ -37,11 +37,7 @@ HEADS = P(None, AXES, None)
 
 
 def make_mesh(devices: int, config: ModelConfig) -> Mesh:
-    """The first devices of the default platform, for a model of this shape.
-
-    Raises:
-        ConfigError: if there are fewer, or heads cannot be shared out evenly.
-    """
+    """The first devices of the default platform, for a model of this shape; ConfigError: they do not fit."""
     there = jax.devices()
     if len(there) < devices:
         raise ConfigError(
@@ -59,33 +55,25 @@ def make_mesh(devices: int, config: ModelConfig) -> Mesh:
 
 
 def mesh_of(devices: Sequence[jax.Device], copies: int = 1) -> Mesh:
-    """Arrange devices in a mesh. copies: devices that hold each KV head."""
     shape = (len(devices) // copies, copies)
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
 def fits(devices: int, config: ModelConfig) -> bool:
-    """True if the devices can share out the KV heads, or the query heads of each."""
     heads, groups = config.num_kv_heads, config.num_groups
     return heads % devices == 0 or (devices % heads == 0 and groups % (devices // heads) == 0)
 
 
 def copies_of(devices: int, config: ModelConfig) -> int:
-    """On how many devices each KV head is."""
     return max(1, devices // config.num_kv_heads)
 
 
 def spec_of(axes: Sequence[str]) -> P:
-    """The partition of an array with these logical axes."""
     return P(*(RULES.get(axis) for axis in axes))
 
 
 def host_memory() -> AbstractContextManager[object]:
-    """Arrays are made in host memory within it: those that are too large for one device.
-
-    Raises:
-        ConfigError: if JAX is kept from using the CPU.
-    """
+    """Arrays are made in host memory within it: those that are too large for one device."""
     try:
         cpu = jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:

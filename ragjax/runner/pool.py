@@ -29,12 +29,10 @@ class DevicePool:
 
     Args:
         create: makes one array of keys and one of values, zeros, of the layers of one or more stages.
-        stages: how many there are. arrays: pairs of arrays that hold them.
+        stages: how many there are.
+        arrays: pairs of arrays that hold them.
         programs: these extract, insert and move.
         rotation: RoPE table, for keys that are moved.
-
-    Raises:
-        ConfigError: if there is no memory for so many pages.
 
     Attributes:
         page_size: slots of a page.
@@ -67,7 +65,6 @@ class DevicePool:
         return tuple(range(0, self.reach * len(self._pools) + 1, self._depth))
 
     def _array(self, stage: int) -> int:
-        """Index of the pool that holds a stage."""
         return stage * self._depth // self.reach
 
     def _layers(self, stage: int) -> Any:
@@ -79,10 +76,8 @@ class DevicePool:
     def extract(self, pages: NDArray[np.int32]) -> list[Excerpt]:
         """Copies of whole pages in all layers, in parts (`store.device.cuts`). Waits for nothing.
 
-        The pages are read as they are now: whatever is dispatched later, the copies do not see.
-
-        Raises:
-            ValueError: if a page is outside of the pool.
+        The pages are read as they are now: whatever is dispatched later, the copies do not see. Here and below a page,
+        slot, layer or offset out of range is a ValueError, before anything is changed.
         """
         self._check_pages(pages)
 
@@ -97,11 +92,8 @@ class DevicePool:
     def upload(self, k_LPKCD: NDArray[Any], v_LPKCD: NDArray[Any]) -> list[Excerpt]:
         """Bring pages to the device, for `insert`; waits until they are there.
 
-        Any thread may call it: it does not touch the pool. The arrays must not change afterwards.
-
-        Args:
-            k_LPKCD: keys of the layers of one or more stages, in the pool's dtype.
-            v_LPKCD: their values.
+        Any thread may call it: it does not touch the pool. The arrays must not change afterwards: of the layers of one
+        or more stages, in the pool's dtype.
         """
 
         def put(x_LPKCD: NDArray[Any], stage: slice, part: slice) -> jax.Array:
@@ -116,13 +108,9 @@ class DevicePool:
         return jax.block_until_ready(excerpts)  # type: ignore[no-any-return]
 
     def insert(self, pages: NDArray[np.int32], excerpts: Sequence[Excerpt], first: int = 0) -> None:
-        """Overwrite whole pages by what `extract` or `upload` gave, in place. Waits for nothing.
+        """Overwrite whole pages, none twice, by what `extract` or `upload` gave, in place. Waits for nothing.
 
         first: the stage that the excerpts begin with.
-
-        Raises:
-            ValueError: if a page is outside of the pool or named twice, or the excerpts are of another number of pages
-                or of stages that are not there.
         """
         self._check_pages(pages)
         if len(np.unique(pages)) != len(pages):
@@ -139,28 +127,15 @@ class DevicePool:
                 self._pools[at] = program(self._pools[at], pages[part], new, self._layers(i))
 
     def download(self, pages: NDArray[np.int32]) -> list[Excerpt]:
-        """The bits of whole pages in all layers as NumPy arrays, for `restore`; waits until they are there.
-
-        Raises:
-            ValueError: if a page is outside of the pool.
-        """
+        """The bits of whole pages in all layers as NumPy arrays, for `restore`; waits until they are there."""
         copies: list[Excerpt] = jax.tree.map(np.asarray, host.download(self.extract(pages)))
         return copies
 
     def restore(self, pages: NDArray[np.int32], copies: Sequence[Excerpt]) -> None:
-        """Overwrite whole pages by what `download` gave of as many, in place.
-
-        Raises:
-            ValueError: as `insert`.
-        """
         self.insert(pages, jax.tree.map(lambda x: host.upload(x, self._pool_sharding), list(copies)))
 
     def clear(self, pages: NDArray[np.int32]) -> None:
-        """Overwrite whole pages by zeros in all layers, where they may hold what is not finite. Waits for nothing.
-
-        Raises:
-            ValueError: if a page is outside of the pool or named twice.
-        """
+        """Overwrite whole pages by zeros in all layers, where they may hold what is not finite. Waits for nothing."""
         keys = self._pools[0].k_LPKCD
         for part in page_store.cuts(len(pages)):
             shape = (self._depth, part.stop - part.start, *keys.shape[2:])
@@ -176,14 +151,8 @@ class DevicePool:
     ) -> None:
         """Copy KV from slots to slots in some layers, in place, each key rotated by its offset. Waits for nothing.
 
-        Args:
-            source_N: slots (page * C + slot) to read.
-            target_N: slots to write, none twice and none of the source's.
-            offset_N: RoPE offset of each key.
-            layers: half-open, at boundaries of stages.
-
-        Raises:
-            ValueError: before anything is moved, if a slot, offset or layer is out of range.
+        source_N: slots (page * C + slot) to read. target_N: slots to write, none twice and none of the source's.
+        layers: half-open, at boundaries of stages.
         """
         self._check_copy(source_N, target_N, offset_N, layers)
         if np.isin(target_N, source_N).any():
@@ -208,7 +177,6 @@ class DevicePool:
         return any(_is_lost(array) for array in jax.tree.leaves(self._pools))
 
     def reset(self) -> None:
-        """New pools of zeros, for ones that are lost; the old ones are freed first."""
         for array in jax.tree.leaves(self._pools):
             if not array.is_deleted():
                 array.delete()

@@ -104,12 +104,8 @@ class Programs:
     ) -> list[Name]:
         """Programs of the grid, for steps that measure these, and end after these layers too.
 
-        Args:
-            measures: what is measured.
-            ends: layers after which steps end, besides the last.
-            by_layer: also for steps whose layers read pages of their own.
-            shapes: of steps (None: all).
-            segments: most segments of a prompt.
+        by_layer: also for steps whose layers read pages of their own. shapes: of steps (None: all). segments: most
+        segments of a prompt.
         """
         bucket = self._grid.fit_segments(segments)
         measured = [
@@ -131,7 +127,6 @@ class Programs:
         ]
 
     def _of_shape(self, shape: RowShape, kinds: Iterable[Name], by_layer: bool) -> Iterator[Name]:
-        """Programs of steps of a shape. kinds: layers, and what they measure."""
         for entries in self._grid.entries_of(shape):
             yield "begin", shape.rows, entries
             for kind in kinds:
@@ -149,7 +144,6 @@ class Programs:
         return self._there[key[:2]][1]
 
     def compile(self, names: Iterable[Name], progress: Callable[[str], None] | None = None) -> None:
-        """Make those that are not made yet; `progress` is called with each name."""
         for name in names:
             if name not in self.compiled:
                 self.compiled[name] = self._make(name)
@@ -178,7 +172,6 @@ class Programs:
             self.faults[name] = error
 
     def settled(self, name: Name) -> bool:
-        """True if a program is there, or cannot be made."""
         return name in self.compiled or name in self.faults
 
     def padding(self, names: Collection[str], rows: int, entries: int) -> dict[str, NDArray[np.int32]]:
@@ -210,7 +203,6 @@ class Programs:
         return choose(q_THD, view, self._device, self._attention)
 
     def _make(self, name: Name) -> Any:
-        """Load a program that was kept, or compile it."""
         if self._executables is None:
             return self._compile(*name)
         devices = list(self._spec.mesh.devices.flat)
@@ -226,7 +218,6 @@ class Programs:
         return program
 
     def _facts(self, name: Name) -> dict[str, object]:
-        """Facts that a program depends on, besides the machine and the code."""
         shaped = name[0] in ("begin", "stage", "layered")
         return {"name": name, "shape": self._grid.shape(name[1]) if shaped else None, "common": self._common}
 
@@ -264,7 +255,6 @@ class Programs:
         return jitted.lower(self._weights.ends, self._rotation, self._step_shapes(rows, entries)).compile()
 
     def place(self, entries: int, by_layer: bool) -> StagePlace:
-        """The place of the first stage, as shapes."""
         own: dict[str, Any] = {}
         if by_layer:
             own = dict.fromkeys(LAYER_ARRAYS, jax.ShapeDtypeStruct((self._weights.depth, entries), jnp.int32))
@@ -323,7 +313,6 @@ class Programs:
         return jitted.lower(self._pool, *[self._indices(n)] * 3, self._rotation, self._layers).compile()
 
     def nothing_compacted(self, compression: Compression, tokens: int) -> Any:
-        """Arguments of this program that copy nothing."""
         arrays, *by_layer = self._compact_shapes(compression, tokens)
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (arrays, *by_layer))
         if "target_B" in zeros[0]:
@@ -380,7 +369,6 @@ class Programs:
         return placed
 
     def _shapes(self, names: Collection[str], rows: int, entries: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of int32 arrays by their suffix."""
         places, _ = self._grid.sharing(rows)
         sizes = {"T": (rows,), "S": (entries,), "SC": (entries, self._pool.page_size), "O": (places,)}
         return {name: jax.ShapeDtypeStruct(sizes[name.rsplit("_", 1)[1]], jnp.int32) for name in names}
@@ -390,6 +378,5 @@ class Programs:
 
 
 def _on_one(devices: int, x_LPKCD: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The shard of a pool's array on one device, as a shape."""
     layers, pages, heads, *page = x_LPKCD.shape
     return jax.ShapeDtypeStruct((layers, pages, heads // devices, *page), x_LPKCD.dtype)

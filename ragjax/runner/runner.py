@@ -68,22 +68,17 @@ class StepResult:
 
     @property
     def residual(self) -> ResidualRows:
-        """`x_TE`, for a step that goes on where this one ended."""
         return ResidualRows(self.x_TE)
 
 
 @dataclass(frozen=True)
 class ResidualRows:
-    """Residual rows on the device (`core.Residual`), float32 [T, E]."""
-
     x_TE: jax.Array
 
     def __len__(self) -> int:
-        """Rows of the step that left them."""
         return int(self.x_TE.shape[0])
 
     def read(self) -> NDArray[np.float32]:
-        """The rows on the host."""
         return np.asarray(self.x_TE)
 
 
@@ -167,7 +162,6 @@ class Runner(DevicePool):
 
     @property
     def held(self) -> str:
-        """Permanent memory of the devices, for people to read."""
         arrays = jax.tree.leaves((self._weights.ends, self._weights.stages)), jax.tree.leaves(self._pools)
         weights, cache = (sum(x.nbytes for x in part) / 2**30 for part in arrays)
         return f"{weights:.3g} GB of weights and a cache of {cache:.3g} GB"
@@ -185,11 +179,9 @@ class Runner(DevicePool):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that steps waited for programs that were compiled at their first use."""
         return self._programs.waited_s
 
     def compile(self, names: Iterable[Name], progress: Callable[[str], None] | None = None) -> None:
-        """Make programs now. progress: called with a program's name after each."""
         self._programs.compile(names, progress)
 
     def supply(self, planned: Iterable[Name]) -> Supply:
@@ -247,7 +239,6 @@ class Runner(DevicePool):
         return min(timeit.repeat(run, number=1, repeat=runs))
 
     def _run_empty(self, kind: str, *sizes: Any) -> Any:
-        """Run a program on padding; it reads and writes page 0 only."""
         program = self._programs.get(kind, *sizes)
         if kind == "extract":
             return program(self._pools[0], np.zeros(sizes, np.int32), self._layers(0))
@@ -300,16 +291,7 @@ class Runner(DevicePool):
         segments: int = 0,
         tokens: int | None = None,
     ) -> list[Name]:
-        """Names of programs.
-
-        Args:
-            measures: what steps measure.
-            ends: layers after which steps end, besides the last.
-            compression: of prompts.
-            shapes: of steps (None: all of the grid).
-            segments: most segments of a prompt.
-            tokens: of the prompt that is compressed (None: prompts of any length).
-        """
+        """Names of programs. ends: layers after which steps end, besides the last. tokens: of a compressed prompt."""
         by_layer = compression is not None and compression.method in BY_LAYER
         names = self._programs.names(measures, ends, by_layer, shapes=shapes, segments=segments)
         if compression is not None:
@@ -323,10 +305,8 @@ class Runner(DevicePool):
     def step(self, step: Step) -> StepResult:
         """Run layers for one batch of rows (arrays as in `core.Step`): their KV is in the pool afterwards.
 
-        Waits for nothing. The arrays must not change any more: the device may read them later.
-
-        Raises:
-            ValueError: before anything is computed, if a page, slot, position, offset or layer is out of range.
+        Waits for nothing. The arrays must not change any more: the device may read them later. ValueError: before
+        anything is computed, if a page, slot, position, offset or layer is out of range.
         """
         rows, entries = len(step.token_T), len(step.page_S)
         begin, end = step.layers or (0, self.config.num_layers)
@@ -357,7 +337,6 @@ class Runner(DevicePool):
     def _stage_program(
         self, step: Step, first: int, count: int
     ) -> tuple[Any, NDArray[np.bool_], Mapping[str, NDArray[np.int32]]]:
-        """The program for these layers of a stage, which of them it measures, and the arrays this takes."""
         key = ("stage" if step.by_layer is None else "layered", len(step.token_T), len(step.page_S), count)
         low, high = step.measure.layers if step.measure else (0, 0)
         layer_L = np.arange(first, first + count)
@@ -367,7 +346,6 @@ class Runner(DevicePool):
         return self._programs.get(*key, step.measure.what, step.measure.segments), chosen_L, step.measure.arrays
 
     def _place(self, step: Step, stage: int) -> StagePlace:
-        """Where a stage's layers are in their pool, and the units that they read there."""
         if step.by_layer is None:
             return StagePlace(self._layers(stage))
         layers = slice(stage * self._depth, (stage + 1) * self._depth)
@@ -376,7 +354,6 @@ class Runner(DevicePool):
         return StagePlace(self._layers(stage), unit_LS, seen_LS)
 
     def _units(self, page_LS: NDArray[np.int32], lender_LS: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Units of pages, as `kernels.pages.as_units` counts them in each array."""
         return (lender_LS % self.reach * self._pages + page_LS).astype(np.int32)
 
     def _found(
@@ -417,7 +394,6 @@ class Runner(DevicePool):
         return Logits(tuple(parts))
 
     def upload_logits(self, rows: Sequence[NDArray[np.float32]]) -> Logits:
-        """Logits of the host, [V] each, on the device."""
         widest, parts = self.grid.logits[-1], []
         for begin in range(0, len(rows), widest):
             part = rows[begin : begin + widest]
@@ -427,7 +403,6 @@ class Runner(DevicePool):
         return Logits(tuple(parts))
 
     def sample(self, logits: Logits, draws: Sequence[Draw]) -> Sampled:
-        """Choose a token for each row of logits on the device, without waiting."""
         return sampling.sample(self._programs, logits, draws)
 
     def compact(
@@ -448,12 +423,6 @@ class Runner(DevicePool):
             target_B: slots to write, none twice; whole pages where layers keep other numbers, whose units are enough.
             query_LWHD: rotated queries of the prompt's last rows in all layers, if the scorer asks for them.
             mass_LN: attention that each token received in all layers, likewise.
-
-        Returns:
-            What is kept.
-
-        Raises:
-            ValueError: before anything is copied, if a slot, an offset, or the number of tokens is out of range.
         """
         layers, by_layer, number_L = self.config.num_layers, compression.method in BY_LAYER, None
         self._check_copy(source_N, target_B, offset_N, (0, layers))
@@ -487,7 +456,6 @@ class Runner(DevicePool):
         target_B: NDArray[np.int32],
         query_LWHD: NDArray[np.float32] | None,
     ) -> Mapping[str, NDArray[np.int32]]:
-        """Host arrays of a compaction with per-layer budgets: the number of each layer, and its units."""
         prompt = compaction.prompt_arrays(source_N, offset_N)
         tokens, scorer = len(prompt["source_N"]), SCORERS[compression.method]
         preference_L = None

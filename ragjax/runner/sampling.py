@@ -38,7 +38,6 @@ class Logits:
         return found
 
     def placed(self) -> Iterator[tuple[int, int, jax.Array]]:
-        """Yield for each part the number of its first row, its count of live rows, and its logits."""
         begin = 0
         for size, logits_NV in self.parts:
             yield begin, size, logits_NV
@@ -52,7 +51,6 @@ class Sampled:
     parts: tuple[tuple[int, jax.Array, tuple[jax.Array, jax.Array, jax.Array] | None], ...]
 
     def read(self) -> list[Chosen]:
-        """The tokens. Waits for them."""
         found: list[Chosen] = []
         for size, token_N, logprobs in self.parts:
             tokens = np.asarray(token_N)[:size].tolist()
@@ -66,7 +64,6 @@ class Sampled:
 
 
 def sample(programs: Programs, logits: Logits, draws: Sequence[Draw]) -> Sampled:
-    """Choose a token for each row of logits on the device, without waiting."""
     parts = []
     for begin, size, logits_NV in logits.placed():
         part = draws[begin : begin + size]

@@ -110,11 +110,9 @@ class StagePlace:
     seen_LS: jax.Array | None = None
 
     def at(self, layer: jax.Array) -> jax.Array:
-        """Place of a layer of the stage in the pool."""
         return layer if self.layer_L is None else self.layer_L[layer]
 
     def entries(self, layer: jax.Array, common: PageTable) -> PageTable | None:
-        """Entries of a layer in the pool as one layer; None: the common ones."""
         if self.unit_LS is None or self.seen_LS is None:
             return None
         seen_SC = jnp.arange(common.index_SC.shape[1]) < self.seen_LS[layer][:, None]
@@ -125,15 +123,7 @@ class StagePlace:
 def begin(
     spec: Spec, shape: RowShape, ends: Parameters, rotation: Rotation, step: dict[str, jax.Array]
 ) -> tuple[jax.Array, StageInputs]:
-    """Residual rows before the first layer, float32 [T, E], and what all stages need.
-
-    Args:
-        spec: of the model.
-        shape: of the step.
-        ends: embedding, norm and head.
-        rotation: RoPE table.
-        step: the arrays `STEP_ARRAYS`, int32.
-    """
+    """Residual rows before the first layer, float32 [T, E], and what all stages need. step: `STEP_ARRAYS`, int32."""
     rows = Rows(step["index_T"], step["position_T"], step["request_T"])
     names = ("page_S", "offset_S", "request_S", "index_SC", "hide_from_SC", "hide_until_SC")
     entries = PageTable(*(step[name] for name in names))
@@ -288,10 +278,7 @@ def _sharded_attention(
 def _merge(
     out_THD: jax.Array, lse_TH: jax.Array, sharer_O: jax.Array, out_OHD: jax.Array, lse_OH: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over keys of their own and over shared ones, as one softmax over both.
-
-    Source: Hydragen (arXiv 2402.05099), section 3.2; exact.
-    """
+    """Attention over keys of their own and over shared ones, as one exact softmax (Hydragen, arXiv 2402.05099, 3.2)."""
     to_O = jnp.where(sharer_O >= 0, sharer_O, len(out_THD))
     shared_THD = jnp.zeros_like(out_THD).at[to_O].set(out_OHD, mode="drop")
     shared_TH = jnp.full_like(lse_TH, -jnp.inf).at[to_O].set(lse_OH, mode="drop")
@@ -299,7 +286,6 @@ def _merge(
 
 
 def end(spec: Spec, ends: Parameters, x_TE: jax.Array, index_N: jax.Array) -> jax.Array:
-    """Logits [N, V] of the rows with these indices."""
     return nnx.merge(spec.ends, ends).unembed(x_TE[index_N])
 
 
@@ -320,8 +306,6 @@ def sample(
 
 
 def sample_shapes(n: int, vocabulary: int, adjusted: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of the arguments of `sample`."""
-
     def shape(dtype: Any, *size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((n, *size), dtype)
 
@@ -331,7 +315,6 @@ def sample_shapes(n: int, vocabulary: int, adjusted: int) -> tuple[jax.ShapeDtyp
 
 
 def _places(shape: RowShape) -> list[tuple[slice, int]]:
-    """Rows of each part, and rows per block."""
     ends = list(itertools.accumulate(rows for rows, _ in shape.parts))
     return [(slice(end - rows, end), block) for end, (rows, block) in zip(ends, shape.parts, strict=True)]
 

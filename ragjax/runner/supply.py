@@ -15,15 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Supply:
-    """The thread, which ends when all is made. Any thread may call it.
-
-    Args:
-        programs: those that it makes.
-        planned: their names, in the order in which they are made unless one is asked for.
-
-    Attributes:
-        notify: called after each program, in this thread.
-    """
+    """The thread, which ends when all is made; `notify` is called in it after each program. Any thread may call it."""
 
     def __init__(self, programs: Programs, planned: Iterable[Name]):
         self.notify: Callable[[], object] = lambda: None
@@ -37,12 +29,10 @@ class Supply:
 
     @property
     def left(self) -> int:
-        """Programs that are still to be made."""
         with self._lock:
             return len({name for name in (*self._asked, *self._planned) if not self._programs.settled(name)})
 
     def lacks(self, names: Iterable[Name]) -> bool:
-        """True if some of these are not made yet; they are made next. One that could not be made is not waited for."""
         missing = [name for name in names if not self._programs.settled(name)]
         if not missing or self._closed:
             return False
@@ -68,7 +58,6 @@ class Supply:
             thread.join()
 
     def _next(self) -> Name | None:
-        """The program to make next; None, and the thread is over, if there is none."""
         with self._lock:
             for names in (self._asked, self._planned):
                 while names and self._programs.settled(names[0]):

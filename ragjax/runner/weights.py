@@ -59,13 +59,11 @@ class Weights:
 
 
 def split_layers(decoder: Decoder) -> tuple[nnx.GraphDef[Layer], list[Parameters]]:
-    """The definition that all layers share, and the parameters of each."""
     pairs = [nnx.split(layer) for layer in decoder.layers]
     return pairs[0][0], [state for _, state in pairs]
 
 
 def without_layers(decoder: Decoder) -> Decoder:
-    """Embeddings, last norm and head alone."""
     ends = Decoder.abstract(decoder.config)
     ends.embedding, ends.soft, ends.norm, ends.head = decoder.embedding, decoder.soft, decoder.norm, decoder.head
     ends.layers = nnx.List([])
@@ -115,7 +113,6 @@ def _copied(weight: jax.Array, copies: int) -> jax.Array:
 
 
 def _padded(weight: jax.Array, axis: int, devices: int) -> jax.Array:
-    """With zeros behind an axis, up to a length that the devices divide."""
     padding = [(0, -n % devices if i == axis else 0) for i, n in enumerate(weight.shape)]
     return jnp.pad(weight, padding)
 

@@ -184,7 +184,6 @@ class RecentInventories:
 
 
 def _grounded(request: core.Request, knowledge: str) -> core.Request:
-    """Returns the request with the knowledge base that its model's name brings along."""
     rag = request.rag
     others = () if rag is None else tuple(name for name in rag.named if name != knowledge)
     if request.prompt is not None:
@@ -277,7 +276,6 @@ class _Endpoints:
         return {"input_tokens": await asyncio.to_thread(self._engine.prompt_tokens, asked)}
 
     async def _message_of(self, body: CountBody, request: Request) -> tuple[core.Request, tuple[str, ...]]:
-        """Makes the request of a message; returns it with the notices about its fields."""
         notices = take_ignored(body, strict=self._strict)
         knowledge = self._knowledge_of(body.model)
         asked = replace(body.to_core(), tenant=request.state.tenant)
@@ -286,7 +284,6 @@ class _Endpoints:
         return asked, notices
 
     def _sources(self, body: ResponseBody, tenant: str) -> tuple[core.Source, ...]:
-        """Returns the stores that a response searches, with the files that pass its filter."""
         search = body.search
         if search is None:
             return ()
@@ -307,7 +304,6 @@ class _Endpoints:
         return await respond(self._embedder.rank(request.state.tenant, body, notices), request)
 
     def _of_encoder(self, body: EmbeddingBody | RerankBody) -> tuple[str, ...]:
-        """Returns notices about a body, whose model must be the encoder."""
         name, notices = self._engine.embedding_model, take_ignored(body, strict=self._strict)
         if body.model != name:
             raise _no_model(body.model, name)

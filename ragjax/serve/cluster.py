@@ -63,7 +63,6 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 
 def _flags(args: Mapping[str, Any]) -> list[str]:
-    """A command line."""
     found: list[str] = []
     for name, value in args.items():
         if value is None:

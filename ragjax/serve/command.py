@@ -85,14 +85,12 @@ ACCESS = "Access and limits"
 
 
 def _origin(text: str) -> str:
-    """An origin of pages, as browsers write it, or "*"."""
     if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text):
         raise ValueError("must be scheme://host or scheme://host:port without a path, or *")
     return text.lower()
 
 
 def _host(text: str) -> str:
-    """A name or an IP address."""
     with suppress(ValueError):
         return str(ipaddress.ip_address(text))
     if not re.fullmatch(r"[\w.-]+", text):
@@ -102,8 +100,6 @@ def _host(text: str) -> str:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of the server beside those of its engine."""
-
     host: Annotated[str, Flag(FIRST, "address to listen on")] = "127.0.0.1"
     port: Annotated[int, Ge(0), Le(65535), Flag(FIRST, "port to listen on, 0: a free one")] = 8000
     api_key: Annotated[
@@ -142,7 +138,6 @@ class ServerOptions:
 
 
 def serve_parser() -> Parser:
-    """The parser of `ragjax serve`."""
     parser = Parser("ragjax serve", "OpenAI's HTTP API over a model and your documents (docs/http.md).")
     for section in (FIRST, RETRIEVAL, REUSE, CACHE, LOAD, ACCESS):
         parser.section(section)
@@ -202,7 +197,6 @@ class Tenant:
 
 
 def _tenants(path: str) -> dict[str, Tenant]:
-    """Tenants by API key, from a JSON file."""
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_distinct)
     except (OSError, ValueError, RecursionError) as error:
@@ -247,7 +241,6 @@ def _check_key(key: str, where: str) -> None:
 
 
 def _key(given: str | None, flag: str, variable: str) -> str | None:
-    """A key by its flag, or the environment's variable."""
     key = os.environ.get(variable) if given is None else given
     if key is not None:
         _check_key(key, f"{flag} or {variable}" if flag else variable)
@@ -369,7 +362,6 @@ def _run(engine: Service, listener: socket.socket, options: argparse.Namespace) 
 
 
 def _keys(options: argparse.Namespace) -> dict[str, str]:
-    """API keys and their tenants; that of --api-key is no tenant's."""
     keys = {key: tenant.name for key, tenant in options.tenants.items()}
     return keys if options.api_key is None else {options.api_key: "", **keys}
 

@@ -60,8 +60,6 @@ UNUSED = ("HTTPValidationError", "ValidationError")
 
 
 def describe(app: FastAPI) -> None:
-    """Corrects the application's OpenAPI document, which is made when it is first asked for."""
-
     def document() -> Json:
         if app.openapi_schema is None:
             made = get_openapi(title=app.title, version=app.version, routes=app.routes)
@@ -96,7 +94,6 @@ def _corrected(document: Json) -> Json:
 
 
 def _sent(path: str, method: str, route: Json) -> set[int]:
-    """The statuses of errors that a route sends."""
     if path == "/health":
         return {503}
     found = {401, 403, 500} if path == "/metrics" else {401, 403, 500, 503}

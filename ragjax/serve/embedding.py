@@ -63,7 +63,6 @@ WAITING = 16
 
 
 def _texts(given: object) -> object:
-    """A list of texts, from one or several."""
     first = given[0] if isinstance(given, list) and given else given
     if isinstance(first, int) or (isinstance(first, list) and first and isinstance(first[0], int)):
         raise ValueError("token ids are of another model's vocabulary: send texts")
@@ -94,7 +93,6 @@ class RankedText(Body):
 
 
 def _passages(given: object) -> object:
-    """A list of objects, from texts or objects."""
     return [{"text": one} if isinstance(one, str) else one for one in given] if isinstance(given, list) else given
 
 
@@ -145,12 +143,10 @@ class EmbeddingQueue:
                 cancellation.cancel()  # of effect only if the thread is still at work
 
     async def answer(self, tenant: str, body: EmbeddingBody, notices: Sequence[str]) -> bytes:
-        """Embeds the texts; returns the response's body, whose field `rag` holds the notices if there are any."""
         embedded = await self.embed(tenant, body)
         return await asyncio.to_thread(_written, embedded, body, notices)
 
     async def rank(self, tenant: str, body: RerankBody, notices: Sequence[str]) -> Json:
-        """Ranks documents by the cosine similarity of their vectors to the query's, the best first."""
         texts = [body.query, *(document.text for document in body.documents)]
         try:
             embedded = await self.embed(tenant, EmbeddingBody(model=body.model, input=texts))
@@ -178,7 +174,6 @@ class EmbeddingQueue:
             self._last_s = time.perf_counter() - begun
 
     def close(self) -> None:
-        """End the thread, after the batch at hand; what waits is cancelled."""
         self._turns.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 

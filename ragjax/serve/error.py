@@ -34,8 +34,6 @@ FAILURES: Mapping[type[BaseException], tuple[int, str]] = {
 
 
 class ApiError(HTTPException):
-    """An error as it goes out: HTTP status, headers, and the fields of OpenAI's error object."""
-
     def __init__(
         self,
         status: int,
@@ -69,7 +67,6 @@ KINDS: Mapping[int, str] = {
 
 
 def in_anthropics_form(error: ApiError) -> dict[str, Any]:
-    """An error in Anthropic's form; OpenAI's fields stand beside its own."""
     kind = KINDS.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
     return {"type": "error", "error": {**error.body["error"], "type": kind}}
 

@@ -31,14 +31,11 @@ MOST_PARTS = 16
 
 
 class FormField(NamedTuple):
-    """A field of a form. filename: None unless it is a file."""
-
     content: bytes
     filename: str | None
 
 
 def parse(body: bytes, content_type: str) -> dict[str, FormField]:
-    """The fields of a form by name."""
     kind, options = parse_options_header(content_type)
     if kind != "multipart/form-data" or not options.get("boundary"):
         raise _broken("send it as multipart/form-data")
@@ -94,13 +91,7 @@ class ListPage:
     def of(
         self, read: Callable[[core.Slice], Sequence[T]], look: Callable[[str], object], shown: Callable[[T], Json]
     ) -> Json:
-        """Makes the list object.
-
-        Args:
-            read: returns a part of the entries, the oldest first.
-            look: raises MissingError for an unknown id.
-            shown: an entry as it is sent.
-        """
+        """Makes the list object. read: returns a part of the entries, the oldest first. look: raises MissingError."""
         for param, given in (("after", self.after), ("before", self.before)):
             try:
                 if given is not None:
@@ -344,7 +335,6 @@ def _said(part: FormField) -> str:
 
 
 def _lifetime(form: Mapping[str, FormField]) -> int | None:
-    """Seconds until a file expires, as the form says; None: never."""
     anchor, seconds = form.get(ANCHOR), form.get(SECONDS)
     if anchor is None and seconds is None:
         return None
@@ -378,7 +368,6 @@ def _file(file: core.File) -> Json:
 
 
 def _cited(passage: core.Passage) -> dict[str, Any]:
-    """Describes the file of a passage, as results of a search have it."""
     return {
         "file_id": passage.chunk.document_id,
         "filename": passage.name,

@@ -18,12 +18,6 @@ if TYPE_CHECKING:
 
 
 class MessageReply:
-    """One message.
-
-    Args:
-        request: what the body became. notices: of what it said in vain.
-    """
-
     def __init__(self, engine: Service, body: CountBody, request: core.Request, notices: Sequence[str]):
         self._engine = engine
         self._notices = notices
@@ -62,7 +56,6 @@ class MessageReply:
                     yield {"type": "message_stop"}
 
     def _told(self, event: core.Event) -> Iterator[Json]:
-        """Adds what an event says to the content; yields what a stream tells of it."""
         if isinstance(event, core.Delta):
             pieces = [Piece(said=event.text)] if self._reader is None else self._reader.push(event.text)
         else:

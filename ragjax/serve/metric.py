@@ -163,8 +163,6 @@ class ServerMetrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's counters and gauges at each scrape."""
-
     def __init__(self, engine: Service):
         self._engine = engine
 
@@ -195,7 +193,6 @@ class _EngineCollector(Collector):
 
 
 def _family(name: str, value: float | Mapping[str, float], replicas: bool) -> Metric:
-    """Makes a metric without samples. replicas: label each sample with its replica."""
     make = CounterMetricFamily if name.endswith("_total") and name not in _GAUGES else GaugeMetricFamily
     labels = ["replica"] * replicas + ([_LABELS.get(name, "kind")] if isinstance(value, Mapping) else [])
     return make(f"ragjax_{_GAUGES.get(name, name)}", _HELP.get(name, ""), labels=labels)

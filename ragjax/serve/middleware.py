@@ -35,7 +35,6 @@ class BrowserGuard:
     hosts: Collection[str] | None = None  # names that the server may be called by, in lower case; None: any
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:
-        """Raise ApiError 403 for a request of a page that may not call."""
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if host and self.hosts is not None and _name(host) not in self.hosts:
             raise _refused(
@@ -63,7 +62,6 @@ def _is_elsewhere(headers: Mapping[bytes, bytes], origin: str, host: str) -> boo
 
 
 def _name(host: str) -> str:
-    """Returns the name in a Host header, without its port and the brackets of an address."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
@@ -182,7 +180,6 @@ class RequestMiddleware:
 
 
 def _as_sent(keys: Mapping[str, str]) -> dict[bytes, str]:
-    """Keys tenants by the authorization header that a client of theirs sends."""
     return {f"Bearer {key}".encode(): tenant for key, tenant in keys.items()}
 
 

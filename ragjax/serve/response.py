@@ -30,14 +30,7 @@ Numbered = tuple[int, core.Event]
 
 
 class Form(ABC):
-    """Writes one response, whole or in chunks.
-
-    Args:
-        want_logprobs: report log-probabilities.
-        choices: how many there are of all prompts.
-        n: choices of each prompt, one behind another.
-        notices: about fields of the request.
-    """
+    """Writes one response, whole or in chunks. choices: of all prompts. n: choices of each, one behind another."""
 
     prefix: ClassVar[str]
     kind: ClassVar[str]
@@ -53,7 +46,6 @@ class Form(ABC):
         self._notices = tuple(notices)
 
     async def whole(self, events: AsyncGenerator[Numbered, None]) -> Json:
-        """Makes the body of a response that is no stream."""
         found: dict[int, core.Answer] = {}
         async with aclosing(events):
             # To the end, not to the answers only: closing earlier would be a cancellation.
@@ -118,7 +110,6 @@ class Form(ABC):
         }
 
     def _account(self, answer: core.Answer) -> Json:
-        """Gives each of several choices an account of its own."""
         return {"rag": self._rag(answer)} if self._choices > 1 else {}
 
     def _object(self, kind: str, choices: list[Json], **more: Json) -> Json:
@@ -142,11 +133,9 @@ class Form(ABC):
         return answer.finish_reason
 
     def _deltas(self, number: int, text: str) -> list[Json]:
-        """Turns new text of a choice into deltas."""
         return [self._delta(text)]
 
     def _left(self, number: int) -> list[Json]:
-        """Returns deltas of text that was held back until the end of a choice."""
         return []
 
     @abstractmethod
@@ -229,8 +218,6 @@ class ToolForm(ChatForm):
 
 
 class TextForm(Form):
-    """Text completions, whose chunks look like the whole."""
-
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def _message(self, number: int, answer: core.Answer) -> Json:
@@ -315,11 +302,7 @@ T = TypeVar("T")
 
 
 async def respond(work: Coroutine[Any, Any, Json | bytes], request: Request) -> Response:
-    """Answers with what `work` returns, once it is complete: a body, or one that is JSON already.
-
-    Raises:
-        ClientDisconnect: if the client left first.
-    """
+    """Answers with what `work` returns, once it is complete: a body, or one that is JSON already."""
     made = await _while_connected(work, request.receive)
     return Response(made, media_type="application/json") if isinstance(made, bytes) else JSONResponse(made)
 

@@ -54,7 +54,6 @@ class Output:
         yield self._told("output_text.delta", content_index=0, delta=text, logprobs=list(logprobs))
 
     def put(self, piece: Piece, logprobs: Sequence[Json]) -> Iterator[Json]:
-        """Adds a piece of an answer that may call a function."""
         if piece.said:
             yield from self.say(piece.said, logprobs)
         elif piece.name:
@@ -84,7 +83,6 @@ class Output:
         yield self._event("output_item.done", len(self.items) - 1, item=dict(self.items[-1]))
 
     def break_off(self) -> None:
-        """Marks what has not ended as incomplete, after a failure."""
         for item in self.items:
             if item["status"] == "in_progress":
                 item["status"] = "incomplete"
@@ -112,7 +110,6 @@ class Output:
         yield self._event("output_item.added", len(self.items) - 1, item=shown)
 
     def _told(self, kind: str, at: int = -1, **more: object) -> Json:
-        """Makes an event that names its item; at: index of the item."""
         at %= len(self.items)
         return self._event(kind, at, item_id=self.items[at]["id"], **more)
 
@@ -132,12 +129,6 @@ CODES: Mapping[str, str] = {"invalid_request_error": "invalid_prompt", "rate_lim
 
 
 class Reply:
-    """One response.
-
-    Args:
-        request: what the body became. notices: of what it said in vain.
-    """
-
     def __init__(self, engine: Service, body: ResponseBody, request: core.Request, notices: Sequence[str]):
         self._engine = engine
         self._body = body
@@ -156,7 +147,6 @@ class Reply:
         return response
 
     def failed(self, error: ApiError) -> Json:
-        """Makes the event `response.failed`, which ends a stream that has begun."""
         body = error.body["error"]
         failure = {"code": CODES.get(body["type"] or "", "server_error"), "message": body["message"]}
         self._output.break_off()
@@ -205,7 +195,6 @@ class Reply:
         yield from self._output.put(piece, found)
 
     def _left(self) -> Iterator[Json]:
-        """Yields the events of text that was held back until the end."""
         if self._reader is None:
             return
         for piece in self._reader.finish():

@@ -34,8 +34,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of connections."""
-
     # Seconds that a client has for a request, from the connection (or the response before it) to the end of the body;
     # and for reading what fills the buffers of its connection.
     timeout: float = 60.0
@@ -60,7 +58,6 @@ class Connection(H11Protocol):
         self._reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Starts the clock, or refuses the connection."""
         super().connection_made(transport)
         if len(self.connections) <= self.limits.connections:
             self._watch()
@@ -85,7 +82,6 @@ class Connection(H11Protocol):
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what is not HTTP, in the form of every other error."""
         self.count("malformed")
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._end(ApiError(400, "this is not an HTTP request that can be read", headers={"connection": "close"}))
@@ -150,7 +146,6 @@ class Connection(H11Protocol):
 
 
 def limited(limits: Limits, count: Callable[[str], None]) -> type[Connection]:
-    """The connections of a server with these limits, for `http` of uvicorn's configuration."""
     return type("Connection", (Connection,), {"limits": limits, "count": staticmethod(count)})
 
 

@@ -19,10 +19,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class CallReader:
-    """Reads the text of one answer.
-
-    names: of the tools that it calls. ended: the arguments of the last of them are complete.
-    """
+    """Reads the text of one answer. ended: the arguments of the last of its calls are complete."""
 
     form: CallForm = field(default_factory=CallForm)
     names: list[str] = field(default_factory=list)
@@ -34,7 +31,6 @@ class CallReader:
     _escaped: bool = False
 
     def push(self, text: str) -> list[Piece]:
-        """Reads more text; returns the pieces that are certain by now."""
         if self._says:
             return [Piece(said=text)] if text else []
         if self.names and not self.ended:
@@ -43,7 +39,6 @@ class CallReader:
         return self._between() if self.names else self._text()
 
     def finish(self) -> list[Piece]:
-        """Returns the unread rest of a text: the beginning of a call that has no name yet."""
         left, self._unread = self._unread, ""
         return [Piece(said=left)] if left and not self.names else []
 

@@ -43,7 +43,6 @@ QUERY_DTYPES = (jnp.float32, *DTYPES)
 
 
 def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
-    """Why this backend cannot serve the call on the device, or None."""
     if lack := device.lacks((9, 0)):
         return lack
     if device.capability >= (10, 0):
@@ -65,7 +64,6 @@ def leads(q_THD: jax.Array, view: View, device: Device) -> bool:
 
 
 def _unfit(q_THD: jax.Array, view: View) -> str | None:
-    """Why no device could serve the call here."""
     if view.cap is not None:
         return "logits are capped, which XLA alone computes"
     _, heads, dim = q_THD.shape

@@ -44,7 +44,6 @@ class State(NamedTuple):
 def consume(
     sizes: Sizes, inputs: KernelInputs, shared: Shared, place: Program, warpgroup: jax.Array, out_THD: Ref, lse_NKM: Ref
 ) -> None:
-    """One tile of folded rows, from its queries to its outputs."""
     tile = lax.axis_index("program") * sizes.consumers + warpgroup
     q = shared.q.at[warpgroup]
     for i in range(sizes.pieces):
@@ -83,7 +82,6 @@ def _rows_of_piece(sizes: Sizes, i: int) -> Any:
 def _walk(
     sizes: Sizes, inputs: KernelInputs, shared: Shared, place: Program, warpgroup: jax.Array, index: jax.Array
 ) -> State:
-    """Online softmax over the block's list, run after run."""
     high = inputs.high_N[place.block]
     step = functools.partial(_step, sizes, shared, warpgroup, index, high)
 
@@ -131,7 +129,6 @@ def _step(
     *,
     masked: bool,
 ) -> State:
-    """Item j of the list, without masks if every row sees it whole."""
     stage = lax.rem(j, jnp.int32(sizes.stages))
     k, v = shared.k.at[stage], shared.v.at[stage]
 
@@ -189,8 +186,6 @@ def _weigh(sizes: Sizes, shared: Shared, warpgroup: jax.Array, acc: jax.Array, w
 
 
 def _product(x: Ref, y: Ref, columns: int) -> jax.Array:
-    """Product of a tile of rows in shared memory, float32."""
-
     def multiply(acc: Ref) -> Any:
         plgpu.wgmma(acc, x, y)
         return acc[...]
@@ -210,10 +205,8 @@ def _full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
 
 
 def _across(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A value per row, along the columns of a matrix."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def _along(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A value per column, along the rows of a matrix."""
     return lax.broadcast_in_dim(x, shape, [1])

@@ -37,8 +37,6 @@ SHARED_BYTES = 232448
 
 @dataclass(frozen=True)
 class Sizes:
-    """Static sizes of a call."""
-
     block_rows: int
     heads: int
     kv_heads: int
@@ -52,7 +50,6 @@ class Sizes:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
         return self.heads // self.kv_heads
 
     @property
@@ -144,8 +141,6 @@ class Shared(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The row block and KV head of a program."""
-
     block: jax.Array
     kv_head: jax.Array
 
@@ -159,7 +154,6 @@ class RotationRun(NamedTuple):
 
 
 def arguments(q_THD: jax.Array, view: View, folded: int) -> KernelInputs:
-    """Views and small arrays; the pool is not copied."""
     rows, entries, blocks, pages = view.rows, view.entries, view.blocks, view.pages
     index_NB = rows.index_T.reshape(-1, view.block_rows)
     index_NM = jnp.tile(index_NB, (1, -(-folded // view.block_rows)))[:, :folded]

@@ -68,8 +68,6 @@ PREFERRED: Mapping[str, tuple[str, ...]] = {"cpu": ("cpu", "xla"), "gpu": ("trit
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that serves a call, and why those before it do not."""
-
     backend: str
     refused: Mapping[str, str]
 
@@ -96,12 +94,7 @@ def choose(q_THD: jax.Array, view: View, device: Device, backend: str | None = N
 def register_kernel(dim: int, dtype: DTypeLike, capped: bool, device: Device, folder: Path | None) -> str | None:
     """Register the kernel that compiled programs of this device call by its name; returns it (None: they call none).
 
-    Args:
-        dim: of a head.
-        dtype: of the pool.
-        capped: logits have a soft cap.
-        device: that the programs run on.
-        folder: where the compiled kernel is kept (None: nowhere).
+    dim: of a head. capped: logits have a soft cap. folder: where the compiled kernel is kept (None: nowhere).
     """
     if device.platform != "cpu" or find_spec("llvmlite") is None or _cpu().unserved(dim, dtype) is not None:
         return None

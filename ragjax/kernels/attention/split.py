@@ -56,12 +56,7 @@ def deepest(need: Callable[[int], int], device: Device) -> int:
 def shared_bytes(rows: int, slots: int, k_LPKCD: jax.Array, device: Device, stages: int) -> int:
     """Shared memory that a program of attention takes, at most; docs/kernels.md has what it is compared with.
 
-    Args:
-        rows: folded rows of a program.
-        slots: of a page that are loaded at once.
-        k_LPKCD: the pool.
-        device: what the program is compiled for.
-        stages: of Triton's pipeline.
+    rows: folded rows of a program. slots: of a page that are loaded at once. stages: of Triton's pipeline.
     """
     dim, size, flight = k_LPKCD.shape[-1], k_LPKCD.dtype.itemsize, stages // 2
     page = slots * dim * size

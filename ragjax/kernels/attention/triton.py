@@ -49,8 +49,6 @@ Halves = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Tiling:
-    """Division of the work into programs."""
-
     rows: int  # folded rows of a program (M)
     groups: int  # query heads of a KV head with padding
     parts: int  # programs of a row block
@@ -81,7 +79,6 @@ def tiling(q_THD: jax.Array, view: View, device: Device) -> Tiling:
 
 
 def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
-    """Why these kernels cannot serve the call on this device, or None."""
     _, _, _, slots, dim = view.pages.k_LPKCD.shape
     if lack := device.lacks((8, 0)):
         return lack
@@ -257,7 +254,6 @@ def fold(x_THD: jax.Array, kv_heads: int, cut: Tiling) -> jax.Array:
 
 
 def unfold(x_KXMD: jax.Array, heads: int, cut: Tiling) -> jax.Array:
-    """[K, X, M, D] back to [T, H, D]."""
     kv_heads, _, _, dim = x_KXMD.shape
     x_KTGD = x_KXMD.reshape(kv_heads, -1, cut.groups, dim)[:, :, : heads // kv_heads]
     return x_KTGD.swapaxes(0, 1).reshape(-1, heads, dim)

@@ -75,8 +75,6 @@ class Lists:
 
 
 class Tile(NamedTuple):
-    """Gathered keys."""
-
     q: jax.Array  # queries that fit the keys, [K, M, D] for all alike, or rotated for each entry, [K, W, M, D]
     k_KND: jax.Array  # in compute dtype, like the values
     v_KND: jax.Array
@@ -85,7 +83,6 @@ class Tile(NamedTuple):
 
 
 def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
-    """See `op.paged_interval_attention`."""
     t, heads, dim = q_THD.shape
     kv_heads, block_rows = view.pages.k_LPKCD.shape[2], view.block_rows
 

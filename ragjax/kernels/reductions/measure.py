@@ -50,20 +50,8 @@ def measure(
     """Measure on the KV heads of one device, float32; `combine` joins devices.
 
     [S, C] of scores by key, [2, S, C] of VALUED_SCORE (plain and valued), [T, Z] of SEGMENT_SCORE, [2, T] of DEVIATION
-    (key and value), [T, H, D] of QUERY.
-
-    A layer that is not chosen has no rows that count, so its sweeps visit nothing.
-
-    Args:
-        what: any but LOGITS.
-        segments: how many there are (Z).
-        q_THD: queries of the rows, rotated.
-        k_TKD: keys of the rows, rotated.
-        v_TKD: values of the rows.
-        lse_TH: the LSE of their attention.
-        view: what they looked at.
-        arrays: those that `ARRAYS` names, int32.
-        chosen: bool, whether this layer is measured; zeros otherwise.
+    (key and value), [T, H, D] of QUERY. A layer that is not `chosen` has no rows that count, so its sweeps visit
+    nothing. what: any but LOGITS. segments: how many there are (Z). arrays: those that `ARRAYS` names, int32.
     """
     if what is Measure.QUERY:
         return jnp.where(chosen, q_THD, 0.0)

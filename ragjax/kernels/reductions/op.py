@@ -253,7 +253,6 @@ def _check_attention(q_THD: jax.Array, lse_TH: jax.Array, view: View) -> None:
 
 
 def _serving(backend: str | None, q_THD: jax.Array, view: View, segments: int = 1) -> str:
-    """The backend that serves the call; ValueError if it is named and cannot."""
     if backend not in (None, *BACKENDS):
         raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
     if backend == "xla":

@@ -33,7 +33,6 @@ MOST_SEGMENTS = 128
 
 
 def refusal(q_THD: jax.Array, view: View, device: Device, segments: int = 1) -> str | None:
-    """Why these kernels cannot serve the call on this device, or None."""
     if segments > MOST_SEGMENTS:
         return f"{segments} segments are more than {MOST_SEGMENTS}"
     if reason := attention_triton.refusal(q_THD, view, device):
@@ -57,7 +56,6 @@ def tiling(q_THD: jax.Array, view: View, device: Device, segments: int = 1) -> T
 
 
 def shared_bytes(rows: int, segments: int, k_LPKCD: jax.Array, stages: int) -> int:
-    """Shared memory that a program of either kernel takes, at most."""
     *_, slots, dim = k_LPKCD.shape
     size = k_LPKCD.dtype.itemsize
     page, queries, flight = slots * dim * size, rows * dim * size, stages // 2
@@ -66,14 +64,12 @@ def shared_bytes(rows: int, segments: int, k_LPKCD: jax.Array, stages: int) -> i
 
 
 def _width(segments: int) -> int:
-    """Segments with padding, as tensor cores take them."""
     return max(pl.next_power_of_2(segments), LEAST_ROWS)
 
 
 def key_scores(
     q_THD: jax.Array, lse_TH: jax.Array, view: View, *, valued: bool, interpret: bool = False
 ) -> tuple[jax.Array, ...]:
-    """See `op.key_scores`; without `valued` the plain score alone."""
     pages, entries, rotation = view.pages, view.entries, view.rotation
     cut = tiling(q_THD, view, Device.of(jax.devices()[0]))
     layers, pool, kv_heads, slots, dim = pages.k_LPKCD.shape
@@ -158,7 +154,6 @@ def row_segment_score(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `op.row_segment_score`."""
     pages, entries, blocks, rotation = view.pages, view.entries, view.blocks, view.rotation
     cut = tiling(q_THD, view, Device.of(jax.devices()[0]), segments)
     layers, pool, kv_heads, slots, dim = pages.k_LPKCD.shape

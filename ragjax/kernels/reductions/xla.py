@@ -33,7 +33,6 @@ class _Block:
     visited: Lists
 
     def tile(self, view: View, place_W: jax.Array) -> Tile:
-        """The keys at some places of the list."""
         return gather_tile(self.q_KMD, self.index_B, view, self.visited, place_W)
 
     def probabilities(self, view: View, place_W: jax.Array) -> tuple[jax.Array, Tile]:
@@ -43,7 +42,6 @@ class _Block:
 
 
 def _block(arrays: Sequence[Any], view: View) -> _Block:
-    """A row block of `_blocked` arrays."""
     q_BHD, lse_BH, index_B, visited = arrays
     kv_heads = view.pages.k_LPKCD.shape[2]
     q_KMD = fold_heads(q_BHD.astype(jnp.float32) * view.scale, kv_heads)
@@ -140,7 +138,6 @@ def row_segment_score(
     key_segment_SC: jax.Array,
     segments: int,
 ) -> jax.Array:
-    """See `op.row_segment_score`."""
     heads, b = q_THD.shape[1], view.block_rows
     index_E, segment_E = view.entries.index_SC.reshape(-1), _segment_of(key_segment_SC, segments)
 
@@ -165,7 +162,6 @@ def row_segment_score(
 def kv_deviation(
     k_TKD: jax.Array, v_TKD: jax.Array, view: View, slot_T: jax.Array, offset_T: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """See `op.kv_deviation`."""
     compared_T = (slot_T >= 0) & (view.rows.index_T >= 0)
     slot_T = jnp.where(compared_T, slot_T, 0)
     page_T, slot_T = slot_T // view.pages.page_size, slot_T % view.pages.page_size

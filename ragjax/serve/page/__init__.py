@@ -63,7 +63,6 @@ class PageFile:
         return PageFile(body, gzip.compress(body, mtime=0), media_type, tag)
 
     async def respond(self, request: Request) -> Response:
-        """The file, as small as the client takes it, or 304 if it has it."""
         headers = {**HEADERS, "etag": self.tag, "vary": "accept-encoding"}
         if self.tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)

@@ -15,7 +15,6 @@ COMMANDS = {
     "chat": ("ragjax.commands.chat", "talk with a server in the terminal"),
     "preprocess": ("ragjax.commands.preprocess", "compute the KV of a knowledge base ahead"),
     "gate": ("ragjax.commands.gate", "measure what each strategy loses and gains on a model"),
-    "cost": ("ragjax.commands.cost", "measure prefill times on this device"),
     "cache": ("ragjax.commands.cache", "look into a disk cache, check it, make it smaller"),
     "models": ("ragjax.commands.models", "which models there are, what one takes, and downloading it"),
     "extract": ("ragjax.commands.extract", "extract triples from documents by a language model"),

@@ -26,6 +26,7 @@ import numpy as np
 from benchmarks.common import plot, report
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Samples
+from benchmarks.cost import load
 from benchmarks.policies import orders, replay, storage
 from benchmarks.policies.cell import NAMES, Bounds, Cell, cells, effort, modelled, serve, workloads
 from benchmarks.policies.simulator import LOOKAHEAD
@@ -129,7 +130,7 @@ def columns(chosen: Namespace) -> Sequence[str]:
 def measured(chosen: Namespace, session: Session) -> Iterable[Mapping[str, Any]]:
     if chosen.storage:
         return storage.rows(storage.Setting())
-    profile = modelled() if chosen.profile is None else Profile.load(chosen.profile)
+    profile = modelled() if chosen.profile is None else load(chosen.profile)
     how = orders if chosen.orders else replay if chosen.through == "cache" else None
     much = (how.effort if how else effort)(chosen.quick, chosen.limit)
     planned = list(cells(workloads(chosen, much)))

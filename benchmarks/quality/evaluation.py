@@ -31,7 +31,7 @@ from ragjax.reuse.repair import Selective
 from ragjax.reuse.stitch import Isolated
 
 FORCED = 12  # tokens of the reference answer over which distributions are compared
-FUSED = frozenset({"fusion", "fusion-chunk", "fusion+blend", "fusion+craft", "anchor"})
+FUSED = frozenset({"fusion", "fusion+blend", "fusion+craft", "anchor"})
 """Strategies that use preprocessed chunks."""
 
 WARMED = ("naive", "h2o")  # strategies that keep isolated chunks of their own kind

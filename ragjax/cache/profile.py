@@ -1,22 +1,15 @@
-"""The cost profile: seconds of prefill by tokens cached and tokens computed, measured once per device.
+"""The cost profile: seconds of prefill by tokens cached and tokens computed, of one model on one device.
 
 Between measurements as RAGCache has it (Algorithm 1, lines 6 to 9, arXiv:2404.12457).
 """
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-
-from ragjax.core import ConfigError
-
-VERSION = 1
-"""Of the file format."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +52,6 @@ class Profile:
         low = near[column] + across * (far[column] - near[column])
         high = near[column + 1] + across * (far[column + 1] - near[column + 1])
         return low + along * (high - low)
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> Profile:
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            if data["version"] != VERSION:
-                raise ValueError(f"version: {data['version']!r}, not {VERSION}")
-            rows = tuple(tuple(float(cost) for cost in row) for row in data["seconds"])
-            return cls(tuple(map(int, data["cached"])), tuple(map(int, data["new"])), rows, str(data["measured_on"]))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{path}: no cost profile: {error!r}") from error
 
 
 def _require_ascending(name: str, counts: Sequence[int], least: int) -> None:

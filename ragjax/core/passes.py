@@ -150,8 +150,6 @@ class Measure(StrEnum):
     """float32 [layers, context]: probability that each token received, summed over the asking rows."""
     VALUED_SCORE = "valued_score"
     """float32 [layers, context]: the same, weighted by the L2 norm of the value received."""
-    CHUNK_SCORE = "chunk_score"
-    """float32 [layers, context]: as KEY_SCORE, with the softmax over each segment of the prompt by itself."""
     SEGMENT_SCORE = "segment_score"
     """float32 [layers, rows, segments]: probability that each row gave to each segment, its own token left out."""
     DEVIATION = "deviation"

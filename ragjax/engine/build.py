@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.hierarchy import Storage
-from ragjax.cache.policy.base import Policy, make_policy
+from ragjax.cache.policy.base import make_policy
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
 from ragjax.core import (
@@ -30,7 +30,7 @@ from ragjax.core import (
 from ragjax.core.compression import BY_LAYER
 from ragjax.core.registry import meant, name_of
 from ragjax.engine.knowledge import Knowledge
-from ragjax.engine.measurement import cost_path, report_of, report_path
+from ragjax.engine.measurement import report_of, report_path
 from ragjax.engine.provision import least, planned
 from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
@@ -174,7 +174,9 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
             elif tuning is not None:
                 *_, measured = tuning
                 step_budget, tuning = measured or step_budget, None
-        policy = _policy(storage.policy, identity, runner)
+        # of all policies only pgdsf asks for prefill times of this device
+        profile = measured_profile(runner) if name_of(storage.policy) == "pgdsf" else FLAT
+        policy = make_policy(storage.policy, profile)
     transfer = KVTransfer(runner, storage.at_rest, disk=shared or disk)
     quotas = {tenant: int(gigabytes * 2**30) for tenant, gigabytes in storage.quotas.items()}
     disk_bytes = 0 if disk is None else int(storage.disk_gb * 2**30)
@@ -283,17 +285,8 @@ def _setting(options: EngineOptions, known: Mapping[str, Strategy]) -> Setting:
     return Setting(name, ratio)
 
 
-def _policy(name: str, identity: bytes, runner: Runner) -> Policy:
-    """A replacement policy; of all of them only pgdsf asks for prefill times of this device."""
-    profile = FLAT
-    if name_of(name) == "pgdsf":
-        path = cost_path(identity)
-        profile = Profile.load(path) if path.exists() else measured_profile(runner)
-    return make_policy(name, profile)
-
-
 def measured_profile(runner: Runner) -> Profile:
-    """Prefill times from steps of the two least programs, in less than a second; `ragjax cost` measures prefills.
+    """Prefill times from steps of the two least programs, in less than a second.
 
     A prefill costs a step, its rows, and the keys that they read. Times of rows and keys are taken to grow evenly.
     """
@@ -305,8 +298,7 @@ def measured_profile(runner: Runner) -> Profile:
     key_s = max((reading_s - few_s) / (few.rows * pages * runner.page_size), 0.0)
     cached, new = (0, 128, 512, 2048, 8192), (1, 32, 128, 512, 2048, 8192)
     rows = tuple(tuple(step_s + n * (row_s + key_s * (behind + n / 2)) for n in new) for behind in cached)
-    _log.info("pgdsf goes by a step of %.1f ms and %.2f ms for a token (ragjax cost measures more)",
-              1e3 * step_s, 1e3 * row_s)  # fmt: skip
+    _log.info("pgdsf goes by a step of %.1f ms and %.2f ms for a token", 1e3 * step_s, 1e3 * row_s)
     return Profile(cached, new, rows, "steps of this process")
 
 

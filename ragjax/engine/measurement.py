@@ -1,7 +1,4 @@
-"""Measurements of a model: its quality report and prefill times.
-
-Each is a file in ragjax's folder, by what the model's KV depends on (`identity`).
-"""
+"""The quality report of a model: a file in ragjax's folder, by what the model's KV depends on (`identity`)."""
 
 from __future__ import annotations
 
@@ -29,10 +26,6 @@ def shipped_report(identity: bytes) -> Report | None:
         with suppress(ConfigError):
             return Report.load(path, identity.hex())
     return None
-
-
-def cost_path(identity: bytes) -> Path:
-    return cache_dir() / "cost" / f"{identity.hex()}.json"
 
 
 def report_of(identity: bytes, known: Mapping[str, Strategy]) -> Report | None:

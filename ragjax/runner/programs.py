@@ -109,7 +109,7 @@ class Programs:
         """
         bucket = self._grid.fit_segments(segments)
         measured = [
-            (what, bucket if what in reductions.SEGMENTED else 0) for what in sorted(set(measures) - {Measure.LOGITS})
+            (what, bucket if what is Measure.SEGMENT_SCORE else 0) for what in sorted(set(measures) - {Measure.LOGITS})
         ]
         counts = {self._weights.depth, *(end % self._weights.depth for end in ends)} - {0}
         kinds: list[Name] = [(count, *how) for count in sorted(counts) for how in ((), *measured)]

@@ -199,7 +199,7 @@ class Runner(DevicePool):
             count = min(self._depth, layers[1] - first)
             measures = measure is not None and measure.layers[0] < first + count and first < measure.layers[1]
             if measures and measure is not None:
-                segmented = measure.what in reductions.SEGMENTED
+                segmented = measure.what is Measure.SEGMENT_SCORE
                 kinds.add((count, measure.what, self.grid.fit_segments(measure.segments) if segmented else 0))
             else:
                 kinds.add((count,))

@@ -443,8 +443,7 @@ def _measure_arrays(
     if what is Measure.SEGMENT_SCORE:
         return {"segment_T": _segment(state, asked.rows), "segment_SC": _segment(state, table.index_SC)}
     counts = np.ones(len(asked.rows), bool) if asked.asking is None else np.isin(asked.rows, asked.asking)
-    asking = {"asking_T": counts.astype(np.int32)}
-    return asking | {"segment_SC": _segment(state, table.index_SC)} if what is Measure.CHUNK_SCORE else asking
+    return {"asking_T": counts.astype(np.int32)}
 
 
 def _segment(state: RequestState, index: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -1,13 +1,10 @@
 """The cost profile: interpolation, its edges, and the file."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragjax.cache.profile import Profile
-from ragjax.core import ConfigError
 
 GRID = Profile((0, 100, 300), (10, 200, 400), ((1.0, 2.0, 5.0), (1.5, 3.0, 6.0), (2.0, 4.0, 9.0)), "a laptop")
 
@@ -71,26 +68,3 @@ def test_a_grid_that_cannot_be_is_refused(field, fields):
     good = {"cached": GRID.cached, "new": GRID.new, "seconds": GRID.seconds}
     with pytest.raises(ValueError, match=field):
         Profile(**{**good, **fields})
-
-
-def test_it_survives_the_file(tmp_path):
-    GRID.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == GRID
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1, "cached": 3}', "null", '"\\ud800"'])
-def test_a_file_that_holds_no_profile_is_named(tmp_path, text):
-    path = tmp_path / "profile.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=r"profile\.json"):
-        Profile.load(path)
-
-
-def test_another_version_and_a_missing_file_are_refused(tmp_path):
-    path = tmp_path / "profile.json"
-    with pytest.raises(ConfigError, match=r"profile\.json"):
-        Profile.load(path)
-    GRID.save(path)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
-    with pytest.raises(ConfigError, match="version"):
-        Profile.load(path)

@@ -18,7 +18,6 @@ from ragjax.kernels.pages import Pages, from_storage
 from ragjax.kernels.reductions import triton as reductions_triton
 from ragjax.kernels.reductions import xla as reductions_xla
 from ragjax.kernels.reductions.op import (
-    chunk_score,
     key_neighbours,
     key_score,
     kv_deviation,
@@ -175,7 +174,7 @@ def test_fault_in_scores_is_found(fault: str) -> None:
     assert far_apart(broken(case, labels), getattr(what, name))
 
 
-@pytest.mark.parametrize("kind", ["all_SC", "valued_SC", "chunk_SC", "row_TZ"])
+@pytest.mark.parametrize("kind", ["all_SC", "valued_SC", "row_TZ"])
 def test_no_rows_by_keys_array(kind: str) -> None:
     """Temporary memory stays below one byte per row and key."""
     t, s, c, d = 512, 512, 64, 16
@@ -185,8 +184,6 @@ def test_no_rows_by_keys_array(kind: str) -> None:
 
     def one(q, labels, where):  # type: ignore[no-untyped-def]
         view = View.build(*where, scale=d**-0.5, block_rows=128)
-        if kind == "chunk_SC":
-            return chunk_score(q, view, labels.key_segment_SC, SEGMENTS)
         return getattr(measure(q, paged_interval_attention(q, view)[1], view, labels, "xla"), kind)
 
     pool = jax.ShapeDtypeStruct((1, 600, 1, c, d), jnp.float32)
@@ -195,91 +192,6 @@ def test_no_rows_by_keys_array(kind: str) -> None:
     labels = Labels(jax.ShapeDtypeStruct((t,), jnp.bool_), ints(t), ints(s, c))
     lowered = jax.jit(one).lower(jax.ShapeDtypeStruct((t, 2, d), jnp.float32), labels, where)
     assert lowered.compile().memory_analysis().temp_size_in_bytes < t * s * c
-
-
-# ------------------------------------------------------------------------------------------ chunk scores
-
-
-compiled_chunk_score = jax.jit(chunk_score, static_argnames="segments")
-
-
-def chunk_score_of(case: Case, labels: Labels) -> np.ndarray:
-    arguments = labels.key_segment_SC, SEGMENTS, labels.chosen_T
-    return np.asarray(compiled_chunk_score(case.q, case.view(), *arguments))
-
-
-def chunk_score_wanted(case: Case, labels: Labels) -> np.ndarray:
-    """Each row's and head's probabilities over one segment's keys, made to sum to one."""
-    _, _, prob_THN = case.what()
-    place = case.layout.entry_N, case.layout.slot_N
-    score_SC, heads = np.zeros(labels.key_segment_SC.shape), prob_THN.shape[1]
-    for segment in range(SEGMENTS):
-        inside_N = labels.key_segment_SC[place] == segment
-        for prob_HN in prob_THN[labels.chosen_T[case.place_T]]:
-            for prob_N in prob_HN * inside_N:
-                if prob_N.any():
-                    np.add.at(score_SC, place, prob_N / prob_N.sum() / heads)
-    return score_SC
-
-
-@pytest.mark.parametrize("name", ["d16-p8-g2-b2", "d16-p16-g3-b8", "d16-p8-g2-b1-bits", "d16-p16-g3-b8-capped"])
-def test_chunk_score_equals_oracle(name: str) -> None:
-    shape = SHAPES[name]
-
-    @budget(15)
-    @given(requests_of(shape), SEEDS)
-    def holds(requests: list[Request], seed: int) -> None:
-        case = make_case(shape, requests, seed)  # unused slots hold NaN
-        labels = labels_of(case, seed)
-        found, what = chunk_score_of(case, labels), chunk_score_wanted(case, labels)
-        tolerance = 1e-5 if shape.dtype == "float32" else 5e-2
-        np.testing.assert_allclose(found, what, rtol=tolerance, atol=tolerance)
-        assert found.dtype == np.float32 and not found[what == 0].any()
-
-    holds()
-
-
-def test_chunk_score_of_a_segment_that_gets_next_to_nothing() -> None:
-    """Its probability beside the others underflows; among its own keys it is as well shared out as any."""
-    view, q = _one_row(np.array([200.0, 199.0, -200.0, -201.0]))
-    chunk_SC = jnp.asarray([[0, 0, 1, 1]], jnp.int32)
-    _, lse = paged_interval_attention(q, view)
-    assert not np.asarray(key_score(q, lse, view))[0, 2:].any()
-    found = np.asarray(chunk_score(q, view, chunk_SC, 3))
-    share = 1 / (1 + np.exp(-1))
-    np.testing.assert_allclose(found, [[share, 1 - share, share, 1 - share]], rtol=1e-4)
-
-
-def _one_row(logits: np.ndarray) -> tuple[View, jax.Array]:
-    """A view of one row whose logits over the first slots of a page are these."""
-    n = len(logits)
-    k = np.zeros((1, 2, 1, n, 2), np.float32)
-    k[0, 1, 0, :, 0] = logits
-    ints = functools.partial(jnp.asarray, dtype=jnp.int32)
-    zero_SC = ints(np.zeros((1, n)))
-    entries = PageTable(ints([1]), ints([0]), ints([0]), ints(np.arange(n)[None]), zero_SC, zero_SC)
-    rows = Rows(ints([n]), ints([0]), ints([0]))
-    pages = Pages(jnp.asarray(k), jnp.zeros_like(jnp.asarray(k)))
-    view = View.build(rows, pages, 0, entries, rotation(2, False, 4), scale=1.0, block_rows=1)
-    return view, jnp.asarray([[[1.0, 0.0]]])
-
-
-@pytest.mark.parametrize("fault", ["joint softmax", "rows not chosen", "segments mixed up", "offset sign"])
-def test_fault_in_chunk_score_is_found(fault: str) -> None:
-    case = rich_case(NARROW)
-    rng = np.random.default_rng(SEED)
-    labels = Labels(rng.random(48) < 0.5, np.zeros(48, np.int32), rng.integers(0, 3, (48, 8), np.int32))
-    what = chunk_score_wanted(case, labels)
-    np.testing.assert_allclose(chunk_score_of(case, labels), what, rtol=1e-5, atol=1e-5)
-    broken = {
-        "joint softmax": lambda: scores_of(case, labels).plain_SC,
-        "rows not chosen": lambda: chunk_score_of(case, everybody(labels)),
-        "segments mixed up": lambda: chunk_score_of(
-            case, labels._replace(key_segment_SC=np.roll(labels.key_segment_SC, 1, axis=1))
-        ),
-        "offset sign": lambda: chunk_score_of(rotated(case), labels),
-    }
-    assert far_apart(broken[fault](), what)
 
 
 # ------------------------------------------------------------------------------------------- deviation
@@ -489,7 +401,6 @@ def test_devices_combine_as_the_docstrings_say() -> None:
 OPS: dict[Callable[..., object], tuple[str, ...]] = {
     key_score: ("q", "lse", "view", "chosen"),
     row_segment_score: ("q", "lse", "view", "row_segment", "key_segment", "segments"),
-    chunk_score: ("q", "view", "key_segment", "segments", "chosen"),
     kv_deviation: ("k", "k", "view", "slot", "offset"),
     key_neighbours: ("keys", "valid", "source", "count"),
 }
@@ -522,9 +433,6 @@ def call(op: Callable[..., object], **changed: object) -> None:
         (row_segment_score, "key_segment", jnp.zeros((48, 8), jnp.int32), "key_segment_SC has shape"),
         (row_segment_score, "segments", 0, "segments is 0"),
         (row_segment_score, "backend", "triton", "'triton' cannot serve this call: it runs on GPUs"),
-        (chunk_score, "key_segment", jnp.zeros((48, 8), jnp.int32), "key_segment_SC has shape"),
-        (chunk_score, "chosen", jnp.zeros(48, jnp.int32), "chosen_T is int32, not bool"),
-        (chunk_score, "segments", 0, "segments is 0"),
         (kv_deviation, "k", jnp.zeros((48, 2, 16)), "k_TKD has shape"),
         (kv_deviation, "k", jnp.zeros((48, 1, 16), jnp.int32), "k_TKD is int32, not float32 or bfloat16 or float16"),
         (kv_deviation, "slot", jnp.full(48, 48 * 16, jnp.int32), "slot_T holds 768, outside of the 768 slots"),

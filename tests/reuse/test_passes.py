@@ -270,7 +270,7 @@ def assert_near(found: Results, what: Results, tolerance: float = 1e-4) -> None:
 
 @pytest.mark.parametrize(
     "measures",
-    [{Measure.KEY_SCORE}, {Measure.VALUED_SCORE}, KV, {Measure.CHUNK_SCORE}, {Measure.SEGMENT_SCORE}],
+    [{Measure.KEY_SCORE}, {Measure.VALUED_SCORE}, KV, {Measure.SEGMENT_SCORE}],
     ids=lambda measures: "+".join(sorted(measures)),
 )
 def test_scores_are_those_of_literal_attention(measures: set[Measure]) -> None:
@@ -483,8 +483,8 @@ REFUSED: dict[str, Callable[[Ground, Pass], Pass]] = {
     "indices in logits": lambda ground, one: replace(one, logits=(0,)),
     "indices in asking": lambda ground, one: replace(one, asking=ground.chunks),
     "measures layers": lambda ground, one: replace(one, measured=(1, 4)),
-    "chunk_score, key_score": lambda ground, one: replace(
-        one, measures=frozenset({Measure.KEY_SCORE, Measure.CHUNK_SCORE})
+    "key_score, segment_score": lambda ground, one: replace(
+        one, measures=frozenset({Measure.KEY_SCORE, Measure.SEGMENT_SCORE})
     ),
     "where no pass ended": lambda ground, one: replace(one, layers=(1, 3)),
     "cached pages": lambda ground, one: replace(one, spans=ground.kept),

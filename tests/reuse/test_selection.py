@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from benchmarks.baseline.strategy import set_cache
-from benchmarks.baseline.strategy.ablation import ChunkGuided
 from benchmarks.baseline.strategy.gradual import Gradual, narrowing
 from benchmarks.baseline.strategy.random import budgets, top_each
 from ragjax.cache.tree import KnowledgeTree, Provenance
@@ -234,9 +233,8 @@ def test_narrowing_ends_at_the_target():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("softmax_over", ["joint", "chunk"])
 @pytest.mark.parametrize("source", ["isolated", "fused"])
-def test_fusion_takes_what_the_question_attends_to_in_the_last_layer(source, softmax_over):
+def test_fusion_takes_what_the_question_attends_to_in_the_last_layer(source):
     executor, prompt = Executor(stages=(0, 3) if source == "isolated" else (0, 1, 2, 3)), tiny.prompt(24)
     kept = isolated(prompt)
     if source == "fused":
@@ -246,15 +244,12 @@ def test_fusion_takes_what_the_question_attends_to_in_the_last_layer(source, sof
     for i in segments_of(prompt, Kind.CHUNK):
         inside = np.arange(prompt.starts[i], prompt.starts[i + 1])
         prob = dense.prob[-1][joins(prompt)][:, :, inside]  # rows of the question, heads, tokens of the chunk
-        if softmax_over == "chunk":
-            prob = prob / prob.sum(-1, keepdims=True)
         scores |= {int(order): float(prob[:, :, j].sum(0).mean()) for j, order in enumerate(inside)}
-    strategy = Selective("fusion", Fused(), (QueryGuided if softmax_over == "joint" else ChunkGuided)())
+    strategy = Selective("fusion", Fused(), QueryGuided())
     zero = executor.run(strategy, prompt, 0.0)
     np.testing.assert_allclose(zero.logits, dense.logits[-1], atol=1e-5)
     done = executor.run(strategy, prompt, 0.15)
-    what = Measure.KEY_SCORE if softmax_over == "joint" else Measure.CHUNK_SCORE
-    np.testing.assert_allclose(results_of(done, what)[-1, list(scores)], list(scores.values()), atol=1e-5)
+    np.testing.assert_allclose(results_of(done, Measure.KEY_SCORE)[-1, list(scores)], list(scores.values()), atol=1e-5)
     assert chosen_of(done, prompt) == highest(scores, counted(prompt, 0.15))
     np.testing.assert_allclose(done.logits, repaired(prompt, kept, chosen_of(done, prompt)), atol=1e-5)
     assert done.plan.exact_to is None

@@ -92,7 +92,7 @@ def programs(layers: int = LAYERS) -> Programs:
 
 
 def stage_name(kind: str, what: Measure | None = None, rows: int = 8) -> Name:
-    segments = 16 if what in reductions.SEGMENTED else 0
+    segments = 16 if what is Measure.SEGMENT_SCORE else 0
     return (kind, rows, 64, LAYERS, *(() if what is None else (what, segments)))
 
 

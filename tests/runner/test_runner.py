@@ -163,7 +163,7 @@ def test_warming_up_runs_every_program_once_and_leaves_kv_alone() -> None:
     grid = Grid(rows=((4, 1), (24, 8)), entries=(16,), logits=(4,))
     made = make_runner(replace(CONFIG, num_layers=1), "bfloat16", grid=grid)
     compute(made, [whole(tokens_of(0, 21), 3)], 24)
-    measures, compression = {Measure.CHUNK_SCORE, Measure.DEVIATION}, Compression("h2o", 40, window=4)
+    measures, compression = {Measure.SEGMENT_SCORE, Measure.DEVIATION}, Compression("h2o", 40, window=4)
     names = made.programs(measures, (), compression)
     made.compile(names)
     programs, runs = made._programs.compiled, Counter[tuple[object, ...]]()

@@ -343,13 +343,6 @@ class Talk:
             out[Measure.KEY_SCORE] = by_index(score_HS.mean(0))
             if Measure.VALUED_SCORE in asked.measures:
                 out[Measure.VALUED_SCORE] = by_index((score_HS * length_HS).mean(0))
-        if Measure.CHUNK_SCORE in asked.measures:
-            score_S = np.zeros(len(keys.index))
-            for segment in range(len(starts) - 1):
-                inside = segment_of_key == segment
-                alone = softmax(scores[asking], seen[asking][:, None] & inside)
-                score_S += alone.sum(0).mean(0)
-            out[Measure.CHUNK_SCORE] = by_index(score_S)
         if Measure.SEGMENT_SCORE in asked.measures:
             score_TZ = np.zeros((len(asked.rows), len(starts) - 1))
             for t, index in enumerate(asked.rows):

@@ -12,21 +12,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragjax.core import Measure
-from ragjax.kernels.reductions.op import chunk_score, key_score, key_scores, kv_deviation, row_segment_score
+from ragjax.kernels.reductions.op import key_score, key_scores, kv_deviation, row_segment_score
 from ragjax.kernels.view import View
 
 ARRAYS: Mapping[Measure, tuple[str, ...]] = {
     Measure.KEY_SCORE: ("asking_T",),
     Measure.VALUED_SCORE: ("asking_T",),
-    Measure.CHUNK_SCORE: ("asking_T", "segment_SC"),
     Measure.SEGMENT_SCORE: ("segment_T", "segment_SC"),
     Measure.DEVIATION: ("stale_T", "offset_T"),
     Measure.QUERY: (),
 }
 """The arrays of `core.StepMeasure` by measure."""
-
-SEGMENTED = frozenset({Measure.CHUNK_SCORE, Measure.SEGMENT_SCORE})
-"""Measures whose programs are compiled for a number of segments."""
 
 
 ROWS: Mapping[Measure, int] = {Measure.SEGMENT_SCORE: 0, Measure.DEVIATION: 1, Measure.QUERY: 0}
@@ -61,8 +57,6 @@ def measure(
     if what is Measure.SEGMENT_SCORE:
         return row_segment_score(q_THD, lse_TH, view, arrays["segment_T"], arrays["segment_SC"], segments)
     asking_T = arrays["asking_T"] != 0
-    if what is Measure.CHUNK_SCORE:
-        return chunk_score(q_THD, view, arrays["segment_SC"], segments, asking_T)
     # by themselves these take Triton wherever a GPU backend of attention serves: they ask for no less
     if what is Measure.VALUED_SCORE:
         return jnp.stack(key_scores(q_THD, lse_TH, view, asking_T))

@@ -5,12 +5,10 @@ call: no rows x keys array is formed, and entries that a row block does not see 
 over the heads at hand: under `shard_map` over KV heads every device returns the value for its own, and the docstrings
 say how they combine.
 
-Sources: key and chunk scores, FusionRAG §3.2 (question-guided selection, with the softmax over all keys or over each
-chunk's by itself, which the paper leaves open); segment scores, Cache-Craft §3.1 (eqs. 3, 4 and 14); KV deviation,
-CacheBlend as FusionRAG §2.2 has it (eqs. 7, 8); neighbouring keys, GraphKV §4 (eqs. 1 and 3, arXiv 2509.00388).
-`xla.py` is the form for CPU and the fallback, `triton.py` has the Pallas kernels of key and segment scores for GPUs.
-The others have none: the deviation is bound by memory and fused by XLA, the neighbours are a matrix product, and chunk
-scores are asked for by a few rows only.
+Sources: key scores, FusionRAG §3.2 (question-guided selection); segment scores, Cache-Craft §3.1 (eqs. 3, 4 and 14);
+KV deviation, CacheBlend as FusionRAG §2.2 has it (eqs. 7, 8); neighbouring keys, GraphKV §4 (eqs. 1 and 3, arXiv
+2509.00388). `xla.py` is the form for CPU and the fallback, `triton.py` has the Pallas kernels of key and segment scores
+for GPUs. The others have none: the deviation is bound by memory and fused by XLA, the neighbours are a matrix product.
 """
 
 from __future__ import annotations
@@ -82,30 +80,6 @@ def key_scores(
     The norm is of the value of that key and KV head: mean over query heads of p * |v|.
     """
     return KeyScore(*_key_scores(q_THD, lse_TH, view, chosen_T, backend, valued=True))
-
-
-def chunk_score(
-    q_THD: jax.Array,
-    view: View,
-    key_segment_SC: jax.Array,
-    segments: int,
-    chosen_T: jax.Array | None = None,
-) -> jax.Array:
-    """`key_score` with the softmax over each segment's keys by themselves, instead of all that the row sees.
-
-    So a segment of which a row sees anything receives 1 from it in all, however little attention it gets beside the
-    others. Two sweeps: the first finds the LSE of each segment, so that nothing is divided by a sum that underflows.
-    Memory is O(rows x segments) beside a tile. Arguments, errors and sharding are those of `key_score`. key_segment_SC:
-    int32, the segment of each entry's slots; a number outside of [0, segments) says none, and such a key gets zero.
-    """
-    check(q_THD, view)
-    _expect("key_segment_SC", key_segment_SC, view.entries.index_SC.shape, jnp.int32)
-    if chosen_T is not None:
-        _expect("chosen_T", chosen_T, q_THD.shape[:1], jnp.bool_)
-    if segments < 1:
-        raise ValueError(f"segments is {segments}, not positive")
-    unknown_TH, view = restrict(jnp.zeros(q_THD.shape[:2]), view, chosen_T)
-    return xla.chunk_score(q_THD, unknown_TH, view, key_segment_SC, segments)
 
 
 def row_segment_score(

@@ -82,54 +82,6 @@ def _norm(tile: Tile) -> jax.Array:
     return jnp.sqrt(jnp.square(tile.v_KND.astype(jnp.float32)).sum(-1))
 
 
-def chunk_score(
-    q_THD: jax.Array, known_TH: jax.Array, view: View, key_segment_SC: jax.Array, segments: int
-) -> jax.Array:
-    """See `op.chunk_score`. `known_TH` is +inf for rows that do not count, else 0.
-
-    Keys of no segment are counted in one behind the last, which is dropped.
-    """
-    shape, heads = view.entries.index_SC.shape, q_THD.shape[1]
-    segment_E = _segment_of(key_segment_SC, segments)
-
-    def one_block(score_E: jax.Array, arrays: tuple[Any, ...]) -> tuple[jax.Array, None]:
-        block = _block(arrays, view)
-
-        def logits_of(place_W: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            """Logits, keys first, [N, K, M], which keys they are, and of which segments."""
-            tile = block.tile(view, place_W)
-            return jnp.moveaxis(masked_logits(tile, view), 2, 0), tile.slot_N, segment_E[tile.slot_N]
-
-        def find(place_W: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            max_ZKM, sum_ZKM = found
-            logits_NKM, _, segment_N = logits_of(place_W)
-            new_ZKM = max_ZKM.at[segment_N].max(logits_NKM)
-            safe_ZKM = jnp.where(jnp.isneginf(new_ZKM), 0.0, new_ZKM)
-            sum_ZKM = sum_ZKM * jnp.exp(max_ZKM - safe_ZKM)
-            return new_ZKM, sum_ZKM.at[segment_N].add(jnp.exp(logits_NKM - safe_ZKM[segment_N]))
-
-        size = (segments + 1, *block.q_KMD.shape[:2])
-        max_ZKM, sum_ZKM = block.visited.sweep(find, (jnp.full(size, -jnp.inf), jnp.zeros(size)))
-        lse_ZKM = jnp.where(sum_ZKM > 0, max_ZKM + jnp.log(sum_ZKM), jnp.inf) + block.lse_KM1[..., 0]
-        lse_ZKM = lse_ZKM.at[segments].set(jnp.inf)
-
-        def share(place_W: jax.Array, score_E: jax.Array) -> jax.Array:
-            logits_NKM, slot_N, segment_N = logits_of(place_W)
-            prob_NKM = jnp.exp(logits_NKM - lse_ZKM[segment_N])
-            return score_E.at[slot_N].add(prob_NKM.sum((1, 2)) / heads)
-
-        return block.visited.sweep(share, score_E), None
-
-    score_E, _ = lax.scan(one_block, jnp.zeros(math.prod(shape)), _blocked(q_THD, known_TH, view))
-    return score_E.reshape(shape)
-
-
-def _segment_of(key_segment_SC: jax.Array, segments: int) -> jax.Array:
-    """Segments of slots s * C + c; `segments` for none."""
-    in_segment_SC = (key_segment_SC >= 0) & (key_segment_SC < segments)
-    return jnp.where(in_segment_SC, key_segment_SC, segments).reshape(-1)
-
-
 def row_segment_score(
     q_THD: jax.Array,
     lse_TH: jax.Array,
@@ -139,7 +91,9 @@ def row_segment_score(
     segments: int,
 ) -> jax.Array:
     heads, b = q_THD.shape[1], view.block_rows
-    index_E, segment_E = view.entries.index_SC.reshape(-1), _segment_of(key_segment_SC, segments)
+    in_segment_SC = (key_segment_SC >= 0) & (key_segment_SC < segments)
+    segment_E = jnp.where(in_segment_SC, key_segment_SC, segments).reshape(-1)
+    index_E = view.entries.index_SC.reshape(-1)
 
     def one_block(arrays: tuple[Any, ...]) -> jax.Array:
         segment_B, block = arrays[0], _block(arrays[1:], view)

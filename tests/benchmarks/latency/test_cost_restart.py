@@ -13,7 +13,7 @@ from benchmarks import cost, restart
 from benchmarks.common.questions import spread
 from benchmarks.latency.life import STRATEGIES
 from ragjax.cache.profile import Profile
-from ragjax.commands import cost as command
+from ragjax.core import ConfigError
 from tests.support import tiny
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 def test_cost_measures_every_cell_and_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     with tiny.engine() as engine:
-        profile = command.measure(engine, 40, 1)
+        profile = cost.measure(engine, 40, 1)
     assert (profile.cached, profile.new) == ((0, 32, 40), (1, 32, 40))
     assert all(second > 0 for row in profile.seconds for second in row)
     assert "9/9" in capsys.readouterr().err
@@ -34,7 +34,7 @@ def test_cost_refuses_to_time_what_was_not_cached(monkeypatch: pytest.MonkeyPatc
             engine, "answer_prompt", lambda prompt, **more: answer(prompt, **{**more, "strategy": "full"})
         )
         with pytest.raises(AssertionError):
-            command.seconds(engine, 32, 8, 1)
+            cost.seconds(engine, 32, 8, 1)
 
 
 def test_cost_wants_a_file_that_it_can_write_before_it_measures(
@@ -48,8 +48,8 @@ def test_cost_wants_a_file_that_it_can_write_before_it_measures(
 
 
 def test_grid_of_a_profile() -> None:
-    assert command.grid(2048) == (32, 128, 512, 2048)
-    assert command.grid(100) == (32, 100)
+    assert cost.grid(2048) == (32, 128, 512, 2048)
+    assert cost.grid(100) == (32, 100)
 
 
 def test_restart_rows_are_medians_beside_cold() -> None:
@@ -84,5 +84,13 @@ def test_restart_fails_where_an_answer_came_from_elsewhere(monkeypatch: pytest.M
 
 def test_profiles_of_the_command_are_read_back(tmp_path: Path) -> None:
     made = Profile((0, 8), (1, 8), ((1.0, 2.0), (1.5, 3.0)), "tiny")
-    made.save(tmp_path / "cost.json")
-    assert Profile.load(tmp_path / "cost.json") == made
+    cost.save(made, tmp_path / "cost.json")
+    assert cost.load(tmp_path / "cost.json") == made
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"cached": 3}', '"\\ud800"'])
+def test_a_file_that_holds_no_profile_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "profile.json").write_text(text)
+    for path in (tmp_path / "profile.json", tmp_path / "missing.json"):
+        with pytest.raises(ConfigError, match=path.name):
+            cost.load(path)

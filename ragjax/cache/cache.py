@@ -126,6 +126,8 @@ class KnowledgeCache:
     def keep_longer(self, tenant: str, tokens: Tokens, seconds: float) -> bool:
         """Make what is cached of these tokens, on exactly their context, leave last; False: beyond a tenant's share."""
         steps = self.tree.walk(raw_of(tokens), tenant)
+        if steps:
+            steps[-1] = self.matcher.cut_after(*steps[-1]), steps[-1][1]
         return self._hierarchy.keep([node for node, _ in steps], tenant, seconds)
 
     def room(self, tenant: str) -> int:

@@ -83,6 +83,7 @@ from ragjax.core.prompt import (
 from ragjax.core.request import (
     CALL_ID,
     Answer,
+    Breakpoint,
     CallForm,
     Citation,
     Delta,

@@ -100,13 +100,14 @@ class CallForm:
 class Sampling:
     """The choice of the next token. temperature 0 is greedy; top_k 0 means no limit.
 
+    max_tokens: of the answer; None: as many as fit.
     stop: texts, or one, before which the answer ends.
     logit_bias: what is added to the logits of tokens, by id. presence_penalty, frequency_penalty: what is taken off the
     logit of a generated token, once and for each time. repetition_penalty: what the logits of tokens of the prompt and
     the answer are divided by if above 0, and multiplied by otherwise.
     """
 
-    max_tokens: AtLeastOne = 128
+    max_tokens: AtLeastOne | None = 128
     temperature: Annotated[float, Ge(0), Le(2)] = 0.0
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     top_k: Count = 0
@@ -122,6 +123,11 @@ class Sampling:
     """JSON Schema, as JSON text, of which the answer is an instance in JSON."""
     strict: bool = False
     """Whether a schema that a grammar cannot hold is refused."""
+
+    @property
+    def room(self) -> int:
+        """Tokens that the prompt leaves for the answer."""
+        return self.max_tokens or 128
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -262,6 +268,18 @@ class Notice(str):
 
 
 @dataclass(frozen=True)
+class Breakpoint:
+    """A place up to which the prompt's KV leaves the cache after that of others, within a bound for each tenant.
+
+    seconds: how long. message: the place is in this one, behind so many characters; None: at the end of the prompt.
+    """
+
+    seconds: Annotated[float, Ge(0)]
+    message: int | None = None
+    characters: Count = 0
+
+
+@dataclass(frozen=True)
 class Grounded:
     """The prompt of a request whose knowledge was retrieved: what is left to do needs a device."""
 
@@ -272,6 +290,7 @@ class Grounded:
     retrieve_ms: float = 0.0  # time that the retrieval took
     spent_ms: float = 0.0  # time since the request arrived, retrieval included, where another process grounded it
     sources: tuple[Citation, ...] = ()  # its passages that were retrieved or given, in order
+    kept: tuple[tuple[int, float], ...] = ()  # tokens before each breakpoint, and its seconds
 
 
 @dataclass(frozen=True)
@@ -285,7 +304,8 @@ class Request:
     tools: functions that the answer to messages may call; the call is its text (`prompting/tools.py`).
     grounded: the request's prompt, if it is made already; nothing is retrieved then.
     template: variables of the model's chat template, such as `enable_thinking`.
-    keep_s: seconds for which the prompt's KV leaves the cache after that of others, within a bound for each tenant.
+    echo: `Answer.logprobs` are those of the raw prompt, the first of which is NaN, as `sampling.logprobs` asks for
+        them; its KV is computed anew, and what is generated has no meaning.
     """
 
     messages: tuple[InstanceOf[Message], ...] = ()
@@ -299,7 +319,8 @@ class Request:
     tools: InstanceOf[Tools] | None = None
     grounded: InstanceOf[Grounded] | None = None
     template: Mapping[str, bool] = field(default_factory=dict, hash=False)
-    keep_s: Annotated[float, Ge(0)] = 0.0
+    breakpoints: tuple[InstanceOf[Breakpoint], ...] = ()
+    echo: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, lambda name, reason: _invalid(reason, name), unchecked=("prompt", "continuation"))
@@ -307,6 +328,11 @@ class Request:
     @property
     def question(self) -> str:
         return next((message.content for message in reversed(self.messages) if message.role == "user"), "")
+
+    @property
+    def continues(self) -> bool:
+        """True if the answer goes on from a text: a raw prompt, or the beginning of what the assistant says."""
+        return self.prompt is not None or (bool(self.messages) and self.messages[-1].role == "assistant")
 
 
 @dataclass(frozen=True)
@@ -363,6 +389,7 @@ class Answer:
     compression: how the prompt was compressed; None: it was not. kept: tokens of it that the answer saw in
         each layer, the mean where layers keep other numbers.
     prompt: its tokens, int32 [prompt_tokens], if `Rag.detail` asked for them; segments cover them in order.
+    written: tokens of the prompt before its last breakpoint that were not cached.
     stop: the stop string that ended it, if one did.
     """
 
@@ -388,6 +415,7 @@ class Answer:
     prompt: Tokens | None = None
     sources: tuple[Citation, ...] = ()
     stop: str | None = None
+    written: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
+import numpy as np
+
 from ragjax.core import (
+    Breakpoint,
     Citation,
     EngineOptions,
     Graph,
     Grounded,
     Hit,
     Kind,
+    Message,
     Prompt,
     Rag,
     Request,
@@ -99,7 +104,8 @@ class Composer:
         self._check_texts(request)
         if request.prompt is not None:
             build = partial(chat.text_prompt, self.tokenizer, request.prompt)
-            return Grounded(self._recognised(request, build))
+            prompt = self._recognised(request, build)
+            return Grounded(prompt, kept=tuple((len(prompt), one.seconds) for one in request.breakpoints))
         if request.rag is not None and request.rag.graph is not None:
             return self._ground_graph(request, request.rag, request.rag.graph)
         began = time.perf_counter()
@@ -141,10 +147,26 @@ class Composer:
         places = (i for i, one in enumerate(prompt.segments) if one.kind is Kind.CHUNK and not one.recognised)
         pairs = zip(places, found, strict=True)
         sources = tuple(cited(hit, place, given) for place, hit in pairs)
-        return Grounded(prompt, notices=self.grounding.unfit(request, hits), sources=sources)
+        kept = tuple((self._before(one, request, hits, prompt), one.seconds) for one in request.breakpoints)
+        return Grounded(prompt, notices=self.grounding.unfit(request, hits), sources=sources, kept=kept)
+
+    def _before(self, place: Breakpoint, request: Request, hits: tuple[Hit, ...] | None, prompt: Prompt) -> int:
+        """Counts the tokens of a prompt before a place: those that it has in common with a chat that ends there."""
+        if place.message is None:
+            return len(prompt)
+        last = request.messages[place.message]
+        cut = replace(last, content=last.content[: place.characters])
+        behind = () if last.role in ("user", "tool") else (Message("user", "?"),)
+        shorter = replace(request, messages=(*request.messages[: place.message], cut, *behind), breakpoints=())
+        with suppress(RequestError):  # of a template that refuses such a chat
+            tokens, other = prompt.tokens, self.compose(shorter, hits).prompt.tokens
+            size = min(len(tokens), len(other))
+            differ = np.flatnonzero(tokens[:size] != other[:size])
+            return int(differ[0]) if len(differ) else size
+        return len(prompt)
 
     def _fits(self, prompt: Prompt, request: Request) -> bool:
-        answer = min(request.sampling.max_tokens, self.context_length // 4)
+        answer = min(request.sampling.room, self.context_length // 4)
         pieces = sum(segment.kind is not Kind.NODE for segment in prompt.segments)
         length = len(prompt) + answer
         return length <= self.context_length and self.limits.holds(length, pieces)
@@ -177,7 +199,7 @@ class Composer:
             public=self.grounding.share, share=self.grounding.share and asked.relation_paths is None,
             tools=request.tools,
         )  # fmt: skip
-        room = self.context_length - min(request.sampling.max_tokens, self.context_length // 2)
+        room = self.context_length - min(request.sampling.room, self.context_length // 2)
         grounded = facts.ground(facts.gather(graph, asked, request.question, self.check), build, room)
         retrieve_ms = (time.perf_counter() - began) * 1e3
         told = None if graph is None or graph.indexing is None else graph.indexing.notice

@@ -296,8 +296,9 @@ class Execution:
         decoding.note_proposal(state)
         answer = make_answer(state, self._contract, self._runner.fallbacks)
         state.keep()
-        tenant, seconds = state.request.tenant, state.request.keep_s
-        if seconds and not self._cache.keep_longer(tenant, state.prompt.tokens, seconds):
+        tenant, tokens = state.request.tenant, state.prompt.tokens
+        kept = [self._cache.keep_longer(tenant, tokens[:n], seconds) for n, seconds in state.kept if seconds]
+        if not all(kept):
             told = "the prompt is not kept longer: other prompts take all the room for it"
             answer = replace(answer, notices=(*answer.notices, told))
         self._requests.finish(state, answer)
@@ -327,16 +328,25 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
     """The answer of a request whose generation has ended. fallbacks: why attention ran by other backends."""
     plan, generation = state.plan, state.generation
     assert plan is not None and generation is not None and generation.finish_reason is not None
+    tokens, reports, scores = state.prompt.tokens, state.reports, state.scores
+    if state.request.echo:
+        if state.request.continuation is not None:
+            tokens = np.concatenate([tokens, state.request.continuation])
+        reports = (replace(reports[0], tokens=len(tokens), recomputed=len(tokens) - reports[0].reused),)
+        given = generation.echo(tokens, np.zeros((0, 1), np.float32) if scores is None else scores)
+        generation.logprobs, scores = [*given], None
+    cached = sum(report.reused for report in reports)
     return Answer(
         text=generation.text,
         finish_reason=generation.finish_reason,
         stop=generation.stop,
         tokens=tuple(generation.tokens),
-        prompt_tokens=len(state.prompt),
-        cached_tokens=sum(report.reused for report in state.reports),
+        prompt_tokens=len(tokens),
+        cached_tokens=cached,
+        written=max(0, max((n for n, _ in state.kept), default=len(tokens)) - cached),
         strategy=state.strategy.name,
         exact_to=state.exact_to,
-        segments=state.reports,
+        segments=reports,
         timings=_timings(state),
         logprobs=tuple(generation.logprobs),
         logits=state.logits if state.request.want_logits else None,
@@ -351,7 +361,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         ),
         recompute_ratio=state.ratio,
         predicted=_predicted(state, plan, contract),
-        scores=state.scores,
+        scores=scores,
         figures={**plan.figures, **_figures(state)},
         facts=state.facts,
         sources=state.sources,

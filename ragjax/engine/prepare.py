@@ -97,6 +97,10 @@ class Preparation:
         arrival: `time.perf_counter()` seconds. strategy: serves it, whatever the request names.
         """
         made = request.grounded or self.composer.ground(request)
+        if request.echo and len(made.prompt) > 1:  # all but its first token is scored, and none of it reused
+            tokens = made.prompt.tokens
+            first = replace(made.prompt.segments[0], tokens=tokens[:1])
+            made, request = replace(made, prompt=Prompt((first,))), replace(request, continuation=tokens[1:])
         if strategy is None:  # a mark is of the past: KV may have been evicted since
             made = replace(made, prompt=without_lost(made.prompt, self.cache, request.tenant))
         plain, rag = made.prompt, request.rag or Rag()
@@ -114,15 +118,15 @@ class Preparation:
             chosen = ServedBy(strategy, rag.recompute_ratio)
         strategy = chosen.strategy
         prompt = strategy.dress(plain)
-        room, raw = self.composer.context_length - len(prompt), request.prompt is not None
         tokenizer = self.composer.tokenizer
         unknown = [token for token in request.sampling.logit_bias if not tokenizer.has_token(token)]
         if unknown:
             reason = f"logit_bias: the model has no token {unknown[0]}; its highest is {tokenizer.vocab_size - 1}"
             raise RequestError(reason, param="logit_bias", code="invalid_value")
         generation = AnswerText(
-            request.sampling, tokenizer, self.eos_ids, room, continued=raw, shown=tools.shown(request, tokenizer)
-        )
+            request.sampling, tokenizer, self.eos_ids, self._room(request, prompt), continued=request.continues,
+            shown=tools.shown(request, tokenizer),
+        )  # fmt: skip
         compression = self._compression(request, strategy)
         name = f"request-{next(self._numbers)}"
         times = Times(arrival - made.spent_ms / 1e3, retrieve_ms=made.retrieve_ms)
@@ -132,7 +136,7 @@ class Preparation:
         grammar = tools.grammar(request, tokenizer)
         constraint = None if grammar is None else self.grammars.constraint(*grammar, tenant=request.tenant)
         state.sampler = Sampler(request.sampling, plain.tokens, constraint)
-        state.facts, state.sources = made.facts, made.sources
+        state.facts, state.sources, state.kept = made.facts, made.sources, made.kept
         state.notices += [*([] if chosen.notice is None else [chosen.notice]), *made.notices]
         state.notices += [] if constraint is None else constraint.notices
         if self.lookup:
@@ -143,6 +147,15 @@ class Preparation:
         if not request.background and self.composer.contract.draws(chosen.picked):
             state.shadowed = []
         return state
+
+    def _room(self, request: Request, prompt: Prompt) -> int:
+        """Tokens that fit behind a prompt; half of the free pages at most where the request does not say how many."""
+        room = self.composer.context_length - len(prompt)
+        if request.sampling.max_tokens is not None:
+            return room
+        pool, limits = self.cache.pool, self.composer.limits
+        pages = min(pool.capacity - pool.pages_for(len(prompt)), limits.room_beside(len(prompt), len(prompt.segments)))
+        return min(room, max(request.sampling.room, pages * limits.page_size // 2))
 
     def _compression(self, request: Request, strategy: Strategy) -> Compression | None:
         given = None if request.rag is None else request.rag.compression

@@ -51,7 +51,7 @@ def chat_prompt(
     _check(messages)
     if hits is None:
         said = told(tokenizer, messages, tools)
-        pieces = tokenizer.chat_pieces(said, tools=for_template(tools))
+        pieces = _pieces(tokenizer, said, tools)
         if recognition is not None:
             spared = _questions(recognition, messages, said)
             return Prompt(recognise(tokenizer, pieces, recognition, spared, opening=int(pieces[0][1])))
@@ -96,13 +96,23 @@ def graph_prompt(
 
 
 def _check(messages: Sequence[Message]) -> None:
-    if not messages or messages[-1].role not in ("user", "tool"):
-        raise RequestError("the last message must be the user's, or a tool's", param="messages")
+    if not messages or messages[-1].role == "system" or messages[-1].tool_calls:
+        reason = "the last message must be the user's, a tool's, or a text of the assistant's that is continued"
+        raise RequestError(reason, param="messages")
+    if messages[-1].role == "assistant" and not messages[-1].content.strip():
+        raise RequestError("the assistant's last message is empty: give a text to continue", param="messages")
     if not messages[_asked(messages)].content.strip():
         raise RequestError("the user's last message is empty", param="messages")
     said = (text for m in messages for text in (m.content, *(call.arguments for call in m.tool_calls)))
     if any(CONTEXT in text for text in said):
         raise RequestError("a message contains reserved private-use characters", param="messages")
+
+
+def _pieces(tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools | None) -> Pieces:
+    """The rendered chat in pieces, up to where the answer begins: behind what the assistant has said of it, if any."""
+    continued = messages[-1].role == "assistant"
+    pieces = tokenizer.chat_pieces(messages, not continued, tools=for_template(tools))
+    return pieces[: max(i for i, (_, is_template) in enumerate(pieces) if not is_template) + 1] if continued else pieces
 
 
 def _asked(messages: Sequence[Message]) -> int:
@@ -133,7 +143,7 @@ def _frame(
         for i, message in enumerate(messages)
     ]
     said = told(tokenizer, framed if own else [Message("system", instruction), *framed], tools)
-    pieces = tokenizer.chat_pieces(said, tools=for_template(tools))
+    pieces = _pieces(tokenizer, said, tools)
     *cuts, context = (i for i, piece in enumerate(pieces) if piece == (CONTEXT, False))
     system = _end_of_system(tokenizer, said, pieces, tools)
     free = public and not own and tools is None

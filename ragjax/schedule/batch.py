@@ -144,10 +144,12 @@ class Batch:
             if not part.live:
                 continue
             rows, placed = part.rows, part.placed
+            scores = part.state.plan is not None and part.state.wants_scores
             for at, row in enumerate(part.logit_rows, first):
                 number = rows.logits_at[row]
                 if logits is not None and (not isinstance(logits, Mapping) or at in logits):
-                    rows.logits[number] = logits[at]
+                    read = logits[at]
+                    rows.logits[number] = part.state.read(read, number + 1) if scores else read
                 if chosen is not None and (rows.sampled or number == rows.first_at):
                     rows.chosen[number] = chosen[at]
             if rows.measure_now is not None:

@@ -97,7 +97,7 @@ def take_scores(state: RequestState) -> None:
     """Keep the logits that predict the continuation; what was computed for them is generated over."""
     assert state.plan is not None
     rows = [] if state.rows is None else [state.rows.logits[i] for i in range(len(state.rows.logits))]
-    state.scores = np.stack([state.plan.logits, *rows])
+    state.scores = np.stack([state.read(state.plan.logits, 0), *rows])
     state.rows = None
 
 

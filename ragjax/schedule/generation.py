@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ragjax.core import Chosen, Delta, Sampling, TokenLogprob
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import Chosen, Delta, Sampling, TokenLogprob, Tokens
 from ragjax.models.tokenizer import Stream, Tokenizer
 
 FinishReason = Literal["stop", "length"]
@@ -48,7 +52,7 @@ class AnswerText:
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_ids)
-        self.limit = min(limit, sampling.max_tokens)
+        self.limit = min(limit, sampling.max_tokens or limit)
         self._stream = Stream(tokenizer, continued=continued, shown=shown)
         self._pending = ""
         self._held: list[_Held] = []
@@ -101,6 +105,15 @@ class AnswerText:
         text = self._tokenizer.id_to_text
         top = tuple((text(token), token, logprob) for token, logprob in chosen.top[: self._sampling.logprobs])
         return TokenLogprob(text(chosen.token), chosen.token, chosen.logprob, top, begin)
+
+    def echo(self, tokens: Tokens, scores: NDArray[np.float32]) -> Iterator[TokenLogprob]:
+        """Yields a raw prompt's tokens. scores: of all but the first, as `RequestState.read` makes them."""
+        stream, begin, text = Stream(self._tokenizer, continued=True), 0, self._tokenizer.id_to_text
+        for token, row in zip(tokens.tolist(), [[math.nan], *scores.tolist()], strict=True):
+            ids, values = row[1 : 1 + len(row) // 2], row[1 + len(row) // 2 :]
+            top = tuple((text(int(one)), int(one), value) for one, value in zip(ids, values, strict=True))
+            yield TokenLogprob(text(token), token, row[0], top, begin)
+            begin += 0 if self._tokenizer.is_control(token) else len(stream.push(token))
 
     def _finish(self, reason: FinishReason, cut: bool = False) -> Delta | None:
         self.finish_reason = reason

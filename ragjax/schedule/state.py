@@ -192,10 +192,13 @@ class RequestState(Waiting):
 
     # what came of it
     logits: NDArray[np.float32] | None = None  # of the prompt's last token, [V]
-    scores: NDArray[np.float32] | None = None  # logits that predict each token of the continuation, [n, V]
+    scores: NDArray[np.float32] | None = (
+        None  # logits that predict each token of the continuation, [n, V], or as `read` makes them
+    )
     shadowed: list[NDArray[np.float32]] | None = None  # logits [V] of its first steps, if it is to be replayed
     notices: list[str] = field(default_factory=list)
     facts: tuple[FactReport, ...] = ()  # relation paths of the prompt
+    kept: tuple[tuple[int, float], ...] = ()  # as `Grounded.kept`
     sources: tuple[Citation, ...] = ()  # its passages
     # the account of every segment as it was asked, by the first start that computed all of it: later ones find what
     # that one kept
@@ -261,6 +264,20 @@ class RequestState(Waiting):
     def wants_scores(self) -> bool:
         """True if its continuation is to be computed before anything is generated."""
         return self.request.continuation is not None and len(self.request.continuation) > 0 and self.scores is None
+
+    def read(self, logits_V: NDArray[np.float32], number: int) -> NDArray[np.float32]:
+        """What is kept of the logits that predict this token of a continuation.
+
+        They are kept as they are, or of a prompt that is echoed its log-probability, and ids and log-probabilities of
+        the likeliest tokens: float32 [1 + 2 n]. All logits of a prompt would be hundreds of megabytes.
+        """
+        if not self.request.echo or self.request.continuation is None:
+            return logits_V
+        top = np.argsort(-logits_V, kind="stable")[: self.request.sampling.logprobs]
+        most = logits_V.max()
+        total = most + np.log(np.exp(logits_V - most).sum())
+        chosen = logits_V[self.request.continuation[number]]
+        return np.array([chosen - total, *top, *(logits_V[top] - total)], np.float32)
 
     @property
     def computed(self) -> int:

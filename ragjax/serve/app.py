@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
@@ -29,6 +30,7 @@ from ragjax.serve.metric import ServerMetrics
 from ragjax.serve.middleware import BrowserGuard, RequestMiddleware
 from ragjax.serve.response import (
     ChatForm,
+    EchoForm,
     EventStream,
     Form,
     Json,
@@ -265,7 +267,7 @@ class _Endpoints:
 
     async def message(self, body: MessageBody, request: Request) -> Response:
         asked, notices = await self._message_of(body, request)
-        reply = MessageReply(self._engine, body, asked, notices)
+        reply = MessageReply(self._engine, asked, notices)
         events = self._events(asked, request.state.arrived)
         if body.stream:
             return EventStream(reply.told(events), in_anthropics_form, end=b"")
@@ -316,11 +318,31 @@ class _Endpoints:
         asked = asked if knowledge is None else [_grounded(one, knowledge) for one in asked]
         await self._use_stores(asked[0])
         form_of = ToolForm if asked[0].tools is not None else form_of
+        form_of = EchoForm if isinstance(body, CompletionBody) and body.echo else form_of
         form = form_of(self._engine, asked[0].sampling.logprobs is not None, len(asked), body.n or 1, notices)
-        events = merged([self._events(one, request.state.arrived) for one in asked])
+        if isinstance(form, EchoForm):
+            texts = (one.prompt or "" for one in asked)
+            form.prompts = [t if isinstance(t, str) else "".join(self._engine.pieces(np.array(t))) for t in texts]
+        silent = isinstance(body, CompletionBody) and body.max_tokens == 0
+        arrived = request.state.arrived
+        events = merged([self._scored(x, arrived, silent) if x.echo else self._events(x, arrived) for x in asked])
         if body.stream:
             return EventStream(form.stream(events, body.include_usage))
         return await respond(form.whole(events), request)
+
+    async def _scored(self, request: core.Request, arrived: float, silent: bool) -> AsyncGenerator[core.Event, None]:
+        """Yields the answer with the log-probabilities of its prompt before its own; silent: and nothing else of it."""
+        once = replace(request, sampling=replace(request.sampling, max_tokens=1))
+        *_, scored = [event async for event in self._events(once, arrived)]
+        assert isinstance(scored, core.Answer)
+        if silent:
+            yield replace(scored, text="", tokens=(), finish_reason="length")
+            return
+        async for event in self._events(replace(request, echo=False), arrived):
+            if isinstance(event, core.Answer):
+                begin = len(request.prompt) if isinstance(request.prompt, str) else scored.logprobs[-1].begin + 1
+                own = [replace(one, begin=begin + one.begin) for one in event.logprobs]
+                yield replace(event, logprobs=(*scored.logprobs, *own))
 
     async def _events(self, request: core.Request, arrived: float) -> AsyncGenerator[core.Event, None]:
         """Yields the engine's events and records TTFT and inter-token time.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from ragjax import core
 from ragjax.serve.response import Json, account
-from ragjax.serve.schema.message import CountBody
 from ragjax.serve.tool_calls import CallReader, Piece
 
 if TYPE_CHECKING:
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class MessageReply:
-    def __init__(self, engine: Service, body: CountBody, request: core.Request, notices: Sequence[str]):
+    def __init__(self, engine: Service, request: core.Request, notices: Sequence[str]):
         self._engine = engine
         self._notices = notices
-        self._cached = bool(body.breakpoints)
+        self._marked = bool(request.breakpoints)
         self._reader = CallReader(engine.call_form) if request.tools is not None else None
         self._content: list[Json] = []
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
@@ -89,9 +88,10 @@ class MessageReply:
         return {"type": kind, "index": len(self._content) - 1, **more}
 
     def _message(self, content: list[Json], answer: core.Answer | None) -> Json:
-        reason, usage, rag = None, _usage(0, 0, 0, False), None
+        reason, usage, rag = None, _usage(0, 0, 0, 0), None
         if answer is not None:
-            usage = _usage(answer.prompt_tokens, answer.cached_tokens, len(answer.tokens), self._cached)
+            written = answer.written if self._marked else 0
+            usage = _usage(answer.prompt_tokens, answer.cached_tokens, written, len(answer.tokens))
             called = self._reader is not None and self._reader.ended and answer.finish_reason == "stop"
             reason = "tool_use" if called else "max_tokens" if answer.finish_reason == "length" else "end_turn"
             reason = "stop_sequence" if answer.stop is not None else reason
@@ -107,12 +107,10 @@ class MessageReply:
         }
 
 
-def _usage(prompt: int, cached: int, said: int, breakpoints: bool) -> Json:
-    """Counts tokens: what was not cached counts as written if the request has breakpoints, as all of it is kept."""
-    new = max(0, prompt - cached)
+def _usage(prompt: int, cached: int, written: int, said: int) -> Json:
     return {
-        "input_tokens": 0 if breakpoints else new,
-        "cache_creation_input_tokens": new if breakpoints else 0,
+        "input_tokens": max(0, prompt - cached - written),
+        "cache_creation_input_tokens": written,
         "cache_read_input_tokens": cached,
         "output_tokens": said,
     }

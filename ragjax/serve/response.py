@@ -101,12 +101,13 @@ class Form(ABC):
         """Counts tokens: a prompt once, with what was cached of it for its first choice."""
         prompts = sum(answer.prompt_tokens for answer in answers[:: self._n])
         cached = sum(answer.cached_tokens for answer in answers[:: self._n])
+        written = sum(answer.written for answer in answers[:: self._n])
         completion = sum(len(answer.tokens) for answer in answers)
         return {
             "prompt_tokens": prompts,
             "completion_tokens": completion,
             "total_tokens": prompts + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
         }
 
     def _account(self, answer: core.Answer) -> Json:
@@ -234,6 +235,23 @@ class TextForm(Form):
             "top_logprobs": [_alternatives(t) for t in tokens],
             "text_offset": [t.begin for t in tokens],
         }
+
+
+class EchoForm(TextForm):
+    """Text completions that begin with their prompts."""
+
+    prompts: Sequence[str] = ()
+
+    def opening(self) -> list[Json]:
+        return [self._object(self.chunk_kind, [self._choice(i, {"text": text})]) for i, text in enumerate(self.prompts)]
+
+    def _message(self, number: int, answer: core.Answer) -> Json:
+        return {"text": self.prompts[number] + answer.text}
+
+    def _logprobs(self, tokens: Sequence[core.TokenLogprob]) -> Json:
+        told = super()._logprobs(tokens)
+        told["token_logprobs"][0] = told["top_logprobs"][0] = None  # of the prompt's first token
+        return told
 
 
 def logprobs_of(tokens: Sequence[core.TokenLogprob], spelled: Callable[[int], bytes]) -> list[Json]:

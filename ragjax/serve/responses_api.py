@@ -281,7 +281,7 @@ def _usage(answer: core.Answer) -> Json:
     said = len(answer.tokens)
     return {
         "input_tokens": answer.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+        "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": answer.written},
         "output_tokens": said,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": answer.prompt_tokens + said,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ragjax.core import Answer, Message, Rag, Request, RequestError, Sampling, Step, Tool, Tools
+from ragjax.core import Answer, Breakpoint, Message, Rag, Request, RequestError, Sampling, Step, Tool, Tools
 from ragjax.engine import Engine
 from ragjax.runner.runner import Runner
 from ragjax.schedule.grammar import Constraint, Grammars
@@ -224,10 +224,36 @@ def test_tokens_of_a_prompt_are_counted_before_it_is_answered(engine: Engine) ->
 def test_a_prompt_that_is_to_be_kept_is_or_the_answer_says_why_not(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = Request((Message("user", "How is it?"),), sampling=Sampling(2), rag=Rag(top_k=0), keep_s=60.0)
+    kept = (Breakpoint(60.0),)
+    request = Request((Message("user", "How is it?"),), sampling=Sampling(2), rag=Rag(top_k=0), breakpoints=kept)
     assert not answer_of(engine, request).notices
     monkeypatch.setattr("ragjax.cache.hierarchy.KEPT", 0.0)
     assert "the prompt is not kept longer" in answer_of(engine, request).notices[-1]
+
+
+def test_what_stands_before_a_breakpoint_is_kept_alone() -> None:
+    messages = (Message("system", "Be brief."), Message("user", "The lamp is red. How is it?"))
+    sizes = {place: 0 for place in ((0, 9), (1, 16), (None, 0))}
+    with tiny.engine() as engine:
+        for message, characters in sizes:
+            kept = (Breakpoint(60.0, message, characters),)
+            request = Request(messages, sampling=Sampling(2), rag=Rag(top_k=0), breakpoints=kept)
+            answer = answer_of(engine, request)
+            nodes = [node for node in engine._parts.cache.tree.nodes() if node.kept]
+            sizes[message, characters] = sum(map(len, nodes))
+        tokens = engine._preparation.composer.ground(request).prompt.tokens.tolist()
+        engine.audit()
+    *before, all_of_it = sizes.values()
+    text = [chr(token) if token < 256 else "|" for token in tokens]
+    assert "".join(text[: before[0]]).endswith("Be brief.|\n|user\n") and "".join(text[: before[1]]).endswith("is red.")
+    assert all_of_it == len(tokens) == answer.prompt_tokens and answer.written == 1
+
+
+def test_an_answer_is_as_long_as_fits_where_nothing_else_is_said(engine: Engine) -> None:
+    said = "?" * (engine.context_length - 60)
+    answer = answer_of(engine, Request((Message("user", said),), sampling=Sampling(None), rag=Rag(top_k=0)))
+    assert answer.prompt_tokens + len(answer.tokens) == engine.context_length or answer.finish_reason == "stop"
+    assert len(answer.tokens) > 0
 
 
 def test_an_answer_with_tools_and_a_schema_is_either(engine: Engine) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import CancelledError, wait
+from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ragjax.core import Answer, Prompt, Rag, Request, RequestError, Sampling, Segment
 from ragjax.core import Kind as SegmentKind
-from ragjax.core import Prompt, RequestError, Segment
 from ragjax.engine import Engine
 from ragjax.reuse.exact import Full
 from ragjax.schedule import decoding
@@ -124,3 +127,26 @@ def test_a_cancelled_future_cancels_its_request() -> None:
         until(lambda: engine.stats()["cancelled_total"])
         engine.audit()
         assert not engine.stats()["running"]
+
+
+def answer_of(engine: Engine, request: Request) -> Answer:
+    async def run() -> Answer:
+        return [event async for event in engine.submit(request) if isinstance(event, Answer)][-1]
+
+    return asyncio.run(run())
+
+
+def test_a_prompt_is_echoed_with_its_log_probabilities(engine: Engine) -> None:
+    tokens = (*b"The lamp", 5, 17)
+    sampling = Sampling(3, logprobs=2)
+    asked = Request(prompt=tokens, sampling=sampling, rag=Rag(top_k=0), echo=True)
+    answer = answer_of(engine, asked)
+    dense = np.asarray(tiny.decoder().logits(jnp.asarray(np.array(tokens, np.int32))))[:-1]
+    expected = np.asarray(jax.nn.log_softmax(dense))
+    told = answer.logprobs[1 : len(tokens)]
+    assert [one.id for one in answer.logprobs[: len(tokens)]] == [*tokens]
+    np.testing.assert_allclose([one.logprob for one in told], expected[np.arange(9), tokens[1:]], atol=1e-3)
+    assert [one.top[0][1] for one in told] == expected.argmax(axis=1).tolist()
+    assert answer.prompt_tokens == answer.segments[0].tokens == len(tokens) and answer.scores is None
+    (only,) = answer_of(engine, replace(asked, prompt=(65,), sampling=Sampling(1, logprobs=0))).logprobs[:1]
+    assert only.id == 65 and np.isnan(only.logprob)

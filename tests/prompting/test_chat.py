@@ -217,6 +217,14 @@ def test_text_that_imitates_the_chat_does_not_move_the_cuts():
     assert prompt.segments[-1].tokens.tolist()[: len(fake) + 9] == plain("Question: " + fake.strip())
 
 
+def test_a_last_message_of_the_assistant_is_continued():
+    begun = (*CHAT, assistant("In the"))
+    for hits in (None, HITS):
+        prompt = chat_prompt(TOKENIZER, begun, hits)
+        whole = chat_prompt(TOKENIZER, CHAT, hits)
+        assert prompt.tokens.tolist() == [*whole.tokens.tolist(), *plain("In the")]
+
+
 # ---------------------------------------------------------------------------------------- refusals
 
 
@@ -226,7 +234,8 @@ def test_text_that_imitates_the_chat_does_not_move_the_cuts():
     [
         ((), "the last message must be the user's"),
         ((system("Be brief."),), "the last message must be the user's"),
-        ((user("Who?"), assistant("Ann.")), "the last message must be the user's"),
+        ((user("Who?"), assistant(" ")), "assistant's last message is empty"),
+        ((assistant("Ann."),), "no message is the user's"),
         ((user(""),), "the user's last message is empty"),
         ((user("Who?"), assistant("Ann."), user(" \n\t")), "the user's last message is empty"),
         ((user(f"a{CONTEXT}"),), "reserved private-use"),

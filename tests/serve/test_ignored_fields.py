@@ -111,8 +111,6 @@ CONSTRAINING: dict[str, Any] = {
     "truncate_prompt_tokens": 8,
     "prompt_logprobs": 1,
     "echo": True,
-    "continue_final_message": True,
-    "add_generation_prompt": False,
     "typical_p": 0.5,
 }
 """Fields of other servers that constrain an answer."""

@@ -96,22 +96,48 @@ def test_a_text_and_calls_are_blocks_of_a_message_and_of_a_stream() -> None:
     assert json.loads("".join(part["partial_json"] for part in parts)) == {"city": "Ghent"}
 
 
-def test_breakpoints_tell_what_was_written(shared: Served) -> None:
+def test_breakpoints_tell_what_was_written() -> None:
     block = {"type": "text", "text": "a b c d e f g h i", **CACHED}
-    usage = post(shared, messages=[{"role": "user", "content": [block]}])["usage"]
-    assert (usage["input_tokens"], usage["cache_creation_input_tokens"]) == (0, 2)
-    refused = shared.post("/v1/messages", json={**BODY, "system": [block] * 5})
+    with serving(FakeEngine(written=2)) as served:
+        marked = post(served, messages=[{"role": "user", "content": [block]}])["usage"]
+        plain = post(served, messages=[{"role": "user", "content": "a b c d e f g h i"}])["usage"]
+        chat = served.post(json={"model": "fake", "messages": [ASKED]}).json()["usage"]
+        response = served.post("/v1/responses", json={"model": "fake", "input": "Hi"}).json()["usage"]
+        refused = served.post("/v1/messages", json={**BODY, "system": [block] * 5})
+    assert (marked["input_tokens"], marked["cache_creation_input_tokens"]) == (0, 2)
+    assert (plain["input_tokens"], plain["cache_creation_input_tokens"]) == (2, 0)
+    assert chat["prompt_tokens_details"] == {"cached_tokens": 7, "cache_write_tokens": 2}
+    assert response["input_tokens_details"] == {"cached_tokens": 7, "cache_write_tokens": 2}
     assert refused.status_code == 400 and "4 are taken" in refused.json()["error"]["message"]
 
 
-def test_a_prompt_is_kept_for_as_long_as_is_asked(caught: Caught) -> None:
+def test_what_stands_before_a_breakpoint_is_kept_for_as_long_as_is_asked(caught: Caught) -> None:
+    def kept(**fields: Any) -> list[tuple[float, int | None, int]]:
+        return [(one.seconds, one.message, one.characters) for one in request_of(caught, **fields).breakpoints]
+
     short = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
-    assert request_of(caught).keep_s == 0
-    assert request_of(caught, messages=[{"role": "user", "content": [short]}]).keep_s == 300
-    asked = request_of(caught, messages=[{"role": "user", "content": [short]}], tools=[{**TOOL, **CACHED}])
-    assert asked.keep_s == 3600, "the longest"
-    assert caught.request(prompt_cache_retention="24h").keep_s == 86_400
-    assert caught.request(prompt_cache_retention="in_memory").keep_s == 0
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "rain", **CACHED}
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "weather", "input": {}, **CACHED}]}
+    assert kept() == [] and kept(cache_control={"type": "ephemeral"}) == [(300, None, 0)]
+    assert kept(messages=[{"role": "user", "content": [short, {"type": "text", "text": "there"}]}]) == [(300, 0, 2)]
+    assert kept(system=[{"type": "text", "text": "Be"}, short], tools=[{**TOOL, **CACHED}]) == [
+        (300, 0, 5),
+        (3600, 0, 5),
+    ]
+    assert kept(tools=[{**TOOL, **CACHED}]) == [(3600, 0, 0)], "before what the user says"
+    assert kept(messages=[ASKED, call, {"role": "user", "content": [result]}]) == [(3600, 1, 0), (3600, 2, 4)]
+
+
+def test_openais_breakpoints_are_those_of_parts(caught: Caught) -> None:
+    mark = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    parts = [{"type": "text", "text": "Be brief.", **mark}, {"type": "text", "text": "?"}]
+    asked = caught.request(messages=[{"role": "user", "content": parts}], prompt_cache_options={"ttl": "30m"})
+    assert asked.breakpoints == (core.Breakpoint(1800.0, 0, 9),)
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "Hi", **mark}]}]
+    asked = caught.request("/v1/responses", input=items, instructions="Be brief.", prompt_cache_retention="24h")
+    assert asked.breakpoints == (core.Breakpoint(86_400.0, 1, 2),)
+    assert caught.request(prompt_cache_retention="24h").breakpoints == (core.Breakpoint(86_400.0),)
+    assert caught.request(prompt_cache_retention="in_memory").breakpoints == ()
 
 
 def test_tokens_are_counted_as_the_prompt_has_them(caught: Caught) -> None:

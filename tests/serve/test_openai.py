@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
 
 import openai
 import pytest
@@ -102,6 +105,30 @@ def test_completion_with_openai_client(shared: Served) -> None:
     assert choice.logprobs.token_logprobs == [-0.25] * 4
     assert choice.logprobs.top_logprobs[0] == {"The": -0.25, "other": -9999.0}
     assert answer.usage.prompt_tokens_details.cached_tokens == 7 and answer.model_extra["rag"]["strategy"] == "prefix"
+
+
+def test_a_prompt_comes_back_with_its_answer() -> None:
+    class Echoing(FakeEngine):
+        async def _generate(self, request: core.Request) -> AsyncGenerator[core.Event, None]:
+            async for event in super()._generate(request):
+                if request.echo and isinstance(event, core.Answer):
+                    event = replace(event, logprobs=told)
+                yield event
+
+    told = core.TokenLogprob("A", 65, float("nan")), core.TokenLogprob(" b", 66, -1.5, ((" b", 66, -1.5),), 1)
+    asked: Any = {"model": "fake", "prompt": "A b", "echo": True}
+    with serving(Echoing()) as served:
+        client = served.client()
+        scored = client.completions.create(**asked, logprobs=1, max_tokens=0)
+        both = client.completions.create(**asked, logprobs=1, max_tokens=1)
+        streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True))
+        assert client.completions.create(**asked).choices[0].text == streamed == f"A b{TEXT}"
+    choice = scored.choices[0]
+    assert (choice.text, choice.finish_reason, scored.usage.completion_tokens) == ("A b", "length", 0)
+    assert choice.logprobs.tokens == ["A", " b"] and choice.logprobs.token_logprobs == [None, -1.5]
+    assert choice.logprobs.top_logprobs == [None, {" b": -1.5}]
+    assert both.choices[0].logprobs.tokens == ["A", " b", "The"] and both.choices[0].text == "A bThe"
+    assert both.choices[0].logprobs.text_offset == [0, 1, 3] and both.usage.completion_tokens == 1
 
 
 def test_completion_stream(shared: Served) -> None:

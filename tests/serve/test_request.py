@@ -19,7 +19,7 @@ from tests.support.serving import CHAT, MESSAGES, Caught, Served, error_of, serv
 
 def test_defaults_reach_engine(caught: Caught) -> None:
     request = caught.request()
-    assert request == core.Request(messages=(core.Message("user", MESSAGES[0]["content"]),))
+    assert request == core.Request((core.Message("user", MESSAGES[0]["content"]),), sampling=core.Sampling(None))
 
 
 def test_sampling_reaches_engine(caught: Caught) -> None:
@@ -107,7 +107,7 @@ def test_completion_reaches_engine(caught: Caught) -> None:
     rag = {"strategy": "full", "recompute_ratio": 1}
     request = caught.request("/v1/completions", prompt="a", logprobs=3, echo=False, best_of=1, rag=rag)
     expected = core.Rag(top_k=0, strategy="full", recompute_ratio=1.0)
-    assert request == core.Request(prompt="a", sampling=core.Sampling(logprobs=3), rag=expected)
+    assert request == core.Request(prompt="a", sampling=core.Sampling(None, logprobs=3), rag=expected)
     assert caught.request("/v1/completions", prompt=[5, 7]).prompt == (5, 7)
     caught.request("/v1/completions", prompt=[[5], [6, 7]])
     assert [request.prompt for request in caught.engine.requests[-2:]] == [(5,), (6, 7)]
@@ -243,8 +243,9 @@ def test_bad_value_names_its_field(shared: Served, path: str, value: Any, param:
         ({"prompt": [-1]}, "prompt[0][0]"),
         ({"prompt": [[1], [True]]}, "prompt[1][0]"),
         ({"prompt": ["a"] * 65}, "prompt"),
-        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "echo"),
         ({"prompt": "a", "echo": 0}, "echo"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "best_of": True}, "best_of"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),

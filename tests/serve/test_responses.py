@@ -56,7 +56,7 @@ def refused(served: Served, **fields: Any) -> dict[str, Any]:
 
 
 def test_a_text_is_what_chat_would_ask(caught: Caught) -> None:
-    assert asked(caught) == core.Request(messages=(core.Message("user", ASK["input"]),))
+    assert asked(caught) == core.Request((core.Message("user", ASK["input"]),), sampling=core.Sampling(None))
 
 
 def test_fields_reach_the_engine(caught: Caught) -> None:
@@ -217,7 +217,7 @@ def test_a_whole_response(shared: Served) -> None:
     )
     assert made["usage"] == {
         "input_tokens": 6,
-        "input_tokens_details": {"cached_tokens": 7},
+        "input_tokens_details": {"cached_tokens": 7, "cache_write_tokens": 0},
         "output_tokens": 6,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 12,

@@ -35,6 +35,7 @@ class FakeEngine:
     error: BaseException | None = None
     breakdown: BaseException | None = None
     sound: int = 2
+    written: int = 0
     max_queue: int = 64
     context_length: int = 64
     model_name: str = "fake"
@@ -137,8 +138,8 @@ class FakeEngine:
         if strategy and strategy not in self.strategies:
             message = f"unknown strategy {strategy!r}; there are {', '.join(self.strategies)}"
             raise core.RequestError(message, param="rag.strategy", code="invalid_value")
-        wanted = self._prompt_tokens(request) + request.sampling.max_tokens
-        if request.sampling.max_tokens != core.Sampling().max_tokens and wanted > self.context_length:
+        wanted = self._prompt_tokens(request) + (request.sampling.max_tokens or 0)
+        if request.sampling.max_tokens is not None and wanted > self.context_length:
             message = f"prompt and answer need {wanted} tokens; the context has {self.context_length}"
             raise core.RequestError(message, param="messages", code="context_length_exceeded")
 
@@ -160,6 +161,7 @@ class FakeEngine:
             tokens=tuple(range(len(shown))),
             prompt_tokens=self._prompt_tokens(request),
             cached_tokens=7,
+            written=self.written,
             strategy=(request.rag and request.rag.strategy) or self.default_strategy,
             exact_to=None if approximate else "full",
             segments=(

@@ -24,6 +24,7 @@ MOST_ENTRIES = 2**14
 """Entries of a list that stands in the prompt, at most: each costs a token or more, and 25 microseconds to validate."""
 TOO_LONG = "context_length_exceeded"
 """Code of an error about more than any context holds."""
+TEXT_ONLY = "this server reads and answers text: leave it out"
 One = Annotated[int, Field(ge=1, le=1)]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -116,6 +117,19 @@ def at_most(
         return given
 
     return BeforeValidator(check)
+
+
+def texts_as(kind: str, given: object) -> BeforeValidator:
+    """Takes a text for a list of one part of this type. given: the type that clients are told of."""
+
+    def parts(content: object) -> object:
+        for part in content if isinstance(content, list) else ():
+            other = part.get("type") if isinstance(part, dict) else None
+            if other in ("image_url", "input_audio", "video_url", "file"):
+                raise ValueError(f"{other} is not read, here or in earlier turns: {TEXT_ONLY}")
+        return [{"type": kind, "text": content}] if isinstance(content, str) else content
+
+    return BeforeValidator(parts, json_schema_input_type=given)
 
 
 def tag_of(default: str) -> Callable[[object], str]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from ragjax import core
 from ragjax.serve.schema.body import (
     MOST_ENTRIES,
+    TEXT_ONLY,
     TOO_LONG,
     Body,
     Count,
@@ -26,11 +28,12 @@ from ragjax.serve.schema.body import (
     as_json,
     at_most,
     refuse_beside,
+    texts_as,
 )
 from ragjax.serve.schema.rag import ChatRag, TextRag
 
 if TYPE_CHECKING:
-    from ragjax.serve.schema.response import ResponseChoice
+    from ragjax.serve.schema.response import InputPart, ResponseChoice
 
 NO_EFFECT = frozenset(
     {
@@ -39,7 +42,6 @@ NO_EFFECT = frozenset(
     }
 )
 """Fields of OpenAI's API that have no effect here, whatever they say."""
-TEXT_ONLY = "this server reads and answers text: leave it out"
 _GRAMMAR = Refusal("use response_format with a json_schema instead")
 _SAMPLING = Refusal("use temperature, top_p and top_k instead", (0, 0.0, False))
 _CHAT = Refusal("use /v1/chat/completions", ([],))
@@ -63,13 +65,13 @@ REFUSED: Mapping[str, Refusal] = {
     "include_stop_str_in_output": Refusal("an answer ends before its stop string", (False,)),
     "skip_special_tokens": Refusal("control tokens are no part of a text", (True,)),
     "chat_template": Refusal("chats are written with the model's own template, which takes chat_template_kwargs"),
-    "add_generation_prompt": Refusal("the assistant answers in any case", (True,)),
-    "continue_final_message": Refusal("use /v1/completions to go on with a text", (False,)),
 }
 """Fields that would change the answer and cannot be had."""
 Retention = Literal["in_memory", "in-memory", "24h"]
-KEEP_S: Mapping[str, float] = {"24h": 86_400.0, "5m": 300.0, "1h": 3600.0}
+KEEP_S: Mapping[str, float] = {"24h": 86_400.0, "5m": 300.0, "30m": 1800.0, "1h": 3600.0}
 """Seconds for which a prompt is kept, by what clients call them."""
+MOST_BREAKPOINTS = 4
+"""Breakpoints of a prompt, at most, as in the APIs of others."""
 MOST_BIASES = 2**10
 """Entries of logit_bias, at most; OpenAI's clients send at most 300."""
 MOST_CALLS = 2**12
@@ -78,18 +80,25 @@ fill a context of 120,000 tokens."""
 FEW_TOOLS = at_most(128, "tools", "Send fewer tools", field="tools")
 
 
-def _parts(content: object) -> object:
-    for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("image_url", "input_audio", "video_url", "file"):
-            raise ValueError(f"{kind} is not read, here or in earlier turns: {TEXT_ONLY}")
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 def _no_refusal(refusal: object) -> object:
     if refusal is not None:
         raise ValueError("send what was said as content")
     return refusal
+
+
+class CacheBreakpoint(Body):
+    """A mark: what stands before it is kept."""
+
+    mode: Literal["explicit"]
+
+
+class CacheOptions(Body):
+    """How prompts are kept. They are matched at any token, so an implicit breakpoint has no effect."""
+
+    no_effect = frozenset({"mode"})
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m"] | None = None
 
 
 class TextPart(Body):
@@ -97,6 +106,27 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: Text
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+
+def breakpoints_of(
+    contents: Mapping[int, Sequence[TextPart | InputPart]], retention: str | None
+) -> tuple[core.Breakpoint, ...]:
+    """The breakpoints in the parts of messages, or the one behind the prompt if it is to be kept.
+
+    contents: parts by the number of their message, which joins them by line breaks. retention: of the whole request.
+    """
+    found = []
+    for number, parts in contents.items():
+        size = -1
+        for part in parts:
+            size += 1 + len(part.text)
+            if part.prompt_cache_breakpoint is not None:
+                found.append(core.Breakpoint(KEEP_S.get(retention or "", KEEP_S["30m"]), number, size))
+    if found:
+        return tuple(found[-MOST_BREAKPOINTS:])
+    seconds = KEEP_S.get(retention or "", 0.0)
+    return (core.Breakpoint(seconds),) if seconds else ()
 
 
 class CalledFunction(Body):
@@ -127,7 +157,7 @@ class ChatMessage(RefusingBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Annotated[list[TextPart], Field(fail_fast=True)] | None,
-        BeforeValidator(_parts, json_schema_input_type=str | list[TextPart] | None),
+        texts_as("text", str | list[TextPart] | None),
     ] = None
     refusal: Annotated[None, BeforeValidator(_no_refusal)] = None
     tool_calls: Annotated[list[CalledTool], Field(fail_fast=True)] | None = None
@@ -323,11 +353,7 @@ class GenerationBody(RefusingBody):
     repetition_penalty: float | None = None
     user: Text | None = None
     prompt_cache_retention: Retention | None = None
-
-    @property
-    def keep_s(self) -> float:
-        """Seconds for which the prompt is kept."""
-        return KEEP_S.get(self.prompt_cache_retention or "", 0.0)
+    prompt_cache_options: CacheOptions | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -340,8 +366,7 @@ class GenerationBody(RefusingBody):
         names |= {"presence_penalty", "frequency_penalty", "repetition_penalty"}
         given = self.model_dump(include=names, exclude_none=True)
         given["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
-        if max_tokens is not None:
-            given["max_tokens"] = max_tokens
+        given["max_tokens"] = max_tokens
         if self.top_p == 0:  # the likeliest token alone
             given |= {"top_p": 1.0, "top_k": 1}
         return core.Sampling(**given, logprobs=logprobs)
@@ -405,6 +430,8 @@ class ChatBody(GenerationBody):
     response_format: ResponseFormat | None = None
     tools: Annotated[list[ChatTool], Field(fail_fast=True), FEW_TOOLS] | None = None
     parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: Annotated[dict[FunctionName, bool], Field(max_length=16)] | None = None
     tool_choice: Annotated[ToolChoice, BeforeValidator(typed, json_schema_input_type=str | ToolChoice)] | None = None
     rag: ChatRag | None = Field(default_factory=ChatRag)
@@ -420,6 +447,12 @@ class ChatBody(GenerationBody):
             raise core.RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         alternatives = (self.top_logprobs or 0) if self.logprobs else None
         sampling = self._sampling(self.max_tokens or self.max_completion_tokens, alternatives)
+        continued = self.messages[-1].role == "assistant"
+        asked = {"continue_final_message": continued, "add_generation_prompt": not continued}
+        for name, value in asked.items():
+            if getattr(self, name) not in (None, value):
+                reason = f"{name} is {json.dumps(value)} here: a last message of the assistant's is continued, no other"
+                raise core.RequestError(reason, param=name, code="invalid_value")
         form = self.response_format
         schema = None if form is None else form.to_core()
         strict = form is not None and form.json_schema is not None and bool(form.json_schema.strict)
@@ -431,15 +464,12 @@ class ChatBody(GenerationBody):
                 [tool.function.to_core() for tool in self.tools or ()], self.tool_choice, self.parallel_tool_calls
             ),
             template=self.chat_template_kwargs or {},
-            keep_s=self.keep_s,
+            breakpoints=breakpoints_of(
+                {i: message.content for i, message in enumerate(self.messages) if message.content},
+                self.prompt_cache_retention,
+            ),
         )
         return choices([request], self.n or 1)
-
-
-def _only_false(value: bool) -> bool:
-    if value:
-        raise ValueError("only false is supported")
-    return value
 
 
 def _prompts(prompt: object) -> object:
@@ -471,7 +501,8 @@ class CompletionBody(GenerationBody):
         BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Annotated[bool, AfterValidator(_only_false)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    echo: bool | None = None
     best_of: One | None = None
     rag: TextRag | None = None
 
@@ -485,7 +516,14 @@ class CompletionBody(GenerationBody):
             detail=bool(given.detail),
             recognise=given.recognise,
         )
-        sampling = self._sampling(self.max_tokens, self.logprobs)
+        scored = bool(self.echo) and self.logprobs is not None
+        if self.max_tokens == 0 and not self.echo:
+            raise core.RequestError("max_tokens is 0 beside echo alone", param="max_tokens", code="invalid_value")
+        if scored and self.stream:
+            reason = "log-probabilities of a prompt are not streamed: leave out stream, echo or logprobs"
+            raise core.RequestError(reason, param="echo", code="invalid_value")
+        sampling = self._sampling(self.max_tokens if self.max_tokens != 0 else 1, self.logprobs)
         prompts = (prompt if isinstance(prompt, str) else tuple(prompt) for prompt in self.prompt)
-        asked = [core.Request(prompt=one, sampling=sampling, rag=rag, keep_s=self.keep_s) for one in prompts]
+        kept = breakpoints_of({}, self.prompt_cache_retention)
+        asked = [core.Request(prompt=one, sampling=sampling, rag=rag, breakpoints=kept, echo=scored) for one in prompts]
         return choices(asked, self.n or 1)

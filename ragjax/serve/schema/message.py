@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from ragjax import core
 from ragjax.serve.schema.body import (
@@ -23,13 +23,23 @@ from ragjax.serve.schema.body import (
     as_json,
     at_most,
     tag_of,
+    texts_as,
 )
-from ragjax.serve.schema.chat import FEW_MESSAGES, FEW_TOOLS, KEEP_S, FunctionTool, NamedFunction, ToolChoice, tools_of
+from ragjax.serve.schema.chat import (
+    FEW_MESSAGES,
+    FEW_TOOLS,
+    KEEP_S,
+    MOST_BREAKPOINTS,
+    FunctionTool,
+    NamedFunction,
+    ToolChoice,
+    tools_of,
+)
 from ragjax.serve.schema.rag import ChatRag
 
 
 class CacheControl(Body):
-    """A breakpoint of the prompt cache: the prompt is kept for this time, within the tenant's bound."""
+    """A breakpoint of the prompt cache: what stands before it is kept for this time, within the tenant's bound."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -57,13 +67,9 @@ class ToolUse(_ContentBlock):
     input: dict[str, Any]
 
 
-def _texts(content: object) -> object:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 Texts = Annotated[
     Annotated[list[TextBlock], Field(fail_fast=True)],
-    BeforeValidator(_texts, json_schema_input_type=str | list[TextBlock]),
+    texts_as("text", str | list[TextBlock]),
 ]
 
 
@@ -103,21 +109,30 @@ class TurnBody(Body):
     role: Literal["user", "assistant"]
     content: Annotated[
         Annotated[list[Block], Field(fail_fast=True)],
-        BeforeValidator(_texts, json_schema_input_type=str | list[Block]),
+        texts_as("text", str | list[Block]),
     ]
 
-    def to_core(self) -> Iterator[core.Message]:
-        """Yields results of tools, each as a message, and then what is said and called."""
-        calls = []
+    def to_core(self) -> Iterator[tuple[core.Message, list[tuple[int, CacheControl]]]]:
+        """Yields results of tools, each as a message, and then what is said and called.
+
+        With each message come its breakpoints, and the characters before them.
+        """
+        calls, said, marks = [], list[str](), list[tuple[int, CacheControl]]()
         for block in self.content:
+            mark = [] if block.cache_control is None else [block.cache_control]
+            if isinstance(block, ToolResult):
+                result = "\n".join(part.text for part in block.content or ())
+                inner = [part.cache_control for part in block.content or () if part.cache_control is not None]
+                message = core.Message("tool", result, tool_call_id=block.tool_use_id)
+                yield message, [(len(result), one) for one in (*inner, *mark)]
+                continue
             if isinstance(block, ToolUse):
                 calls.append(core.ToolCall(block.id, block.name, as_json(block.input, "messages")))
-            elif isinstance(block, ToolResult):
-                result = "\n".join(part.text for part in block.content or ())
-                yield core.Message("tool", result, tool_call_id=block.tool_use_id)
-        said = [block.text for block in self.content if isinstance(block, TextBlock)]
+            elif isinstance(block, TextBlock):
+                said.append(block.text)
+            marks += [(len("\n".join(said)), one) for one in mark]
         if said or calls or self.role == "assistant" or not self.content:
-            yield core.Message(self.role, "\n".join(said), tuple(calls))
+            yield core.Message(self.role, "\n".join(said), tuple(calls)), marks
 
 
 class MessageTool(Body):
@@ -161,9 +176,6 @@ class ThinkingConfig(Body):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-MOST_BREAKPOINTS = 4
-
-
 class CountBody(RefusingBody):
     """Body of POST /v1/messages/count_tokens. `rag: null` turns retrieval off."""
 
@@ -195,34 +207,43 @@ class CountBody(RefusingBody):
     cache_control: CacheControl | None = None
     rag: ChatRag | None = Field(default_factory=ChatRag)
 
-    @property
-    def breakpoints(self) -> list[CacheControl]:
-        """Breakpoints of the prompt cache."""
-        blocks = [block for turn in self.messages for block in turn.content]
-        places = (self, *(self.system or ()), *(self.tools or ()), *blocks)
-        return [one.cache_control for one in places if one.cache_control is not None]
-
     def to_core(self) -> core.Request:
         """Makes the request.
 
         Raises:
             core.RequestError: for fields that contradict each other.
         """
-        breakpoints = self.breakpoints
+        choice, system, marks = self.tool_choice, "", list[tuple[int, CacheControl]]()
+        for block in self.system or ():
+            system += f"\n{block.text}" if system else block.text
+            marks += [] if block.cache_control is None else [(len(system), block.cache_control)]
+        # templates show tools with what the system says
+        marks += [(len(system), tool.cache_control) for tool in self.tools or () if tool.cache_control is not None]
+        said = [pair for turn in self.messages for pair in turn.to_core()]
+        said = (
+            [(core.Message("system", system), marks), *said]
+            if system
+            else [(said[0][0], marks + said[0][1]), *said[1:]]
+        )
+        breakpoints = [
+            core.Breakpoint(KEEP_S[mark.ttl or "5m"], number, size)
+            for number, (_, found) in enumerate(said)
+            for size, mark in found
+        ]
+        if self.cache_control is not None:
+            breakpoints.append(core.Breakpoint(KEEP_S[self.cache_control.ttl or "5m"]))
         if len(breakpoints) > MOST_BREAKPOINTS:
             reason = f"cache_control stands in {len(breakpoints)} places; {MOST_BREAKPOINTS} are taken"
             raise core.RequestError(reason, param="cache_control", code="invalid_value")
-        choice, system = self.tool_choice, "\n".join(block.text for block in self.system or ())
-        said = [message for turn in self.messages for message in turn.to_core()]
         parallel = None if choice is None else not choice.disable_parallel_tool_use
         tools = [tool.to_core() for tool in self.tools or ()]
         return core.Request(
-            messages=(*([core.Message("system", system)] if system else []), *said),
+            messages=tuple(message for message, _ in said),
             sampling=self._sampling(),
             rag=None if self.rag is None else self.rag.to_core(),
             tools=tools_of(tools, None if choice is None else choice.to_core(), parallel),
             template={} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"},
-            keep_s=max((KEEP_S[one.ttl or "5m"] for one in breakpoints), default=0.0),
+            breakpoints=tuple(breakpoints),
         )
 
     def _sampling(self) -> core.Sampling:

@@ -25,16 +25,19 @@ from ragjax.serve.schema.body import (
     at_most,
     refuse_beside,
     tag_of,
+    texts_as,
 )
 from ragjax.serve.schema.chat import (
     FEW_TOOLS,
-    KEEP_S,
     NO_EFFECT,
     REFUSED,
+    CacheBreakpoint,
+    CacheOptions,
     FunctionTool,
     NamedFunction,
     Retention,
     ToolChoice,
+    breakpoints_of,
     idle_tools,
     schema_text,
     tools_of,
@@ -56,15 +59,12 @@ class InputPart(Body):
     text: Text
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-
-
-def _parts(content: object) -> object:
-    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
 Parts = Annotated[
     Annotated[list[InputPart], Field(fail_fast=True)],
-    BeforeValidator(_parts, json_schema_input_type=str | list[InputPart]),
+    texts_as("input_text", str | list[InputPart]),
 ]
 
 
@@ -127,21 +127,23 @@ Item = Annotated[
 ]
 
 
-def messages_of(items: Sequence[Item], instructions: str | None = None) -> tuple[core.Message, ...]:
-    """The chat that the items are: calls belong to the assistant's message before them.
+def messages_of(
+    items: Sequence[Item], instructions: str | None = None
+) -> tuple[tuple[core.Message, ...], Mapping[int, Sequence[InputPart]]]:
+    """The chat that the items are, and the parts of its messages: calls belong to the assistant's message before them.
 
     instructions: what the system says first.
     """
+    parts: dict[int, Sequence[InputPart]] = {}
     found: list[core.Message] = [] if instructions is None else [core.Message("system", instructions)]
     calls: dict[int, list[core.ToolCall]] = {}  # of each message, by its place
     for item in items:
         if isinstance(item, InputMessage):
-            found.append(
-                core.Message(
-                    "system" if item.role == "developer" else item.role, "\n".join(part.text for part in item.content)
-                )
-            )
+            parts[len(found)] = item.content
+            role = "system" if item.role == "developer" else item.role
+            found.append(core.Message(role, "\n".join(part.text for part in item.content)))
         elif isinstance(item, FunctionCallOutput):
+            parts[len(found)] = item.output
             found.append(core.Message("tool", "\n".join(part.text for part in item.output), tool_call_id=item.call_id))
         elif isinstance(item, FunctionCall):
             call = core.ToolCall(item.call_id, item.name, item.arguments)
@@ -150,7 +152,7 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> tuple
             calls.setdefault(len(found) - 1, []).append(call)
     for place, made in calls.items():
         found[place] = replace(found[place], tool_calls=tuple(made))
-    return tuple(found)
+    return tuple(found), parts
 
 
 _SEND = Refusal("responses are not kept: send the earlier items in input instead")
@@ -266,6 +268,7 @@ class ResponseBody(RefusingBody):
     tools: Annotated[list[AnyTool], Field(fail_fast=True), FEW_TOOLS] | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_retention: Retention | None = None
+    prompt_cache_options: CacheOptions | None = None
     tool_choice: (
         Annotated[ResponseChoice, BeforeValidator(typed, json_schema_input_type=str | ResponseChoice)] | None
     ) = None
@@ -308,18 +311,20 @@ class ResponseBody(RefusingBody):
         Raises:
             core.RequestError: for fields that contradict each other.
         """
-        said = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_output_tokens}
+        said = {"temperature": self.temperature, "top_p": self.top_p}
         given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+        given["max_tokens"] = self.max_output_tokens
         wanted = self.top_logprobs is not None or LOGPROBS in (self.include or ())
         form = None if self.text is None else self.text.format
         schema, strict = (None, False) if form is None else (form.to_core(), bool(form.strict))
         logprobs = (self.top_logprobs or 0) if wanted else None
+        messages, parts = messages_of(self.input, self.instructions)
         return core.Request(
-            messages=messages_of(self.input, self.instructions),
+            messages=messages,
             sampling=core.Sampling(**given, logprobs=logprobs, json_schema=schema, strict=strict),
             rag=self._rag(sources),
             tools=self._functions(),
-            keep_s=KEEP_S.get(self.prompt_cache_retention or "", 0.0),
+            breakpoints=breakpoints_of(parts, self.prompt_cache_retention),
         )
 
     def _rag(self, sources: tuple[core.Source, ...]) -> core.Rag | None:

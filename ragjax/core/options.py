@@ -20,8 +20,9 @@ from ragjax.core.prompt import Keep
 from ragjax.core.registry import name_of, settings_of, strategy_named
 
 AtRest = Literal["raw", "int8", "int4"]
-WeightBits = Literal["stored", "int8", "int4"]
 """How KV is encoded below the device."""
+
+WeightBits = Literal["stored", "int8", "int4"]
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 DTYPES = get_args(Dtype)
@@ -87,7 +88,7 @@ class Guesses:
         return Guesses(**{"stages": int(name_of(text)), **settings})
 
 
-VariantMode = Literal["off", "above", "fill", "background"]
+VariantMode = Literal["off", "above", "fill"]
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,8 @@ class CraftVariants:
     """Variants of chunks (Cache-Craft, section 3.3): when one is computed for a new prefix, and the focus.
 
     when: off: never; above: if mending the best variant takes more than tau, before alpha; fill: always until there are
-    as many variants as are kept, from then on as above; background: as fill, but behind the answer, which is mended.
-    focus: whether `craft` stops early too (Algorithm 1). window: layers in a row that must agree on the focus; the
-    paper names no value.
+    as many variants as are kept, from then on as above. focus: whether `craft` stops early too (Algorithm 1). window:
+    layers in a row that must agree on the focus; the paper names no value.
     """
 
     when: VariantMode
@@ -113,7 +113,7 @@ class CraftVariants:
         try:
             known = when.validate_python(name_of(text))
         except ValidationError:
-            raise ConfigError("must be off, fill, above=TAU or background, with tau=, focus= or window=") from None
+            raise ConfigError("must be off, fill or above=TAU, with tau=, focus= or window=") from None
         return CraftVariants(known, **settings_of("craft-variants", text, CraftVariants))
 
 
@@ -199,7 +199,7 @@ class EngineOptions:
     craft_variants: Annotated[
         str,
         AfterValidator(_readable_variants),
-        Flag(REUSE, "when craft keeps a chunk anew: off, fill, above=TAU, background (docs/reuse.md)", "WHEN"),
+        Flag(REUSE, "when craft keeps a chunk anew: off, fill, above=TAU (docs/reuse.md)", "WHEN"),
     ] = "off"
     dtype: Annotated[Dtype, Flag(REUSE, "weights and KV; auto suits the device (docs/kernels.md)")] = "auto"
     weights: Annotated[

@@ -255,18 +255,13 @@ class Loop:
         return landed
 
     def _after(self, state: RequestState, answer: Answer) -> None:
-        """Record an answered request, and have it run again if it was drawn, or for the sake of later ones."""
+        """Record an answered request, and have it run again if it was drawn."""
         if self._recorder is not None and not state.background:
             self._recorder.add(
                 state.times.arrival, state.request.tenant, state.strategy.name, state.prompt, len(state.generated)
             )
-        again = [self._replays.of(state, answer)]
-        if not state.background:
-            more = state.strategy.afterwards(state.prompt, self._cache, state.request.tenant)
-            again += [self._replays.later(state, more)] if more is not None else []
-        for one in again:
-            if one is not None:
-                self.requests.arrive(one)
+        if (again := self._replays.of(state, answer)) is not None:
+            self.requests.arrive(again)
 
     def _launch(self) -> bool:
         self._copying(self._pauses.make_room)

@@ -1,7 +1,6 @@
 """Shadow replay: a finished request runs once more, in `full` and while nothing else runs, and the two are compared.
 
-Where the model has no quality report, settings that may serve such requests run it too, one after the other. And a
-strategy may have a request run again to keep what later ones need (`Strategy.afterwards`).
+Where the model has no quality report, settings that may serve such requests run it too, one after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from ragjax.engine.prepare import Preparation
 from ragjax.quality.contract import QUEUE, Contract
 from ragjax.quality.evidence import ShadowTrial
 from ragjax.quality.report import Setting, divergence
-from ragjax.reuse.base import Strategy
 from ragjax.reuse.exact import Full
 from ragjax.schedule.state import RequestState
 
@@ -50,7 +48,6 @@ class Replays:
     def __init__(self, contract: Contract):
         self._contract = contract
         self._running: dict[str, _Replay] = {}  # by the name of the request that runs one again now
-        self._later: dict[str, bytes] = {}  # what runs for later requests: the prompt but for its question, by name
 
     def of(self, state: RequestState, answer: Answer) -> RequestState | None:
         """The request that is to run next for one that has ended; None if there is nothing to compare."""
@@ -63,24 +60,6 @@ class Replays:
             _log.exception("shadow replay failed")
             self._contract.drop("failed")
             return None
-
-    def later(self, state: RequestState, strategy: Strategy) -> RequestState | None:
-        """The request that runs an ended one again by this strategy; None if one with its chunks does, or too many."""
-        raw = state.prompt.tokens[: state.prompt.starts[-2]].tobytes()
-        if len(self._later) >= QUEUE or raw in self._later.values():
-            return None
-        request = Request(
-            sampling=Sampling(max_tokens=1), tenant=state.request.tenant, background=True,
-            grounded=Grounded(state.plain),
-        )  # fmt: skip
-
-        def sink(event: Event | BaseException) -> None:
-            if isinstance(event, BaseException | Answer):
-                del self._later[again.id]
-
-        again = self.preparation.state(request, sink, time.perf_counter(), strategy)
-        self._later[again.id] = raw
-        return again
 
     def _begin(self, state: RequestState, answer: Answer) -> RequestState | None:
         tries = list(self._contract.candidates) if state.picked else []

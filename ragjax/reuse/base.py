@@ -92,10 +92,6 @@ class Strategy(ABC):
         the layers that it reads of all matches have arrived, be they matched below the device.
         """
 
-    def afterwards(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Strategy | None:
-        """A strategy by which an answered prompt runs once more while no request waits, for the sake of later ones."""
-        return None
-
     def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         """Decoding has ended: keep what is worth it, nothing by default.
 

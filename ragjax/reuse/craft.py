@@ -8,8 +8,7 @@ share of the reused chunks' tokens is that ratio exactly. All happens in one pas
 
 New variants (section 3.3): a chunk in a prefix that none of its variants was computed behind is computed whole, and
 kept, as `CraftVariants` says: always while there is room for variants, later if the best one's CFO (before alpha) is
-above tau. A request's ratio is a share of the other chunks. With `background` the request mends what there is, and its
-prompt runs again later to make the variants.
+above tau. A request's ratio is a share of the other chunks.
 
 What the paper leaves open: a chunk that was mended is a mixture of old and new KV and is not kept; a chunk whose tokens
 are all computed again is a new variant. Of variants that need equally little mending, that which was computed behind
@@ -20,7 +19,7 @@ behind the layer that tells which chunks the question looks at; from there the o
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -48,7 +47,7 @@ from ragjax.core import (
     Tokens,
 )
 from ragjax.core.passes import sections
-from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, owner_of, segments_of
+from ragjax.reuse.base import LOGITS, Allocation, indices, owner_of, segments_of
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.head import (
     ChunkStrategy,
@@ -166,21 +165,6 @@ class Craft(ChunkStrategy):
         if when == "fill" and not cache.matcher.variants.full:
             return -1.0
         return self.variants.tau if when in ("above", "fill") else 1.0
-
-    def afterwards(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Strategy | None:
-        """The same strategy in the mode `fill`, if it would make a variant of a chunk that has none for its prefix."""
-        if self.variants.when != "background":
-            return None
-        filling = Craft(
-            self.name, alpha=self.alpha, variants=replace(self.variants, when="fill"), fused=self._fused,
-            overhead=self._overhead,
-        )  # fmt: skip
-        most, head = filling._serves_to(cache), prompt.tokens[: system_length(prompt)]
-        for i in segments_of(prompt, Kind.CHUNK):
-            kept = cache.matcher.find_variants(prompt.segments[i].tokens, VARIANT, tenant, head)
-            if not self._takes_fused(prompt, i) and not rank(kept, before(prompt, i), self._overhead, most):
-                return filling
-        return None
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """One pass over what is missing or mended and the query segments; with focus, one a stage until it is known."""

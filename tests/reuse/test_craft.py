@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -257,7 +256,7 @@ def test_prefixes_fill_the_room_for_variants_and_then_make_room_above_tau_alone(
         executor.cache.audit(())
 
 
-@pytest.mark.parametrize("when", ["off", "fill", "background"])
+@pytest.mark.parametrize("when", ["off", "fill"])
 def test_the_mean_fix_overhead_falls_over_a_zipf_stream_if_variants_are_made(when: VariantMode) -> None:
     random, weight, found = np.random.default_rng(0), 1 / np.arange(1, 6), list[float]()
     executor, craft = Executor(pages=800), Craft(variants=CraftVariants(when))
@@ -267,26 +266,9 @@ def test_the_mean_fix_overhead_falls_over_a_zipf_stream_if_variants_are_made(whe
         done = executor.run(craft, prompt)
         # the share of a chunk that is computed is its CFO, or 1 if it is a new variant
         found.append(float(np.mean([one.recomputed / one.tokens for one in done.plan.reports[1:-1]])))
-        later = craft.afterwards(prompt, executor.cache, "")
-        if later is not None:
-            executor.run(later, prompt)
-            assert craft.afterwards(prompt, executor.cache, "") is None
     early, late = np.mean(found[:15]), np.mean(found[-30:])
     assert (late > 0.75 * early) if when == "off" else (late < early / 3)
     assert when == "fill" or done.plan.figures["cfo"] == pytest.approx(found[-1], abs=0.1)  # of whole tokens
-
-
-def test_a_request_is_mended_at_once_where_variants_are_made_in_the_background() -> None:
-    executor, craft = Executor(), Craft(alpha=0.5, variants=CraftVariants("background"))
-    executor.run(craft, ask(0, 1))
-    done = executor.run(craft, ask(2, 1))
-    assert done.plan.reports[2].recomputed < LENGTHS[1]
-    assert len(executor.cache.matcher.find_variants(chunk(1).tokens, VARIANT)) == 1
-    later = craft.afterwards(ask(2, 1), executor.cache, "")
-    assert later is not None
-    executor.run(later, ask(2, 1))
-    assert len(executor.cache.matcher.find_variants(chunk(1).tokens, VARIANT)) == 2
-    assert len(rows_of(executor.run(craft, ask(2, 1, question=1)))) == 6
 
 
 def test_the_last_ten_segments_name_a_variant() -> None:
@@ -300,7 +282,7 @@ def test_the_last_ten_segments_name_a_variant() -> None:
         ("off", CraftVariants("off")),
         ("fill", CraftVariants("fill", 0.5)),
         ("above=0.7", CraftVariants("above", 0.7)),
-        ("background:tau=0.6,focus=on,window=4", CraftVariants("background", 0.6, True, 4)),
+        ("fill:tau=0.6,focus=on,window=4", CraftVariants("fill", 0.6, True, 4)),
     ],
 )
 def test_settings_of_variants(given: str, wanted: CraftVariants) -> None:
@@ -670,23 +652,6 @@ def test_the_engine_says_what_the_executor_says() -> None:
             logits = future.result().logits
             assert logits is not None
             np.testing.assert_allclose(logits, executor.run(craft, ask(*chunks), ratio).logits, atol=2e-4)
-        engine.audit()
-
-
-def test_variants_are_made_behind_the_answers_of_an_engine() -> None:
-    craft = Craft("craft-later", alpha=0.5, variants=CraftVariants("background"))
-    with tiny.engine(extra=[craft]) as engine:
-
-        def recomputed(*chunks: int, question: int) -> list[int]:
-            answer = engine.answer_prompt(ask(*chunks, question=question), strategy="craft-later", max_tokens=1)
-            return [one.recomputed for one in answer.segments[1:-1]]
-
-        recomputed(0, 1, question=0)
-        assert 0 < recomputed(2, 1, question=1)[1] < LENGTHS[1]
-        end = time.monotonic() + 60
-        while len(engine._cache.matcher.find_variants(chunk(1).tokens, VARIANT)) < 2 and time.monotonic() < end:
-            time.sleep(0.01)
-        assert recomputed(2, 1, question=2) == [0, 0]
         engine.audit()
 
 

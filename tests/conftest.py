@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ragjax.engine import Engine
 
 HERE = Path(__file__).parent
-GPU = os.environ.get("RAGJAX_TEST_GPU") == "1"
+GPU = os.environ.get("RAGJAX_TEST_GPU")  # the platform that is compared with the CPU; "1": cuda
 QWEN = os.environ.get("RAGJAX_QWEN_GGUF")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

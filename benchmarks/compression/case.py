@@ -25,10 +25,11 @@ DEMO_SET = "demo"
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt's tokens, and reference answers."""
+    """A prompt's tokens, reference answers, and how many tokens the question has."""
 
     tokens: NDArray[np.int32]
     answers: tuple[str, ...]
+    question: int
 
 
 def cases(tokenizer: Tokenizer, data: Path | None, name: str, limit: int, context: int) -> Iterator[Case]:
@@ -42,12 +43,14 @@ def cases(tokenizer: Tokenizer, data: Path | None, name: str, limit: int, contex
     random = np.random.default_rng(0)
     if name == NEEDLE and data is not None:
         for question, answers, text in _needles(data / NEEDLE, limit):
-            yield Case(_shortened(tokenizer, question, text, context), answers)
+            tokens = _shortened(tokenizer, question, text, context)
+            yield Case(tokens, answers, len(tokenizer.encode(question, special=False)))
         return
     for question, answers, own, others in _demo(limit) if data is None else _of_set(data, name, limit):
         shuffled = [others[i] for i in random.permutation(len(others))]
         place = int(random.integers(0, 3))
-        yield Case(_fitted(tokenizer, question, [*own, *shuffled], len(own), context, place), answers)
+        tokens = _fitted(tokenizer, question, [*own, *shuffled], len(own), context, place)
+        yield Case(tokens, answers, len(tokenizer.encode(question, special=False)))
 
 
 Item = tuple[str, tuple[str, ...], list[str], list[str]]  # question, answers, the passages that it needs, and others

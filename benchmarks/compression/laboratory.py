@@ -89,8 +89,8 @@ class Laboratory:
         score = _score(evidence, compression.method)
         numbers = quota(compression, scorer, layers, prefill.count, np.asarray(score.preference))
         room = min(self.context, -(-numbers.most // STEP) * STEP)
-        # the choice does not look at method and budget: one program serves all
-        same = Compression("snapkv", 2**20, compression.graph, compression.heads)
+        # the choice does not look at method, budget and question: one program serves all
+        same = Compression("snapkv", 2**20, compression.program.graph, compression.heads)
         index_LKB = _choose(score.s_NK, evidence, *map(jnp.asarray, numbers), compression=same, most=room)
         kept_LKN = _mask(index_LKB, prefill.k_LNKD)
         return Kept(kept_LKN, numbers.kept_L, float(_redundancy(kept_LKN, prefill.k_LNKD)))

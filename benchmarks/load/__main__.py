@@ -7,8 +7,8 @@ the throughput: the largest rate whose mean time to first token is at most 5 tim
 
 Workloads: `questions` are real ones (nq_open, musique, and mmlu with its choices), drawn after Zipf, with retrieval of
 the top k over the union of their corpora; `zipf` are 12 passages a request, drawn after Zipf from 200, in random order
-(`--in-order`: in the pool's), about two thousand tokens; `graph` the relation paths of ten entities; `trace` the
-prompts of a trace, an eighth as long, where a block's hash stands for a text.
+(`--in-order`: in the pool's), about two thousand tokens, and words of the demo without --data; `graph` the relation
+paths of ten entities; `trace` the prompts of a trace, an eighth as long, where a block's hash stands for a text.
 
 Systems: `full`; `prefix-lru`, a prefix tree on the device with LRU and no tier below, as vLLM and SGLang have it;
 `prefix-tiers`, with host memory, LACR, order and speculation; the reuse strategies; `contract`, the strategy that the
@@ -77,6 +77,8 @@ def options(flags: Parser) -> None:
     add("--warm", type=integer(0, 100000), help=f"requests before the first point ({WARM}; {QUICK_WARM} with --quick)")
     add("--output", type=integer(1, 4096), metavar="N", help="tokens of each answer (32; mmlu 1, graph 16)")
     add("--top-k", type=numbers(integer(1, 100)), metavar="K,L", help="passages of a question (2)")
+    add("--together", type=integer(1, 1000), default=Wish.together, help="passages of a request of zipf")
+    add("--words", type=integer(1), default=Wish.words, help="words of a passage of zipf, at most")
     add("--pool", type=integer(2, 100000), default=POOL, quick=48, help="passages that zipf draws from")
     add("--in-order", action="store_true", help="zipf's passages stand in the pool's order")
     add("--engine", action="append", default=[], metavar="FIELD=VALUE", help="an option of all of ragjax's engines")
@@ -108,9 +110,9 @@ def complete(chosen: Namespace) -> None:
     for name, value in (figure.flags_of(chosen.figure) if chosen.figure else {}).items():
         if getattr(chosen, name) is None:
             setattr(chosen, name, readers[name](value) if name in readers else value)
-    if chosen.part == "load" and chosen.data is None:
-        raise ConfigError("--data DIR is needed: it holds the questions")
     chosen.workload = chosen.workload or "zipf"
+    if chosen.part == "load" and chosen.data is None and chosen.workload != "zipf":
+        raise ConfigError("--data DIR is needed: it holds the questions")
     if chosen.part == "load":
         chosen.systems = chosen.systems or listed("prefix-tiers" if chosen.quick else SYSTEMS)
     chosen.systems = chosen.systems or ["prefix-lru"]
@@ -139,8 +141,9 @@ def plan_of(chosen: Namespace, trace: Sequence[Arrival]) -> Plan:
 
 def workloads_of(chosen: Namespace, count: int, trace: Sequence[Arrival]) -> list[Workload]:
     wish = Wish(
-        chosen.data, count, tuple(chosen.sets or ()), output=chosen.output, seed=chosen.seed, quick=chosen.quick,
-        shuffled=not chosen.in_order, pool=chosen.pool,
+        chosen.data or Path(), count, tuple(chosen.sets or ()), output=chosen.output, seed=chosen.seed,
+        quick=chosen.quick, shuffled=not chosen.in_order, pool=chosen.pool, together=chosen.together,
+        words=chosen.words, made=chosen.data is None,
     )  # fmt: skip
     if chosen.workload == "trace":
         return [traced(wish, trace)]

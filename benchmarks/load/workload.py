@@ -18,6 +18,7 @@ from benchmarks.common.questions import read_lines
 from benchmarks.graph import question as graphs
 from benchmarks.graph.part import requests as entity_requests
 from benchmarks.quality import dataset
+from ragjax.commands.flags import DEMO
 from ragjax.core import ConfigError, Document
 
 POOL = 200  # passages that the requests of `zipf` and of traces draw from
@@ -29,6 +30,7 @@ MOST_TOKENS = 3072
 """Of a trace's prompts, whose longest are cut: the context is 4096 unless the command line says otherwise."""
 
 GRAPH_SET = "metaqa"
+UNKNOWN = dataset.Question("", "What is this about?", (), ())
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Wish:
     shuffled: bool = True  # the passages of a `zipf` request stand in random order, else in the pool's
     pool: int = POOL
     together: int = TOGETHER
+    words: int = PASSAGE_WORDS
+    made: bool = False  # passages of `zipf` are words of the demo, and nothing is read
     scale: float = 0.125  # of a trace's lengths
 
 
@@ -132,26 +136,30 @@ def _zipf(items: int, seed: int) -> Iterator[int]:
 def zipf(wish: Wish) -> Workload:
     """Requests of `together` passages, drawn after Zipf without repetition from a pool, in random order."""
     pool = passages(wish)
-    asked = dataset.load(wish.data, "nq_open").questions
+    asked = [] if wish.made else dataset.load(wish.data, "nq_open").questions
     random = np.random.default_rng(wish.seed)
     order, weights = random.permutation(len(pool)), np.arange(1, len(pool) + 1) ** -SKEW
     asks = []
     for number in range(wish.count):
         drawn = order[random.choice(len(pool), wish.together, replace=False, p=weights / weights.sum())]
         chosen = random.permutation(drawn) if wish.shuffled else np.sort(drawn)
-        question = asked[int(random.integers(len(asked)))]
+        question = asked[int(random.integers(len(asked)))] if asked else UNKNOWN
         ids = tuple(pool[i].id for i in chosen)
         asks.append(Ask(f"{number}", question.text, question.answers, wish.output or 32, documents=ids))
     return Workload("zipf" if wish.shuffled else "zipf-ordered", tuple(asks), tuple(pool))
 
 
 def passages(wish: Wish) -> list[Document]:
-    """The pool: passages of nq_open's corpus, two joined into one of about `PASSAGE_WORDS` words."""
+    """The pool: passages of nq_open's corpus, two joined into one of at most `words` words; or words of the demo."""
+    if wish.made:
+        texts = [file.read_text(encoding="utf-8") for file in sorted((DEMO / "documents").iterdir())]
+        words = " ".join(texts).split()
+        return [_block(number, wish.words, words) for number in range(wish.pool)]
     corpus = list(dataset.load(wish.data, "nq_open").corpus.values())
     if len(corpus) < 2 * wish.pool:
         raise ConfigError(f"nq_open has {len(corpus)} passages; a pool of {wish.pool} takes twice as many")
     pairs = zip(corpus[: 2 * wish.pool : 2], corpus[1 : 2 * wish.pool : 2], strict=True)
-    return [Document(a.id, _cut(f"{a.text} {b.text}", PASSAGE_WORDS), a.title) for a, b in pairs]
+    return [Document(a.id, _cut(f"{a.text} {b.text}", wish.words), a.title) for a, b in pairs]
 
 
 def _cut(text: str, words: int) -> str:
@@ -191,7 +199,7 @@ def traced(wish: Wish, trace: Sequence[Arrival]) -> Workload:
             found = [pool[i] for i in islice(_distinct(drawn), need)]
         documents |= {document.id: document for document in found}
         output = wish.output or max(1, round(arrival.output_tokens * wish.scale))
-        asks.append(Ask(f"{number}", "What is this about?", (), output, documents=tuple(d.id for d in found)))
+        asks.append(Ask(f"{number}", UNKNOWN.text, (), output, documents=tuple(d.id for d in found)))
     return Workload("trace", tuple(asks), tuple(documents.values()))
 
 

@@ -69,7 +69,7 @@ def test_what_is_dropped_is_not_seen(laboratory: Laboratory) -> None:
 
 
 def test_rows_compare_with_the_scorer_alone(laboratory: Laboratory) -> None:
-    found = [Case(np.roll(TOKENS, 7 * i), ("a",)) for i in range(3)]
+    found = [Case(np.roll(TOKENS, 7 * i), ("a",), 8) for i in range(3)]
     settings = {
         ("knorm", graph, 40): Compression("knorm", 40, compress.GRAPHS[graph], window=8) for graph in ("none", "mutual")
     }

@@ -102,7 +102,7 @@ def test_flags_that_are_given_go_before_a_figures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "--data DIR is needed"),
+        (["--workload", "questions"], "--data DIR is needed"),
         (["--data", ".", "--systems", "vllm"], "unknown system 'vllm'"),
         (["--data", ".", "--engine", "turbo=1"], "fields are"),
         (["--data", ".", "--workload", "trace"], "needs --arrivals"),

@@ -100,6 +100,12 @@ def test_a_pool_that_is_too_large_says_so(data: Path) -> None:
         zipf(Wish(data, 1, pool=1000))
 
 
+def test_without_data_passages_are_the_demos_words() -> None:
+    made = zipf(Wish(Path("none"), 4, pool=9, together=3, words=20, made=True))
+    assert [len(document.text.split()) for document in made.documents] == [20] * 9
+    assert all(len(set(ask.documents or ())) == 3 and ask.question for ask in made.asks)
+
+
 def test_equal_documents_have_one_knowledge_base(data: Path) -> None:
     first, second = zipf(wish(data, seed=1)), zipf(wish(data, count=3, seed=2))
     assert first.knowledge == second.knowledge and digest(first) != digest(second)

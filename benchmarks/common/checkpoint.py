@@ -1,0 +1,98 @@
+"""A checkpoint of a real model's shapes with random weights and one token a byte, for machines without a network.
+
+Its command line is a name of `SHAPES` and a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from benchmarks.latency.bare import LLAMA, TINY, hf_config
+from ragjax.models.config import ModelConfig
+
+SHAPES: Mapping[str, ModelConfig] = {"llama-3-8b": LLAMA, "tiny": TINY}
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+END = 257  # behind 256 bytes and the token that begins a message
+BLOCK = 1 << 22  # random numbers, which all tensors share
+
+
+def write_random(config: ModelConfig, folder: Path) -> Path:
+    """Write a checkpoint unless a whole one is there; its folder."""
+    if (folder / "config.json").is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_tensors(_shapes(config), folder / "model.safetensors")
+    _tokenizer().save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    about: dict[str, Any] = {"model_type": config.family, "architectures": ["LlamaForCausalLM"]}
+    about |= {"torch_dtype": "bfloat16", "rope_theta": config.rope_theta, "head_dim": config.head_dim}
+    # last, so that it says that the checkpoint is whole
+    (folder / "config.json").write_text(json.dumps(hf_config(config) | about | {"eos_token_id": END}), encoding="utf-8")
+    return folder
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}."
+        shapes |= {f"{layer}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {f"{layer}self_attn.{name}_proj.weight": (keys, hidden) for name in "kv"}
+        shapes |= {f"{layer}self_attn.q_proj.weight": (queries, hidden)}
+        shapes |= {f"{layer}self_attn.o_proj.weight": (hidden, queries)}
+        shapes |= {f"{layer}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        shapes |= {f"{layer}mlp.down_proj.weight": (hidden, inner)}
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (config.vocab_size, hidden)}
+
+
+def _write_tensors(shapes: Mapping[str, tuple[int, ...]], file: Path) -> None:
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    normal = np.random.default_rng(0).normal(size=BLOCK).astype(np.float32)
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for name, shape in shapes.items():
+            left = int(np.prod(shape))
+            scale = 0.02 if len(shape) == 1 or "embed" in name else shape[-1] ** -0.5
+            block = (np.ones(left) if len(shape) == 1 else normal * scale).astype(ml_dtypes.bfloat16)
+            while left:
+                out.write(block[:left].tobytes())
+                left -= min(left, len(block))
+
+
+def _tokenizer() -> tokenizers.Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|start|>", "<|end|>"])
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    name, folder = arguments
+    print(write_random(SHAPES[name], Path(folder)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

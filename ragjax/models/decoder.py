@@ -27,7 +27,7 @@ from ragjax.kernels.rope import Rotation, rotate
 from ragjax.models.config import ModelConfig
 from ragjax.models.experts import mix_experts
 
-WHOLE_NUMBERS = "whole numbers"
+WHOLE_NUMBERS = "whole numbers in spans"
 """`Decoder.kernels` where all products are sums of whole numbers, which have the same bits for any rows."""
 
 MANY = 128
@@ -268,7 +268,7 @@ class Decoder(nnx.Module):
             return None
         rest = {name: value for name, value in values.items() if not isinstance(value, PackedMatrix)}
         others = any(value.ndim > 1 and not name.endswith("bias") for name, value in rest.items())
-        return ("tiles" if packings[0].tiled else WHOLE_NUMBERS) + (" and XLA" if others else "")
+        return ("tiles beside " if packings[0].tiled else "") + WHOLE_NUMBERS + (" and XLA" if others else "")
 
     def embed(self, tokens_T: jax.Array) -> jax.Array:
         """Token embeddings, float32 [T, E]."""

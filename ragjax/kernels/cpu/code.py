@@ -327,9 +327,9 @@ class Code:
         b = self.like(a, b)
         return self.intrinsic(f"llvm.fma.{_suffix(a.type)}", a.type, a, b, self.like(a, c))
 
-    def largest(self, a: Value, b: Operand, *, nan: bool = False) -> Value:
-        """The greater; NaN is the greatest of floats, or (without `nan`) is left out."""
-        name = ("maximum" if nan else "maxnum") if a.is_float else "smax"
+    def largest(self, a: Value, b: Operand) -> Value:
+        """The greater; of NaN and a number the number."""
+        name = "maxnum" if a.is_float else "smax"
         return self.intrinsic(f"llvm.{name}.{_suffix(a.type)}", a.type, a, self.like(a, b))
 
     def least(self, a: Value, b: Operand) -> Value:
@@ -342,15 +342,6 @@ class Code:
     def root(self, a: Value) -> Value:
         return self.intrinsic(f"llvm.sqrt.{_suffix(a.type)}", a.type, a)
 
-    def nearest(self, a: Value) -> Value:
-        """The nearest whole number, half to even, as a float."""
-        return self.intrinsic(f"llvm.roundeven.{_suffix(a.type)}", a.type, a)
-
-    def whole(self, a: Value) -> Value:
-        """Floats as int32: NaN as 0, what is too large as the largest."""
-        kind = vector(I32, a.type.count)
-        return self.intrinsic(f"llvm.fptosi.sat.{_suffix(kind)}.{_suffix(a.type)}", kind, a)
-
     def total(self, a: Value) -> Value:
         """The sum of the lanes: halves are added until one is left, a fixed order."""
         lanes = a.type.count
@@ -360,13 +351,13 @@ class Code:
             a = low + high
         return a.lane(0)
 
-    def highest(self, a: Value, *, nan: bool = False) -> Value:
-        """The greatest of the lanes; nan: as of `largest`."""
+    def highest(self, a: Value) -> Value:
+        """The greatest of the lanes."""
         lanes = a.type.count
         while lanes > 1:
             lanes //= 2
             low, high = (self.shuffle(a, a, range(at, at + lanes)) for at in (0, lanes))
-            a = self.largest(low, high, nan=nan)
+            a = self.largest(low, high)
         return a.lane(0)
 
     def shift_signed(self, a: Value, by: int) -> Value:

@@ -1,31 +1,76 @@
-"""The gated MLP of a layer in one call, by AMX: what stands between its products never leaves the second cache.
+"""The gated MLP of a layer in one call: what stands between its products does not go to memory as float32.
 
-h = silu(norm(x) W_gate) * (norm(x) W_up), out = h W_down (Shazeer, arXiv 2002.05202). Rows of h are rounded to bfloat16
-for the second product, as those of any product by AMX are. As products of their own, 512 rows of a model of 135M write
-and read 6 MB of float32 in each layer, which takes longer than the products.
+h = silu(norm(x) W_gate) * (norm(x) W_up), out = h W_down (Shazeer, arXiv 2002.05202). Where it is computed, a block of
+h becomes the whole numbers of the second product (`digits`), or is rounded to bfloat16 for AMX (`tiles`).
 """
 
 from __future__ import annotations
 
+from ragjax.kernels.cpu import tiles
 from ragjax.kernels.cpu.code import BF16, F32, I8, Code, Pointer, Value, vector
-from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelPhase
+from ragjax.kernels.cpu.digits import TOGETHER, SpanScale, X, quantize_rows, sizes_of
+from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelPhase, Machine
 from ragjax.kernels.cpu.numbers import LOG2E, power
 from ragjax.kernels.cpu.packing import PANEL, Packing
-from ragjax.kernels.cpu.product import PackedStack, panels_of_part
-from ragjax.kernels.cpu.tiles import (
-    CHUNK,
-    ROWS,
-    UNIT_BYTES,
-    TileProduct,
-    TileRoom,
-    add_units,
-    cast_rows,
+from ragjax.kernels.cpu.product import (
+    GROUP,
+    PackedStack,
+    PanelSums,
+    ProductCall,
+    digits_for,
+    form_for,
+    parts_of,
     product_phase,
-    rows_of_tiles,
-    widen_panel,
 )
+from ragjax.kernels.cpu.tiles import CHUNK, ROWS, UNIT_BYTES, add_units, rows_of_tiles, widen_panel
 
-(_X, _GATE_UP, _DOWN, _OUT, _CAST, _HIDDEN) = (0, 2, 4, 5, 6, 7)  # of the buffers; 1 and 3 as in `product`
+(_GATE_UP, _DOWN, _OUT, _DIGITS, _HIDDEN) = (2, 4, 5, 6, 7)  # of the buffers; 1 and 3 as in `product`
+
+
+def gated_mlp(gate_up: Packing, down: Packing, machine: Machine, name: str) -> Kernel:
+    """Rows [T, E], norm [E + 1] (eps last), packed gate and up [2 F, E], packed down [E, F]: float32 [T, E].
+
+    The matrices are one of a stack each. The digits of the rows and of the hidden ones are scratch (`Digits.bytes`).
+    """
+    lanes = form_for(machine).lanes
+    digits, digits_of_hidden = digits_for(gate_up, machine), digits_for(down, machine, span=down.block)
+    panels = down.block // PANEL
+
+    def blocks_of(frame: CallFrame) -> Value:
+        return PackedStack(frame, _GATE_UP).panels / (2 * panels)
+
+    def second(frame: CallFrame) -> ProductCall:
+        out, outputs = frame.data(_OUT, F32), frame.size(_OUT, 1)
+        stack, hidden = PackedStack(frame, _DOWN), frame.data(_HIDDEN, I8)
+        return ProductCall(frame.size(X, 0), blocks_of(frame), hidden, stack, out, outputs)
+
+    def count(code: Code, frame: CallFrame) -> Value:
+        return (blocks_of(frame) + parts_of(blocks_of(frame)) - 1) / parts_of(blocks_of(frame))
+
+    def body(code: Code, frame: CallFrame, tile: Value) -> None:
+        stack, blocks = PackedStack(frame, _GATE_UP), blocks_of(frame)
+        numbers, hidden = frame.data(_DIGITS, I8), frame.data(_HIDDEN, I8)
+        panel_sums, sums = PanelSums(code, gate_up, digits, machine), code.room(F32, 2 * panels * GROUP * PANEL)
+        width = parts_of(blocks)
+        panel_sums.open(frame.size(X, 0))
+        for b in code.range(tile * width, code.least(tile * width + width, blocks)):
+            for first in code.range(0, frame.size(X, 0), GROUP):
+                rows = code.least(frame.size(X, 0) - first, GROUP)
+                for number in code.range(0, 2 * panels):  # the block's panels of the gate, then those of up
+                    panel = (number / panels * blocks + b) * panels + number % panels
+                    inputs = frame.size(X, 1) / gate_up.block
+                    of_panel = sums.at(number * (GROUP * PANEL))
+                    panel_sums.compute(stack.at(panel), numbers, first, rows, inputs, of_panel)
+                for row in code.range(0, rows):
+                    places = [p * GROUP * PANEL + lane for p in range(panels) for lane in range(0, PANEL, lanes)]
+                    own, of_row = sums.at(row * PANEL), first + row
+                    parts = [_gated(code, own.at(place), panels * GROUP * PANEL, lanes) for place in places]
+                    place = hidden.at((of_row / TOGETHER * blocks + b) * digits_of_hidden.block_bytes)
+                    SpanScale(code, digits_of_hidden, sizes_of(code, parts)).write(parts, place, of_row % TOGETHER)
+        panel_sums.close(frame.size(X, 0))
+
+    last = product_phase(down, digits_of_hidden, machine, second)
+    return Kernel(name, 5, (quantize_rows(digits, normed=True, to=_DIGITS), KernelPhase(count, body), last))
 
 
 def serves(inputs: int, hidden: int) -> bool:
@@ -33,32 +78,29 @@ def serves(inputs: int, hidden: int) -> bool:
     return inputs % 32 == 0 and inputs <= 32 * CHUNK and hidden % 32 == 0
 
 
-def gated_mlp(gate_up: Packing, down: Packing, name: str) -> Kernel:
-    """Rows [T, E], norm [E + 1] (eps last), packed gate and up [2 F, E], packed down [E, F]: float32 [T, E].
+def tiled_mlp(gate_up: Packing, down: Packing, name: str) -> Kernel:
+    """`gated_mlp` by AMX, in bfloat16; the rows and the hidden ones as tiles (`tiles.cast_bytes`) are scratch."""
 
-    The matrices are one of a stack each. The rows and the hidden ones as tiles (`tiles.cast_bytes`) are scratch.
-    """
-
-    def first(frame: CallFrame) -> TileProduct:
+    def first(frame: CallFrame) -> tiles.TileProduct:
         hidden = frame.data(_HIDDEN, F32)
-        cast, units = frame.data(_CAST, I8), frame.size(_X, 1) / 32
-        return TileProduct(frame.size(_X, 0), units, cast, PackedStack(frame, _GATE_UP), hidden, frame.size(_X, 1))
+        cast, units = frame.data(_DIGITS, I8), frame.size(X, 1) / 32
+        return tiles.TileProduct(frame.size(X, 0), units, cast, PackedStack(frame, _GATE_UP), hidden, frame.size(X, 1))
 
-    def second(frame: CallFrame) -> TileProduct:
+    def second(frame: CallFrame) -> tiles.TileProduct:
         hidden, units = frame.data(_HIDDEN, I8), PackedStack(frame, _GATE_UP).panels / 4
         out, stack = frame.data(_OUT, F32), PackedStack(frame, _DOWN)
-        return TileProduct(frame.size(_X, 0), units, hidden, stack, out, frame.size(_OUT, 1))
+        return tiles.TileProduct(frame.size(X, 0), units, hidden, stack, out, frame.size(_OUT, 1))
 
-    def tiles(code: Code, frame: CallFrame) -> Value:
+    def parts(code: Code, frame: CallFrame) -> Value:
         panels = first(frame).stack.panels / 2
-        return (panels + panels_of_part(panels) - 1) / panels_of_part(panels)
+        return (panels + parts_of(panels) - 1) / parts_of(panels)
 
     def body(code: Code, frame: CallFrame, tile: Value) -> None:
-        made, room = first(frame), TileRoom(code)
+        made, room = first(frame), tiles.TileRoom(code)
         panels = made.stack.panels / 2
-        begin = tile * panels_of_part(panels)
+        begin = tile * parts_of(panels)
         zero = code.constant(begin.type, 0)
-        for panel in code.range(begin, code.least(begin + panels_of_part(panels), panels)):
+        for panel in code.range(begin, code.least(begin + parts_of(panels), panels)):
             for number, of_part in enumerate((panel, panel + panels)):
                 widen_panel(code, gate_up, made.stack.at(of_part), room, number, zero, made.units)
             for row, together in rows_of_tiles(code, made.rows):
@@ -72,16 +114,22 @@ def gated_mlp(gate_up: Packing, down: Packing, name: str) -> Kernel:
                     _gate(code, room.sums.at(r * 2 * ROWS * PANEL), frame.data(_HIDDEN, I8).at(place))
         room.tiles.close()
 
-    return Kernel(name, 5, (cast_rows(normed=True, to=_CAST), KernelPhase(tiles, body), product_phase(down, second)))
+    cast, last = tiles.cast_rows(normed=True, to=_DIGITS), tiles.product_phase(down, second)
+    return Kernel(name, 5, (cast, KernelPhase(parts, body), last))
 
 
 def _gate(code: Code, sums: Pointer, hidden: Pointer) -> None:
     """A tile of gates and the one of ups behind it, as half a tile of hidden rows."""
-    wide = vector(F32, PANEL)
     for i in code.range(0, ROWS):
-        gate, up = (sums.load(i * PANEL + n * ROWS * PANEL, wide) for n in range(2))
-        small = power(code, 0 - code.magnitude(gate) * LOG2E)  # e to the power of -|gate|
-        share = code.where(gate < 0.0, small, code.constant(wide, 1)) / (small + 1)
-        made = gate * share * up
+        made = _gated(code, sums.at(i * PANEL), ROWS * PANEL, PANEL)
         narrow = code.intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", vector(BF16, PANEL), made)
         hidden.at(i * 64)[0] = narrow.bits(vector(I8, 32))
+
+
+def _gated(code: Code, sums: Pointer, ahead: int, lanes: int) -> Value:
+    """Some hidden numbers, from the sums of their gates, and of their ups so far ahead."""
+    wide = vector(F32, lanes)
+    gate, up = (sums.load(part * ahead, wide) for part in range(2))
+    small = power(code, 0 - code.magnitude(gate) * LOG2E)  # e to the power of -|gate|
+    share = code.where(gate < 0.0, small, code.constant(wide, 1)) / (small + 1)
+    return gate * share * up

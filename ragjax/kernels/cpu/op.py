@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ragjax.kernels.cpu.foreign import Kernel
 
 
-MANY = 8
-"""Rows from which on AMX is faster than sums of whole numbers."""
+MANY = 24
+"""Rows from which on AMX is faster in bfloat16 than in whole numbers."""
 
 
 @jax.tree_util.register_dataclass
@@ -73,6 +73,8 @@ def register_packed(
         if packing.tiled:
             _registered(_Wanted((packing,), folder))
     for pair in mlps:
+        whole = tuple(replace(packing, tiled=False) for packing in pair)
+        _registered(_Wanted(whole, folder))
         if all(packing.tiled for packing in pair):
             _registered(_Wanted(pair, folder))
 
@@ -92,8 +94,9 @@ def _registered(wanted: _Wanted) -> Any:
     name = _mlp_name(packing, *others) if others else _name(packing, normed=False)
 
     def kernels() -> list[Kernel]:
-        if others:
-            return [mlp.gated_mlp(packing, others[0], name)]
+        for down in others:
+            tiled = packing.tiled and down.tiled
+            return [mlp.tiled_mlp(packing, down, name) if tiled else mlp.gated_mlp(packing, down, machine, name)]
         if packing.tiled:
             return [tiles.product(packing, _name(packing, normed), normed=normed) for normed in (False, True)]
         products = [product.product(packing, machine, normed=normed) for normed in (False, True)]
@@ -103,7 +106,7 @@ def _registered(wanted: _Wanted) -> Any:
 
 
 def _mlp_name(gate_up: Packing, down: Packing) -> str:
-    return f"ragjax_mlp_{gate_up.name()}_{down.name()}"
+    return f"ragjax_mlp_{gate_up.name()}_{down.name()}" + ("_tiles" if gate_up.tiled and down.tiled else "")
 
 
 def _name(packing: Packing, normed: bool) -> str:
@@ -119,20 +122,11 @@ def packed_product(
 
     norm: scale [I] and eps of a root-mean-square norm of the rows before it (arXiv 1910.07467).
     """
-    from ragjax.kernels.cpu import product, tiles
-    from ragjax.kernels.cpu.foreign import Machine
-
-    outputs = math.prod(weight.shape) // inputs
-    rows = x_TI.shape[0]
-    packing = replace(weight.packing, tiled=weight.packing.tiled and rows >= MANY)
-    if packing.tiled:
-        scratch_bytes = tiles.cast_bytes(rows, inputs)
-    else:
-        scratch_bytes = product.digits_for(packing, Machine.here()).bytes(rows, inputs)
-    scratch = jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8)
+    rows, outputs = x_TI.shape[0], math.prod(weight.shape) // inputs
+    packing = _for_rows(weight.packing, rows)
     out = jax.ShapeDtypeStruct((rows, outputs), jnp.float32)
     scale = jnp.zeros(1) if norm is None else jnp.append(norm[0], jnp.float32(norm[1]))
-    call = jax.ffi.ffi_call(_name(packing, norm is not None), (out, scratch))
+    call = jax.ffi.ffi_call(_name(packing, norm is not None), (out, _scratch(packing, rows, inputs)))
     made: jax.Array = call(x_TI.astype(jnp.float32), scale, *_stack_of(weight))[0]
     return made
 
@@ -144,20 +138,34 @@ def packed_mlp(
 
     norm: as of `packed_product`, of the rows before the gate.
     """
-    from ragjax.kernels.cpu import mlp, tiles
+    from ragjax.kernels.cpu import mlp
 
     rows, inputs = x_TE.shape
     hidden = math.prod(gate_up.shape) // inputs // 2
-    tiled = gate_up.packing.tiled and down.packing.tiled and rows >= MANY
-    if not tiled or not mlp.serves(inputs, hidden):
+    first, second = (_for_rows(matrix.packing, rows) for matrix in (gate_up, down))
+    if first.tiled != second.tiled or (first.tiled and not mlp.serves(inputs, hidden)):
         return None
     out = jax.ShapeDtypeStruct((rows, inputs), jnp.float32)
-    scratch = [jax.ShapeDtypeStruct((tiles.cast_bytes(rows, n),), jnp.uint8) for n in (inputs, hidden)]
+    scratch = _scratch(first, rows, inputs), _scratch(second, rows, hidden)
     scale = jnp.append(norm[0], jnp.float32(norm[1]))
-    (first, layer), (second, _) = _stack_of(gate_up), _stack_of(down)
-    call = jax.ffi.ffi_call(_mlp_name(gate_up.packing, down.packing), (out, *scratch))
-    made: jax.Array = call(x_TE.astype(jnp.float32), scale, first, layer, second)[0]
+    (gate_up_data, layer), (down_data, _) = _stack_of(gate_up), _stack_of(down)
+    call = jax.ffi.ffi_call(_mlp_name(first, second), (out, *scratch))
+    made: jax.Array = call(x_TE.astype(jnp.float32), scale, gate_up_data, layer, down_data)[0]
     return made
+
+
+def _for_rows(packing: Packing, rows: int) -> Packing:
+    return replace(packing, tiled=packing.tiled and rows >= MANY)
+
+
+def _scratch(packing: Packing, rows: int, inputs: int) -> jax.ShapeDtypeStruct:
+    """Room for rows as a product reads them."""
+    from ragjax.kernels.cpu import product, tiles
+    from ragjax.kernels.cpu.foreign import Machine
+
+    if packing.tiled:
+        return jax.ShapeDtypeStruct((tiles.cast_bytes(rows, inputs),), jnp.uint8)
+    return jax.ShapeDtypeStruct((product.digits_for(packing, Machine.here()).bytes(rows, inputs),), jnp.uint8)
 
 
 def _stack_of(weight: PackedMatrix) -> tuple[jax.Array, jax.Array]:

@@ -1,138 +1,33 @@
 """Products of rows with packed matrices (`packing`), whose sums are whole numbers and so have no order.
 
-Each block of a row's inputs becomes whole numbers and one scale: numbers of 12 bits for codes of 4, of 15 for codes of
-8. A block's sum of codes times these is exact in 32 bits, whatever instruction makes it: VNNI's dot products of bytes
-(a number is base * high + low), AVX2's of words, or plain multiplication. It is widened to float32, scaled, and added
-to the sums of the blocks before it. So a row's product has the same bits beside any other rows, on any number of
-threads, and on every machine without AMX (`tiles`).
+A row's inputs become whole numbers, and each span of blocks has one scale: numbers of 12 bits for codes of 4, of 15 for
+codes of 8. A block's sum of codes times these is exact in 32 bits, whatever instruction makes it: AMX's and VNNI's dot
+products of bytes (a number is base * high + low), AVX2's of words, or plain multiplication. It is widened to float32,
+scaled as the block is, and added to the sums of its span, which are scaled as the span is and added to those before. So
+a row's product has the same bits beside any other rows, on any number of threads, and on every machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ragjax.kernels.cpu.code import F16, F32, I8, I16, I32, I64, Code, Pointer, Value, vector
+from ragjax.kernels.cpu.digits import TOGETHER, Digits, X, add_block, packed_factors, quantize_rows
 from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelPhase, Machine
 from ragjax.kernels.cpu.packing import PANEL, Packing
+from ragjax.kernels.cpu.whole_tiles import LEAST_ROWS, TileSums
 
-TOGETHER = 16
-"""Rows whose numbers lie together."""
+SPAN = 256
+"""Inputs that share a scale."""
+
+GROUP = 128
+"""Rows whose sums with a panel are kept at a time."""
 
 AHEAD = 2048
 """Bytes of a matrix that are asked for before they are needed; the CPU itself stops at each page of memory."""
 
-_X, _SCALE, _WEIGHT, _LAYER, _OUT, _DIGITS = range(6)  # of the buffers
-
-
-@dataclass(frozen=True)
-class Digits:
-    """Layout of the whole numbers of 16 rows' block: of each row, high bytes, then low bytes.
-
-    Behind them stand, for each row, the scale (float32), the sum times `zero` (int32), and the sum times the scale.
-    paired: 16-bit numbers in place of bytes, of each four inputs the first and third, then the second and fourth.
-    """
-
-    block: int
-    zero: int
-    base: int
-    paired: bool
-
-    @property
-    def row_bytes(self) -> int:
-        return 2 * self.block
-
-    @property
-    def about(self) -> int:
-        """Bytes before the scales."""
-        return TOGETHER * self.row_bytes
-
-    @property
-    def block_bytes(self) -> int:
-        return self.about + 3 * 4 * TOGETHER
-
-    @property
-    def most(self) -> int:
-        """The greatest whole number."""
-        return 127 * self.base
-
-    @property
-    def shift(self) -> int:
-        return self.base.bit_length() - 1
-
-    def bytes(self, rows: int, inputs: int) -> int:
-        return -(-rows // TOGETHER) * (inputs // self.block) * self.block_bytes
-
-
-def quantize_rows(digits: Digits, *, normed: bool) -> KernelPhase:
-    """Rows [T, K] as whole numbers; `normed`: after the root-mean-square norm with a scale [K + 1], eps last."""
-    lanes = min(digits.block, 16)
-
-    def tiles(code: Code, frame: CallFrame) -> Value:
-        return (frame.size(_X, 0) + TOGETHER - 1) / TOGETHER
-
-    def body(code: Code, frame: CallFrame, tile: Value) -> None:
-        for row in code.range(tile * TOGETHER, code.least((tile + 1) * TOGETHER, frame.size(_X, 0))):
-            of_row(code, frame, row)
-
-    def of_row(code: Code, frame: CallFrame, row: Value) -> None:
-        wide = vector(F32, lanes)
-        inputs = frame.size(_X, 1)
-        x = frame.data(_X, F32).at(row * inputs)
-        scale = frame.data(_SCALE, F32)
-        if normed:
-            factor = root_mean_square(code, x, inputs, scale[inputs])
-        target = frame.data(_DIGITS, I8).at(row / TOGETHER * (inputs / digits.block) * digits.block_bytes)
-        within = row % TOGETHER
-        for b in code.range(0, inputs / digits.block):
-            place = target.at(b * digits.block_bytes)
-            own = place.at(within * digits.row_bytes)
-            parts = []
-            for at in range(0, digits.block, lanes):
-                part = x.load(b * digits.block + at, wide)
-                if normed:
-                    part = part * factor * scale.load(b * digits.block + at, wide)
-                parts.append(part)
-            # NaN is kept: it becomes the scale, and so the row's products
-            greatest = code.highest(_fold(code, [code.magnitude(part) for part in parts]), nan=True)
-            some = greatest > 0.0
-            factor_back = code.where(some, code.constant(F32, digits.most) / greatest, code.constant(F32, 0))
-            total = code.variable(code.constant(I32, 0))
-            for number, part in enumerate(parts):
-                whole = code.whole(code.nearest(part * factor_back))
-                total.value = total.value + code.total(whole)
-                at = number * lanes
-                if digits.paired:
-                    order = [four * 4 + k for four in range(lanes // 4) for k in (0, 2, 1, 3)]
-                    own.of(I16)[at] = code.shuffle(whole, whole, order).cast(vector(I16, lanes))
-                    continue
-                high = code.shift_signed(whole + digits.base // 2, digits.shift)
-                own[at] = high.cast(vector(I8, lanes))
-                own[at + digits.block] = (whole - (high << digits.shift)).cast(vector(I8, lanes))
-            rest = place.at(digits.about)
-            scale_back = greatest * (1 / digits.most)
-            rest.of(F32)[within] = scale_back
-            rest.of(I32)[within + TOGETHER] = total.value * digits.zero
-            rest.of(F32)[within + 2 * TOGETHER] = total.value.cast(F32) * scale_back
-
-    return KernelPhase(tiles, body)
-
-
-def root_mean_square(code: Code, x: Pointer, inputs: Value, eps: Value) -> Value:
-    """The factor of a row's root-mean-square norm (arXiv 1910.07467), float32; x: the row, whose length 16 divides."""
-    wide = vector(F32, 16)
-    sums = code.variable(code.constant(wide, 0))
-    for i in code.range(0, inputs, 16):
-        part = x.load(i, wide)
-        sums.value = code.fma(part, part, sums.value)
-    return code.constant(F32, 1) / code.root(code.total(sums.value) / inputs.cast(F32) + eps)
-
-
-def _fold(code: Code, parts: Sequence[Value]) -> Value:
-    first, *rest = parts
-    for part in rest:
-        first = code.largest(first, part, nan=True)
-    return first
+_WEIGHT, _LAYER, _OUT, _DIGITS = range(2, 6)  # of the buffers
 
 
 @dataclass(frozen=True)
@@ -223,23 +118,6 @@ def form_for(machine: Machine) -> Form:
     return Words(plain=not machine.has("avx2"))
 
 
-def product(packing: Packing, machine: Machine, *, normed: bool) -> Kernel:
-    """X [T, K] times a packed matrix [N, K], one of a stack: float32 [T, N]; digits are scratch (`Digits.bytes`)."""
-    form = form_for(machine)
-    digits = digits_for(packing, machine)
-
-    def tiles(code: Code, frame: CallFrame) -> Value:
-        panels = PackedStack(frame).panels
-        return (panels + panels_of_part(panels) - 1) / panels_of_part(panels)
-
-    def body(code: Code, frame: CallFrame, tile: Value) -> None:
-        panels = PackedStack(frame).panels
-        width = panels_of_part(panels)
-        _by_rows(code, frame, packing, digits, form, tile * width, code.least(tile * width + width, panels))
-
-    return Kernel(kernel_name(packing, normed), 4, (quantize_rows(digits, normed=normed), KernelPhase(tiles, body)))
-
-
 class PackedStack:
     """A matrix of a call: uint8 [L, panels, bytes], the buffer `number`, and which of L it is, int32 [1]."""
 
@@ -252,39 +130,130 @@ class PackedStack:
         return self._frame.data(self._number, I8).at((layer * self.panels + panel) * self._frame.size(self._number, 2))
 
 
-def _by_rows(
-    code: Code, frame: CallFrame, packing: Packing, digits: Digits, form: Form, begin: Value, end: Value
-) -> None:
-    """Panels, as many rows at a time as the registers hold."""
-    rows, blocks = frame.size(_X, 0), frame.size(_X, 1) / packing.block
-    kind, stack = vector(F32, form.lanes), PackedStack(frame)
-    for panel in code.range(begin, end):
-        weight = stack.at(panel)
-        first = code.variable(code.constant(I64, 0))
-        for together in form.rows:
+@dataclass(frozen=True)
+class ProductCall:
+    """A product, as code has it. numbers: the digits of `rows` rows. out: float32 [rows, outputs]."""
+
+    rows: Value
+    blocks: Value
+    numbers: Pointer
+    stack: PackedStack
+    out: Pointer
+    outputs: Value
+
+
+def product(packing: Packing, machine: Machine, *, normed: bool) -> Kernel:
+    """X [T, K] times a packed matrix [N, K], one of a stack: float32 [T, N]; digits are scratch (`Digits.bytes`)."""
+
+    def of_call(frame: CallFrame) -> ProductCall:
+        blocks, numbers = frame.size(X, 1) / packing.block, frame.data(_DIGITS, I8)
+        out, outputs = frame.data(_OUT, F32), frame.size(_OUT, 1)
+        return ProductCall(frame.size(X, 0), blocks, numbers, PackedStack(frame), out, outputs)
+
+    digits = digits_for(packing, machine)
+    phases = quantize_rows(digits, normed=normed, to=_DIGITS), product_phase(packing, digits, machine, of_call)
+    return Kernel(kernel_name(packing, normed), 4, phases)
+
+
+def product_phase(
+    packing: Packing, digits: Digits, machine: Machine, of_call: Callable[[CallFrame], ProductCall]
+) -> KernelPhase:
+    """Panels of a product, some at a time."""
+
+    def tiles(code: Code, frame: CallFrame) -> Value:
+        panels = of_call(frame).stack.panels
+        return (panels + parts_of(panels) - 1) / parts_of(panels)
+
+    def body(code: Code, frame: CallFrame, tile: Value) -> None:
+        made = of_call(frame)
+        panels, width = made.stack.panels, parts_of(made.stack.panels)
+        panel_sums, sums = PanelSums(code, packing, digits, machine), code.room(F32, GROUP * PANEL)
+        panel_sums.open(made.rows)
+        for panel in code.range(tile * width, code.least(tile * width + width, panels)):
+            for first in code.range(0, made.rows, GROUP):
+                rows = code.least(made.rows - first, GROUP)
+                panel_sums.compute(made.stack.at(panel), made.numbers, first, rows, made.blocks, sums)
+                for row in code.range(0, rows):
+                    _store(code, made, first + row, panel, sums.at(row * PANEL))
+        panel_sums.close(made.rows)
+
+    return KernelPhase(tiles, body)
+
+
+class PanelSums:
+    """Products of rows with the panels of a matrix, of up to `GROUP` rows at a time."""
+
+    def __init__(self, code: Code, packing: Packing, digits: Digits, machine: Machine):
+        self._code, self._packing, self._form, self._digits = code, packing, form_for(machine), digits
+        self._tiles = TileSums(code, packing, digits) if machine.has("amx-int8", "avx512vl") else None
+
+    def open(self, rows: Value) -> None:
+        if self._tiles is not None:
+            with self._code.when(rows >= LEAST_ROWS):
+                self._tiles.open()
+
+    def close(self, rows: Value) -> None:
+        if self._tiles is not None:
+            with self._code.when(rows >= LEAST_ROWS):
+                self._tiles.close()
+
+    def compute(
+        self, weight: Pointer, numbers: Pointer, first: Value, rows: Value, blocks: Value, sums: Pointer
+    ) -> None:
+        """Products of rows with a panel, float32 [rows, PANEL].
+
+        weight: the panel. numbers: digits of all rows. first: of these rows, a multiple of `TOGETHER`.
+        """
+        code = self._code
+        own = numbers.at(first / TOGETHER * (blocks * self._digits.block_bytes))
+        begin = code.constant(I64, 0)
+        if self._tiles is not None:
+            begin = (rows + TOGETHER - LEAST_ROWS) / TOGETHER * TOGETHER
+            with code.when(begin > 0):
+                self._tiles.compute(weight, own, begin, blocks, sums)
+        self._by_rows(weight, own, begin, rows, blocks, sums)
+
+    def _by_rows(
+        self, weight: Pointer, numbers: Pointer, begin: Value, rows: Value, blocks: Value, sums: Pointer
+    ) -> None:
+        """As many rows at a time as the registers hold."""
+        first = self._code.variable(begin)
+        for together in self._form.rows:
             whole = first.value + (rows - first.value) / together * together
-            for row in code.range(first.value, whole, together):
-                numbers = frame.data(_DIGITS, I8).at(row / TOGETHER * (blocks * digits.block_bytes))
-                parts = range(PANEL // form.lanes)
-                sums = [[code.variable(code.constant(kind, 0)) for _ in parts] for _ in range(together)]
-                for b in code.range(0, blocks):
-                    block = weight.at(b * packing.block_bytes)
-                    code.prefetch(block.at(AHEAD), packing.block_bytes)
-                    place = numbers.at(b * digits.block_bytes)
-                    within = row % TOGETHER
-                    of_row = place.at(within * digits.row_bytes)
-                    found = form.sums(code, packing, block, digits, of_row, together)
-                    for part in parts:
-                        scales = factors(packing, block, part * form.lanes, form.lanes)
-                        for r in range(together):
-                            about = place.at(digits.about + (within + r) * 4)
-                            sums[r][part].value = _scaled(
-                                code, packing, scales, found[r][part], about, sums[r][part].value
-                            )
-                for r in range(together):
-                    for part in parts:
-                        _store(code, frame, row + r, panel * PANEL + part * form.lanes, sums[r][part].value)
-            first.value = whole
+            for row in self._code.range(first.value, whole, together):
+                of_rows = numbers.at(row / TOGETHER * (blocks * self._digits.block_bytes))
+                self._few(weight, of_rows, row % TOGETHER, together, blocks, sums.at(row * PANEL))
+            first.value = self._code.largest(first.value, whole)
+
+    def _few(
+        self, weight: Pointer, numbers: Pointer, within: Value, together: int, blocks: Value, sums: Pointer
+    ) -> None:
+        code, packing, digits, form = self._code, self._packing, self._digits, self._form
+        wide, parts = vector(F32, form.lanes), range(PANEL // form.lanes)
+        places = [(r, part) for r in range(together) for part in parts]
+        made = {place: code.variable(code.constant(wide, 0)) for place in places}
+        of_span = {place: code.variable(code.constant(wide, 0)) for place in places}
+        for span in code.range(0, blocks, digits.span):
+            for place in places:
+                of_span[place].value = code.constant(wide, 0)
+            end = code.least(span + digits.span, blocks)
+            for b in code.range(span, end):
+                block, of_block = weight.at(b * packing.block_bytes), numbers.at(b * digits.block_bytes)
+                code.prefetch(block.at(AHEAD), packing.block_bytes)
+                found = form.sums(code, packing, block, digits, of_block.at(within * digits.row_bytes), together)
+                factors = [packed_factors(packing, block, part * form.lanes, form.lanes) for part in parts]
+                for r, part in places:
+                    about = of_block.at(digits.about + (within + r) * 4)
+                    whole = found[r][part]
+                    if packing.zero:
+                        whole = whole - code.spread(about.of(I32)[TOGETHER], form.lanes)
+                    of_span[r, part].value = add_block(code, factors[part], whole, about, of_span[r, part].value)
+            about = numbers.at((end - 1) * digits.block_bytes + digits.about + within * 4).of(F32)
+            for r, part in places:
+                scale = code.spread(about[r], form.lanes)
+                made[r, part].value = code.fma(of_span[r, part].value, scale, made[r, part].value)
+        for r, part in places:
+            sums[r * PANEL + part * form.lanes] = made[r, part].value
 
 
 def kernel_name(packing: Packing, normed: bool) -> str:
@@ -334,49 +303,25 @@ def rows_name(packing: Packing) -> str:
     return f"ragjax_rows_{packing.name()}"
 
 
-def digits_for(packing: Packing, machine: Machine) -> Digits:
-    return Digits(packing.block, packing.zero, 16 if packing.bits == 4 else 128, form_for(machine).paired)
+def digits_for(packing: Packing, machine: Machine, span: int = SPAN) -> Digits:
+    """Layout of the digits of rows for a matrix; span: inputs that share a scale."""
+    base, blocks = 16 if packing.bits == 4 else 128, span // packing.block
+    return Digits(packing.block, blocks, packing.zero, base, form_for(machine).paired)
 
 
-def panels_of_part(panels: Value) -> Value:
-    """Panels of a tile: about sixteen tiles a call."""
-    return (panels + 15) / 16
+def parts_of(count: Value) -> Value:
+    """How many of so many a tile takes, so that a call has about sixteen tiles."""
+    return (count + 15) / 16
 
 
-def factors(packing: Packing, block: Pointer, at: int, lanes: int) -> tuple[Value, Value | None]:
-    """Scales and lows of some outputs of a block, float32."""
-    stored = F32 if packing.wide else F16
-    places = block.at(packing.code_bytes).of(stored)
-    scale = _widened(places.load(at, vector(stored, lanes)))
-    return scale, _widened(places.load(PANEL + at, vector(stored, lanes))) if packing.lows else None
-
-
-def _scaled(
-    code: Code, packing: Packing, scales: tuple[Value, Value | None], found: Value, about: Pointer, before: Value
-) -> Value:
-    """The sum of the blocks before this one and of this; `about` are what stands behind a row's digits."""
-    factor, low = scales
-    lanes = found.type.count
-    if packing.zero:
-        found = found - code.spread(about.of(I32)[TOGETHER], lanes)
-    scale = code.spread(about.of(F32)[0], lanes)
-    made = code.fma(found.cast(vector(F32, lanes)), factor * scale, before)
-    if low is None:
-        return made
-    return code.fma(low, code.spread(about.of(F32)[2 * TOGETHER], lanes), made)
-
-
-def _widened(value: Value) -> Value:
-    return value if value.type.element == F32 else value.cast(vector(F32, value.type.count))
-
-
-def _store(code: Code, frame: CallFrame, row: Value, at: Value, value: Value) -> None:
-    """Store the lanes that are outputs: the last panel may have fewer."""
-    lanes, outputs = value.type.count, frame.size(_OUT, 1)
-    out = frame.data(_OUT, F32).at(row * outputs)
-    with code.when(at + lanes <= outputs):
-        out[at] = value
-    with code.when(at + lanes > outputs):
-        for lane in range(lanes):
-            with code.when(at + lane < outputs):
-                out[at + lane] = value.lane(lane)
+def _store(code: Code, made: ProductCall, row: Value, panel: Value, sums: Pointer) -> None:
+    """Store the sums that are outputs: the last panel may have fewer."""
+    at, outputs = panel * PANEL, made.outputs
+    out = made.out.at(row * outputs + at)
+    with code.otherwise(at + PANEL <= outputs) as (yes, no):
+        with yes:
+            for eight in range(0, PANEL, 8):
+                out[eight] = sums.load(eight, vector(F32, 8))
+        with no:
+            for lane in code.range(0, outputs - at):
+                out[lane] = sums[lane]

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from ragjax.kernels.cpu.code import BF16, F32, I8, I16, I32, Code, Pointer, Value, vector
+from ragjax.kernels.cpu.digits import SCALE, X, packed_factors, root_mean_square
 from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelPhase
 from ragjax.kernels.cpu.packing import PANEL, Packing
-from ragjax.kernels.cpu.product import PackedStack, factors, panels_of_part, root_mean_square
+from ragjax.kernels.cpu.product import PackedStack, parts_of
 
 ROWS = 16
 """Rows of a tile."""
@@ -25,7 +26,7 @@ UNIT_BYTES = ROWS * 64
 CHUNK = 64
 """Units of a panel that are kept as bfloat16 at a time: two panels take 128 KB of the second cache."""
 
-_X, _SCALE, _OUT, _CAST = 0, 1, 4, 5  # of the buffers, as in `product`
+_OUT, _CAST = 4, 5  # of the buffers, as in `product`
 
 _VOID = ir.VoidType()
 
@@ -43,14 +44,14 @@ def cast_rows(*, normed: bool, to: int = _CAST) -> KernelPhase:
     wide = vector(F32, 16)
 
     def tiles(code: Code, frame: CallFrame) -> Value:
-        return (frame.size(_X, 0) + ROWS - 1) / ROWS
+        return (frame.size(X, 0) + ROWS - 1) / ROWS
 
     def body(code: Code, frame: CallFrame, tile: Value) -> None:
-        inputs = frame.size(_X, 1)
-        scale = frame.data(_SCALE, F32)
+        inputs = frame.size(X, 1)
+        scale = frame.data(SCALE, F32)
         target = frame.data(to, I8).at(tile * (inputs / 32) * UNIT_BYTES)
-        for row in code.range(tile * ROWS, code.least((tile + 1) * ROWS, frame.size(_X, 0))):
-            x = frame.data(_X, F32).at(row * inputs)
+        for row in code.range(tile * ROWS, code.least((tile + 1) * ROWS, frame.size(X, 0))):
+            x = frame.data(X, F32).at(row * inputs)
             own = target.at(row % ROWS * 64)
             factor = root_mean_square(code, x, inputs, scale[inputs]) if normed else None
             for unit in code.range(0, inputs / 32):
@@ -122,9 +123,7 @@ def product(packing: Packing, name: str, *, normed: bool) -> Kernel:
 
     def of_call(frame: CallFrame) -> TileProduct:
         cast, out = frame.data(_CAST, I8), frame.data(_OUT, F32)
-        return TileProduct(
-            frame.size(_X, 0), frame.size(_X, 1) / 32, cast, PackedStack(frame), out, frame.size(_OUT, 1)
-        )
+        return TileProduct(frame.size(X, 0), frame.size(X, 1) / 32, cast, PackedStack(frame), out, frame.size(_OUT, 1))
 
     return Kernel(name, 4, (cast_rows(normed=normed), product_phase(packing, of_call)))
 
@@ -134,13 +133,13 @@ def product_phase(packing: Packing, of_call: Callable[[CallFrame], TileProduct])
 
     def tiles(code: Code, frame: CallFrame) -> Value:
         panels = of_call(frame).stack.panels
-        return (panels + panels_of_part(panels) - 1) / panels_of_part(panels)
+        return (panels + parts_of(panels) - 1) / parts_of(panels)
 
     def body(code: Code, frame: CallFrame, tile: Value) -> None:
         made = of_call(frame)
         panels = made.stack.panels
-        begin = tile * panels_of_part(panels)
-        end = code.least(begin + panels_of_part(panels), panels)
+        begin = tile * parts_of(panels)
+        end = code.least(begin + parts_of(panels), panels)
         room = TileRoom(code)
         pairs = begin + (end - begin) / 2 * 2
         for panel in code.range(begin, pairs, 2):
@@ -271,7 +270,7 @@ def _widen(code: Code, packing: Packing, unit: Pointer, place: Pointer) -> None:
     pair = 0
     for number in range(32 // packing.block):
         block = unit.at(number * packing.block_bytes)
-        scale, stored_low = factors(packing, block, 0, PANEL)
+        scale, stored_low = packed_factors(packing, block, 0, PANEL)
         zero = scale * float(-OFFSET - packing.zero)
         low = zero if stored_low is None else stored_low + zero
         for four in range(packing.block // 4):

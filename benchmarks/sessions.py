@@ -57,15 +57,15 @@ COLUMNS: tuple[str, ...] = (
 )
 COLUMNS += ("equal", "approximate", "other_load")
 SYSTEM = "You are a helpful assistant. Answer the question in one short sentence, from what you are given."
-ASKED = (
-    "What is said at the beginning?", "Who is it about?", "Which place is named?", "What happens in the end?",
-    "Name one thing that is described.", "Why does it matter?", "Who speaks?", "How does the writer feel about it?",
-    "What would you ask the writer?", "Which word is used most?", "Is it a story or a speech?", "What is promised?",
+NAMED = (
+    "laws", "people", "army", "trade", "rights", "power", "king", "justice", "peace", "war", "government", "nature",
+    "liberty", "happiness", "judges", "colonies", "legislature", "taxes", "cities", "citizens", "strangers", "officers",
+    "records", "safety", "warfare", "petitions", "friends", "honor", "world", "history", "consent", "independence",
 )  # fmt: skip
 
 
 def asked(turn: int) -> str:
-    return f"{ASKED[turn % len(ASKED)]} Please keep in mind that this is question number {turn + 1}."
+    return f"What is said about {NAMED[turn % len(NAMED)]}, and in which words?"
 
 
 def document(name: str, words: int, skip: int = 0) -> str:
@@ -160,7 +160,7 @@ def edited(turn: int, answers: Answers) -> Body:
 
 def trimmed(turn: int, answers: Answers) -> Body:
     def told(at: int) -> str:
-        return f"{document('jefferson', 90, 37 * at % 1100)}\n\n{asked(at)}"
+        return f"{document('jefferson', 90, 97 * at % 1100)}\n\n{asked(at)}"
 
     said = spoken(turn, answers, told, max(0, turn - 2 * KEPT))
     return {"messages": [{"role": "system", "content": SYSTEM}, *said]}

@@ -10,6 +10,7 @@ from ragjax.cache.loader import Loader
 from ragjax.cache.match import EXACT, Candidate, Match
 from ragjax.cache.node import PUBLIC, RADIX, Node, Provenance, Steps, context_digest, raw_of
 from ragjax.cache.policy.base import Access
+from ragjax.cache.stretches import Stretch
 from ragjax.cache.tree import join_runs
 from ragjax.cache.variant import Variants
 from ragjax.core import Run, Tokens
@@ -83,6 +84,15 @@ class Matcher:
         return self._pinned(
             steps, tokens[:found], len(tokens), context.tenant, context.label, 1.0, context.node, seen, exact
         )
+
+    def match_stretch(self, found: Stretch, tenant: str, label: str, *, cold: bool = True) -> Match | None:
+        """Pin a stretch with what its node holds before it; None if it cannot be brought to the device."""
+        node, end = self._brought(found.node, tenant, cold), found.at + found.length
+        if node is None or node.dead:
+            return None
+        return self._pinned(
+            [(node, end)], node.tokens[:end], end, tenant, label, 1.0, seen=found.at, exact=False
+        )  # fmt: skip
 
     def find_variants(
         self, tokens: Tokens, method: str, tenant: str = PUBLIC, context: Tokens | None = None, *, cold: bool = True

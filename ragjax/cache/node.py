@@ -149,6 +149,13 @@ def context_behind(node: Node, raw: bytes, method: str | None) -> bytes:
     return context_digest(before, raw) if raw else before
 
 
+def common_prefix(a: bytes, b: bytes) -> int:
+    n = min(len(a), len(b)) // 4
+    differs = np.frombuffer(a, "<i4", n) != np.frombuffer(b, "<i4", n)
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
+
+
 def neighbours_digest(chunks: Iterable[Tokens]) -> bytes:
     """Digest of the ordered chunks that KV was computed behind, 32 bytes; b"" for none."""
     raws = [raw_of(chunk) for chunk in chunks]

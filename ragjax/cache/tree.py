@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator
 
-import numpy as np
-
 from ragjax.cache.node import PUBLIC as PUBLIC
 from ragjax.cache.node import RADIX, Steps, context_of, digest, edge_of, name, radix_tag
 from ragjax.cache.node import Node as Node
 from ragjax.cache.node import Provenance as Provenance
+from ragjax.cache.node import common_prefix as common_prefix
 from ragjax.cache.pool import AuditError, PagePool
+from ragjax.cache.stretches import Stretches
 from ragjax.core import Run
 from ragjax.core.tiers import Copy, Tier
 
@@ -46,6 +46,7 @@ class KnowledgeTree:
         self.held: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         self.pages: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self.generation = 0
+        self.stretches = Stretches()
         self._walks: dict[tuple[bytes, str, Node, str | None], Steps] = {}  # of the tree's present shape
         self._by_key: dict[bytes, Node] = {}
         self._by_content: dict[Hashable, Node | dict[Node, None]] = {}  # one node, or several in order of arrival
@@ -267,6 +268,7 @@ class KnowledgeTree:
 
     def _index(self, node: Node) -> None:
         self._by_key[node.key] = node
+        self.stretches.keep(node)
         content = self.content(node.tenant, node.raw)
         found = self._by_content.setdefault(content, node)
         if isinstance(found, dict):
@@ -276,6 +278,7 @@ class KnowledgeTree:
 
     def _unindex(self, node: Node) -> None:
         del self._by_key[node.key]
+        self.stretches.drop(node)
         content = self.content(node.tenant, node.raw)
         found = self._by_content[content]
         if not isinstance(found, dict):
@@ -325,13 +328,6 @@ def join_runs(first: Run, second: Run, page_size: int) -> Run | None:
     if second.start != slot or (slot and first.pages[-1] != second.pages[0]):
         return None
     return Run(first.pages + second.pages[bool(slot) :], first.start, first.length + second.length)
-
-
-def common_prefix(a: bytes, b: bytes) -> int:
-    n = min(len(a), len(b)) // 4
-    differs = np.frombuffer(a, "<i4", n) != np.frombuffer(b, "<i4", n)
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
 
 
 def _walked(raw: bytes, tenant: str, top: Node, method: str | None) -> Steps:

@@ -225,9 +225,10 @@ class Composer:
         if rag.recompute_ratio is not None:
             raise self._no_ratio(AUTO)
         reason = None if contract.faulted else contract.uncovered(made.prompt)
-        setting = contract.pick if reason is None else PREFIX
+        setting = contract.pick if reason is None else contract.without_evidence(made.prompt)
         chosen = self._resolve(replace(rag, strategy=setting.strategy))
-        return replace(chosen, ratio=setting.ratio, picked=reason is None, notice=reason or None)
+        picked = reason is None or setting != PREFIX
+        return replace(chosen, ratio=setting.ratio, picked=picked, notice=reason or None)
 
     def _resolve(self, rag: Rag) -> ServedBy:
         default = self.contract.setting

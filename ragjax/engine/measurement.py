@@ -42,4 +42,6 @@ def report_of(identity: bytes, known: Mapping[str, Strategy]) -> Report | None:
     if report is None:
         return None
     kept = (m for m in report.measurements if m.setting.strategy in known)
-    return replace(report, measurements=tuple(kept))
+    told = report.conversations
+    said = told if told is not None and told.setting.strategy in known else None
+    return replace(report, measurements=tuple(kept), conversations=said)

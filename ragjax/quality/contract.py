@@ -1,8 +1,9 @@
 """The quality contract of a running engine: which setting requests get, what is promised of it, and whether it is kept.
 
 `auto` gives requests whose chunks all are preprocessed the fastest setting that the model's quality report puts inside
-the budget, and `prefix`, which is exact, to all others. Without a report, what idle replays of live requests show makes
-one (`quality/evidence.py`). A share of live requests is replayed in `full` (shadow replay).
+the budget, conversations `moved` if the report puts that inside it, and `prefix`, which is exact, to all others.
+Without a report, what idle replays of live requests show makes one (`quality/evidence.py`). A share of live requests is
+replayed in `full` (shadow replay).
 What was seen of the present setting is held against the budget by a bound over a window; a setting that leaves the
 budget is replaced by the next one of the report's ladder. All of it is called in the engine's thread, but for `draws`,
 which any may call, and what only reads.
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from ragjax.core import ConfigError, Divergence, Prompt
 from ragjax.quality.evidence import LIVE, NEEDED, LiveEvidence, ShadowTrial
-from ragjax.quality.report import EXACT, PREFIX, Budget, Report, Setting, bounds
+from ragjax.quality.report import EXACT, MOVED, PREFIX, Budget, Report, Setting, bounds
 
 _log = logging.getLogger(__name__)
 
@@ -136,6 +137,9 @@ class Contract:
         self._path = path
         self._report = report
         self._monitor = Monitor(budget, (PREFIX,) if report is None else report.ladder(budget))
+        told = None if report is None else report.conversations
+        inside = told is not None and budget.holds(told.kl_hi, told.top1_lo)
+        self._talks = Monitor(budget, (MOVED, PREFIX) if inside else (PREFIX,))
 
     @property
     def setting(self) -> Setting:
@@ -160,7 +164,7 @@ class Contract:
         """Strategies that requests get now without naming them; shadow replay's own excepted."""
         if self.setting.strategy != AUTO:
             return frozenset({self.setting.strategy})
-        return frozenset({self.pick.strategy, PREFIX.strategy})
+        return frozenset({self.pick.strategy, self._talks.setting.strategy, PREFIX.strategy})
 
     @property
     def faulted(self) -> bool:
@@ -181,6 +185,10 @@ class Contract:
         most = f"the quality budget was measured with up to {self._report.top_k} chunks, and here are {prompt.chunks}"
         return f"{most}: the request ran prefix, which is exact"
 
+    def without_evidence(self, prompt: Prompt) -> Setting:
+        """The setting that `auto` gives to prompts it has no evidence of as `uncovered` asks for it."""
+        return PREFIX if prompt.chunks or self.faulted else self._talks.setting
+
     def takes_preprocessed(self, setting: Setting) -> bool:
         return setting.strategy in self._preprocessed
 
@@ -190,6 +198,8 @@ class Contract:
             return Divergence(0.0, 1.0)
         if self._report is None or chunks > self._report.top_k:
             return None
+        if setting == MOVED and not chunks and (told := self._report.conversations) is not None:
+            return Divergence(told.kl, told.top1)
         if self.takes_preprocessed(setting) and not preprocessed:
             return None
         return self._report.predicted(setting)
@@ -222,7 +232,8 @@ class Contract:
     def draws(self, picked: bool = False) -> bool:
         if picked and self.candidates:
             return True
-        rate = max(self._rate, WATCH) if picked and self.pick != PREFIX else self._rate
+        exact = self.pick == self._talks.setting == PREFIX
+        rate = max(self._rate, WATCH) if picked and not exact else self._rate
         return rate > 0 and self._random.random() < rate
 
     def drop(self, reason: str) -> None:
@@ -239,11 +250,12 @@ class Contract:
         self._counters["replayed"] += 1  # last: who waits for it sees what came of it
 
     def _climb(self, setting: Setting, seen: Divergence) -> None:
-        before, verdict = self.pick, self._monitor.add(setting, seen)
+        monitor = self._talks if setting == MOVED else self._monitor
+        before, verdict = monitor.setting, monitor.add(setting, seen)
         if verdict is Verdict.KEEP:
             return
         self._escalations[str(verdict)] += 1
-        after = self.pick
+        after = monitor.setting
         raised = before.strategy == after.strategy and (before.ratio or 0.0) < (after.ratio or 0.0)
         how = "the recompute ratio was raised: " if raised else ""
         self._notice = (

@@ -57,6 +57,9 @@ MAX_KL = 1e6
 PREFIX = Setting("prefix")
 """The cheapest exact setting."""
 
+MOVED = Setting("moved")
+"""The setting of conversations, where it lies inside the budget."""
+
 
 def divergence(full_NV: NDArray[np.float32], other_NV: NDArray[np.float32]) -> Divergence:
     """Mean over N positions between logits; `inf` if any is not a finite number."""
@@ -178,6 +181,7 @@ class Report:
     questions: str  # digest of the questions and documents asked
     top_k: int  # chunks that a question got
     measurements: tuple[Measurement, ...]
+    conversations: Measurement | None = None  # of `moved`, over conversations
 
     def predicted(self, setting: Setting) -> Divergence | None:
         """Mean divergence of the setting, or of the nearest smaller ratio measured; None if there is none."""
@@ -224,11 +228,16 @@ class Report:
     def _of(cls, data: Any) -> Report:
         if data.pop("version") != VERSION:
             raise ValueError(f"not version {VERSION}")
-        rows = [{**row, "setting": Setting(**row["setting"])} for row in data.pop("measurements")]
+        told = data.pop("conversations", None)
+        rows = [
+            Measurement(**{**row, "setting": Setting(**row["setting"])})
+            for row in (*data.pop("measurements"), *([] if told is None else [told]))
+        ]
         data.pop("fit", None)  # earlier reports name the fit of a strategy that is gone,
         if data.pop("alpha", 1.0) != 1.0:  # and Cache-Craft's alpha, which one could calibrate
             raise ValueError("Cache-Craft had another alpha")
-        report = cls(**data, measurements=tuple(Measurement(**row) for row in rows))
+        said = None if told is None else rows.pop()
+        report = cls(**data, measurements=tuple(rows), conversations=said)
         ratios = (m.setting.ratio for m in report.measurements)
         if report.top_k < 1 or not all(ratio is None or 0 <= ratio <= 1 for ratio in ratios):
             raise ValueError("no chunks, or a ratio outside [0, 1]")

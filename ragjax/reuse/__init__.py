@@ -10,6 +10,7 @@ from ragjax.reuse.craft import Craft
 from ragjax.reuse.dependency import Dependency
 from ragjax.reuse.exact import Full, Prefix
 from ragjax.reuse.fusion import Fused, Prophetic, QueryGuided
+from ragjax.reuse.moved import Moved
 from ragjax.reuse.naive import Naive, Packet
 from ragjax.reuse.repair import Selective
 from ragjax.reuse.stitch import Isolated
@@ -22,6 +23,7 @@ DEPENDENCY = ("dependency", "dependency-preorder")
 STRATEGIES.add("full", lambda model: Full())
 STRATEGIES.add("prefix", lambda model: Prefix())
 STRATEGIES.add("naive", lambda model: Naive("block" if model.blocks else None))
+STRATEGIES.add("moved", lambda model: Moved())
 STRATEGIES.add("blend", lambda model: Selective("blend", Isolated(), Deviation()))
 STRATEGIES.add("craft", lambda model: Craft(variants=model.craft))
 STRATEGIES.add("craft-focus", lambda model: Craft("craft-focus", variants=replace(model.craft, focus=True)))

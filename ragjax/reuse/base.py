@@ -16,6 +16,7 @@ import numpy as np
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.lookahead import Outlook
 from ragjax.cache.match import Candidate, Match
+from ragjax.cache.stretches import Stretch
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
     NO_VARIANTS,
@@ -211,6 +212,13 @@ class Allocation:
 
     def first(self, context: Match, tokens: Tokens, candidates: Iterable[Candidate]) -> Match | None:
         match = self.cache.matcher.match_first(context, tokens, candidates, cold=self.cold)
+        if match is not None:
+            self._matches.append(match)
+        return match
+
+    def stretch(self, found: Stretch) -> Match | None:
+        """The KV of a stretch, and of what its node holds before it; None if it is gone."""
+        match = self.cache.matcher.match_stretch(found, self.tenant, self.label, cold=self.cold)
         if match is not None:
             self._matches.append(match)
         return match

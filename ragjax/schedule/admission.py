@@ -11,6 +11,7 @@ from typing import TypeVar
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.lookahead import Look
 from ragjax.cache.node import PUBLIC, raw_of
+from ragjax.cache.stretches import MOVED
 from ragjax.core import OutOfPages, RequestError, Run, Segment, StepLimits
 from ragjax.core.tiers import Inquiry
 from ragjax.reuse.base import Allocation
@@ -26,6 +27,9 @@ AHEAD = 8
 
 BACKGROUND = 8
 """Background requests that run at a time."""
+
+WORTH = 64
+"""Tokens that `moved` has to save beside `prefix`, which is exact, where a request left its strategy to the engine."""
 
 A = TypeVar("A", bound=Allocation)
 
@@ -157,6 +161,12 @@ class Admission:
         the same, and is found when the same message comes again.
         """
         prompt, strategy, cache, tenant = state.prompt, state.strategy, self._cache, state.request.tenant
+        if state.by_default and strategy.name == MOVED and not state.times.admitted:
+            saved = Prefix().work(prompt, cache, tenant) - strategy.work(prompt, cache, tenant)
+            if saved < WORTH:  # exact, and as fast
+                state.strategy = Prefix()
+                self._requests.look_up(state)
+            return
         if strategy.exact or not state.by_default or not prompt.chunks or state.times.admitted:
             return
         new = sum(len(s) for s in prompt.segments if s.recognised and not self._is_kept(s, tenant))

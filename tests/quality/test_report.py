@@ -43,7 +43,7 @@ from ragjax.models.trained import model_digest
 from ragjax.models.weights import open_checkpoint
 from ragjax.quality.contract import AUTO, FAR, FULL, LEAST, QUEUE, STEPS, WATCH, WINDOW, Contract, Monitor, Verdict
 from ragjax.quality.evidence import MOST, NEEDED, LiveEvidence, ShadowTrial
-from ragjax.quality.report import PREFIX, Budget, Measurement, Report, Setting, bounds, divergence
+from ragjax.quality.report import MOVED, PREFIX, Budget, Measurement, Report, Setting, bounds, divergence
 from ragjax.reuse import strategies
 from ragjax.reuse.base import Allocation
 from ragjax.reuse.craft import Craft
@@ -326,6 +326,20 @@ def test_auto_has_evidence_of_preprocessed_chunks_alone() -> None:
     assert many is not None and "up to 3 chunks, and here are 4" in many
     assert contract.predicted(FUSION, False, 3) == Divergence(0.06, 0.9)
     assert contract.predicted(FUSION, False, 3, preprocessed=False) is None, "it was not measured with such chunks"
+
+
+def test_conversations_are_moved_if_the_report_has_them_inside_the_budget_and_replay_agrees() -> None:
+    talk, chunks = tiny.prompt(chunks=()), tiny.prompt(chunks=(20,) * 3)
+    assert automatic(FUSED).without_evidence(talk) == PREFIX
+    assert automatic(replace(FUSED, conversations=measurement(MOVED, 0.2, 5.0))).without_evidence(talk) == PREFIX
+    contract = automatic(replace(FUSED, conversations=measurement(MOVED, 0.02, 5.0)))
+    assert contract.without_evidence(talk) == MOVED and contract.without_evidence(chunks) == PREFIX
+    assert contract.predicted(MOVED, False, 0) == Divergence(0.02, 0.9) and "moved" in contract.strategies
+    assert contract.pick == FUSION, "conversations tell nothing of retrieved passages"
+    for _ in range(LEAST):
+        contract.observe(MOVED, False, Divergence(0.2, 0.5))
+    assert contract.without_evidence(talk) == PREFIX and contract.pick == FUSION
+    assert "found moved outside" in contract.notices[0]
 
 
 def test_what_replay_sees_of_requests_that_the_report_does_not_cover_moves_nothing() -> None:

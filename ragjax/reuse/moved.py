@@ -1,0 +1,146 @@
+"""moved: any stretch of tokens that an earlier request computed is reused wherever it stands now; ours.
+
+Behind the longest exact prefix the prompt is searched for stretches that nodes of the cache hold, whatever stood before
+them there. A stretch keeps its KV, which saw what stood before it in its own request, and is moved by a RoPE offset. So
+a document keeps its inner coherence, which isolated chunks lose: a new header, an edit before it, turns that left, or
+another place in the conversation change only what it saw from afar. (CacheBlend and Cache-Craft reuse whole chunks that
+somebody has cut; LMCache's CacheBlend engine finds them by separators.)
+
+The first tokens of each stretch are computed anew, since they saw most of what has changed (LegoLink of EPIC, arXiv
+2410.15332, recomputes them too), and so are the last tokens of the prompt, which ask. What is computed behind a moved
+stretch is approximate, and is kept as such for later requests. A prompt without a known stretch is served as `prefix`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.lookahead import Outlook
+from ragjax.cache.match import Match, Totals
+from ragjax.cache.node import raw_of
+from ragjax.cache.stretches import BLOCK, MOVED, Stretch
+from ragjax.cache.tree import Provenance, join_runs
+from ragjax.core import Measure, Pass, Plan, Prefill, Prompt, Run, Span, Tokens
+from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report
+from ragjax.reuse.exact import Prefix, cuts
+
+ASKING = 32
+"""Last tokens of a prompt, which are always computed: the question has to see what stands before it."""
+
+MENDED = 8
+"""First tokens of a stretch that are computed anew, unless the same tokens stood before it."""
+
+LEAST = 8
+"""Tokens of the shortest stretch that is moved."""
+
+
+class Moved(Strategy):
+    """Reuses stretches of earlier prompts and answers at any place."""
+
+    name = MOVED
+    steady = False
+
+    def __init__(self, mended: int = MENDED):
+        self._mended = mended
+
+    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """As `prefix`, if nothing is moved; else nothing that another request could wait for."""
+        return Outlook() if self._found(prompt, cache, tenant)[1] else Prefix().outlook(prompt, cache, tenant)
+
+    def work(self, prompt: Prompt, cache: KnowledgeCache, tenant: str, ratio: float | None = None) -> int:
+        hit, found = self._found(prompt, cache, tenant)
+        return len(prompt) - hit - sum(stretch.length for stretch in found)
+
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
+        """One pass over all tokens that stand in no known stretch."""
+        found = self._found(prompt, allocation.cache, allocation.tenant)[1]
+        if not found:
+            return (yield from Prefix().prefill(prompt, allocation))
+        n, tokens, page_size = len(prompt), prompt.tokens, allocation.page_size
+        matched = allocation.prefix(tokens[: found[0].begin])
+        found = self._fitting(found, n + allocation.decode_tokens, len(matched.spans), allocation)
+        matches = [(one, match) for one in found if (match := allocation.stretch(one)) is not None]
+        if not matches:
+            return (yield from Prefix().prefill(prompt, allocation))
+        moved = [_placed(one, match, page_size) for one, match in matches]
+        taken = np.concatenate([indices(0, matched.length), *(span.indices for span in moved)])
+        rows = np.setdiff1d(indices(0, n), taken).astype(np.int32)
+        run = allocation.reserve_with_tail(len(rows))
+        fresh = [
+            Span.consecutive(int(rows[a]), run.slice(a, b, page_size))
+            for a, b in pairwise([0, *(np.flatnonzero(np.diff(rows) > 1) + 1).tolist(), len(rows)])
+        ]
+        behind = sorted((*moved, *fresh), key=lambda span: int(span.indices[0]))
+        spans = (*match_spans(matched, 0), *behind)
+        results = yield Pass(rows, rows, spans, self.measures, (n - 1,))
+        totals = Totals(n - len(rows), len(rows))
+        first = int(moved[0].indices[0])
+        if allocation.cache.keep == "all":
+            for span in fresh:
+                at, end = int(span.indices[0]), int(span.indices[-1]) + 1
+                if end <= first:
+                    public = min(prompt.public, end)
+                    allocation.cache.admitter.admit_prefix(
+                        matched, tokens[:end], at, span.run, cuts(prompt, end), public, totals
+                    )
+                elif end < n:
+                    self._keep(allocation, tokens[:end], span.run, at, totals)
+        computed = {i: rows[(rows >= a) & (rows < b)] for i, (a, b) in enumerate(pairwise(prompt.starts))}
+        tiers = [tier for match in (matched, *(match for _, match in matches)) if (tier := match.tier()) is not None]
+        account = report(prompt, {}, dict.fromkeys(computed, max(tiers)), recomputed=computed)
+        tail = run.slice(len(rows), run.length, page_size)
+        figures = {"moved": float(sum(span.run.length for span in moved))}
+        return Plan(spans, tail, None, account, results[Measure.LOGITS][0], figures)
+
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
+        """Keep the finished turn: as `prefix` does, or what was computed last with the answer."""
+        if "moved" not in plan.figures:
+            Prefix().finish(prompt, plan, generated, allocation)
+            return
+        last, at = plan.spans[-1].run, int(plan.spans[-1].indices[0])
+        run = join_runs(last, plan.tail.slice(0, len(generated), allocation.page_size), allocation.page_size)
+        if allocation.cache.keep == "all":
+            told = np.concatenate([prompt.tokens, generated]) if run is not None else prompt.tokens
+            totals = Totals(at, len(prompt) - at)
+            self._keep(allocation, told, last if run is None else run, at, totals)
+
+    def _keep(self, allocation: Allocation, tokens: Tokens, run: Run, begin: int, totals: Totals) -> None:
+        """Keep what was computed from `begin` on behind moved stretches, on no context: its tokens alone find it."""
+        if len(tokens) - begin < BLOCK:
+            return
+        before = raw_of(tokens[max(0, begin - self._mended) : begin])
+        nothing = allocation.prefix(tokens[:0], quiet=True)
+        allocation.cache.admitter.admit_segment(
+            nothing, tokens[begin:], run, begin, Provenance.APPROXIMATE, MOVED, meta=before, totals=totals
+        )  # fmt: skip
+
+    def _found(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[int, list[Stretch]]:
+        """Tokens of the exact prefix on the device or in host memory, and the stretches behind it."""
+        raw = raw_of(prompt.tokens)
+        hit = sum(used for _, used in cache.tree.walk(raw[:-4], tenant))
+        kept: list[Stretch] = []
+        for begin, node, at, length in cache.tree.stretches.find(raw, hit, len(prompt) - ASKING, tenant):
+            assert node.parent is not None
+            before = node.meta if node.method == MOVED else node.parent.raw[-4 * self._mended :]
+            goes_on = not at and before and raw.endswith(before, 0, 4 * begin)
+            seam = 0 if goes_on else self._mended
+            if length - seam >= LEAST:
+                kept.append(Stretch(begin + seam, node, at + seam, length - seam))
+        return hit, kept
+
+    def _fitting(self, found: list[Stretch], tokens: int, runs: int, allocation: Allocation) -> list[Stretch]:
+        """The longest stretches, as many as a step can read beside what is computed between them."""
+        kept = sorted(found, key=lambda one: one.length, reverse=True)
+        while kept and not allocation.limits.holds(tokens, 2 * len(kept) + runs + 1):
+            kept.pop()
+        return sorted(kept, key=lambda one: one.begin)
+
+
+def _placed(stretch: Stretch, match: Match, page_size: int) -> Span:
+    """A stretch at its place in the prompt."""
+    ((run, start),) = match.spans
+    run = run.slice(stretch.at, stretch.at + stretch.length, page_size)
+    return Span.consecutive(stretch.begin, run, stretch.begin - start - stretch.at)

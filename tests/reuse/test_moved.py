@@ -1,0 +1,137 @@
+"""Stretches of earlier prompts that stand elsewhere: what is found, moved, computed and kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ragjax.cache.node import raw_of
+from ragjax.cache.stretches import MOVED as METHOD
+from ragjax.core import Kind, Prompt, Segment, Tokens
+from ragjax.reuse.base import Strategy
+from ragjax.reuse.exact import Full, Prefix
+from ragjax.reuse.moved import ASKING, MENDED, Moved
+from ragjax.reuse.naive import Naive
+from tests.support.executor import Executor
+
+RANDOM = np.random.default_rng(5)
+HEAD, OTHER, FILE, MORE = (RANDOM.integers(0, 256, n).astype(np.int32) for n in (30, 21, 120, 70))
+
+KINDS = (Kind.QUERY, Kind.CHUNK, Kind.QUERY)
+
+
+def words(n: int) -> Tokens:
+    return RANDOM.integers(0, 256, n).astype(np.int32)
+
+
+def prompt(*parts: Tokens) -> Prompt:
+    return Prompt((Segment("question", Kind.QUERY, np.concatenate(parts)),))
+
+
+def serve(executor: Executor, strategy: Strategy, asked: Prompt, said: Tokens | None = None) -> tuple[int, bool]:
+    """Tokens reused, and whether it is exact; the answer's KV is whatever lies in its slots."""
+    talk = executor.talk(strategy, asked, decode_tokens=64)
+    while talk.step():
+        pass
+    assert talk.plan is not None
+    assert sum(part.reused + part.recomputed for part in talk.plan.reports) == len(asked)
+    covered = np.concatenate([span.indices for span in talk.plan.spans])
+    assert np.array_equal(covered, np.arange(len(asked)))
+    if said is not None:
+        talk.score(said)
+        strategy.finish(asked, talk.plan, said, talk.allocation)
+    talk.close()
+    executor.cache.audit()
+    return sum(part.reused for part in talk.plan.reports), talk.plan.exact_to == "full"
+
+
+@pytest.fixture
+def executor() -> Executor:
+    return Executor()
+
+
+def test_without_a_known_stretch_it_is_prefix(executor: Executor) -> None:
+    asked = prompt(HEAD, FILE, words(40))
+    full = executor.run(Full(), asked).plan
+    plan = executor.run(Moved(), asked).plan
+    assert plan.exact_to == "full" and "moved" not in plan.figures
+    np.testing.assert_allclose(plan.logits, full.logits, atol=1e-9)
+    assert serve(executor, Moved(), asked) == (len(asked) - 1, True)
+
+
+def test_what_stands_behind_another_header_is_moved_and_its_first_tokens_are_computed(executor: Executor) -> None:
+    serve(executor, Prefix(), prompt(HEAD, FILE, words(40)))
+    reused, exact = serve(executor, Moved(), prompt(OTHER, FILE, words(40)))
+    assert reused == len(FILE) - MENDED and not exact
+    assert executor.cache.metrics.approximate_hit_tokens == reused
+
+
+def test_a_stretch_that_saw_nothing_before_it_is_moved_as_an_isolated_chunk_is(executor: Executor) -> None:
+    question = words(40)
+    serve(executor, Prefix(), prompt(FILE, words(40)))
+    moved = executor.run(Moved(mended=0), prompt(HEAD, FILE, question)).plan
+    head, file, asked = (Segment("", kind, part) for kind, part in zip(KINDS, (HEAD, FILE, question), strict=True))
+    naive = executor.run(Naive(), Prompt((head, file, asked))).plan
+    assert moved.figures == {"moved": len(FILE)}
+    np.testing.assert_allclose(moved.logits, naive.logits, atol=1e-9)
+
+
+def test_the_middle_of_a_file_is_edited(executor: Executor) -> None:
+    serve(executor, Prefix(), prompt(HEAD, FILE, words(40)))
+    edited = np.concatenate([FILE[:60], words(5), FILE[62:]])
+    reused, exact = serve(executor, Moved(), prompt(HEAD, edited, words(40)))
+    assert reused == len(HEAD) + 60 + len(FILE) - 62 - MENDED and not exact
+
+
+def test_turns_and_answers_behind_moved_stretches_are_found_again(executor: Executor) -> None:
+    first, said, second = words(40), words(8), words(40)
+    serve(executor, Prefix(), prompt(HEAD, FILE, words(40)))
+    serve(executor, Moved(), prompt(OTHER, FILE, first), said)
+    kept = [node for node in executor.cache.tree.nodes() if node.method == METHOD]
+    assert [len(node) for node in kept] == [len(first) + len(said)]
+    reused, _ = serve(executor, Moved(), prompt(words(25), FILE, first, said, second))
+    assert reused == len(FILE) - MENDED + len(first) + len(said), "the turn goes on from the file as it did before"
+
+
+def test_the_last_tokens_are_computed_though_they_are_known(executor: Executor) -> None:
+    question = words(60)
+    serve(executor, Prefix(), prompt(HEAD, FILE, question))
+    reused, _ = serve(executor, Moved(), prompt(HEAD, MORE, question))
+    assert reused == len(HEAD) + len(question) - ASKING - MENDED
+
+
+def test_the_same_turns_are_kept_once(executor: Executor) -> None:
+    """What is stored grows with what is new, whatever the order in which it stands."""
+    parts = [words(50) for _ in range(4)]
+    serve(executor, Moved(), prompt(HEAD, *parts, words(40)))
+    nodes = executor.cache.tree.held[0][""]
+    for _ in range(6):
+        RANDOM.shuffle(parts)
+        serve(executor, Moved(), prompt(HEAD, *parts, words(40)))
+    assert executor.cache.tree.held[0][""] <= nodes + 6 * (40 + 4 * MENDED)
+
+
+def test_another_tenants_stretches_are_not_read(executor: Executor) -> None:
+    tree = executor.cache.tree
+    serve(executor, Prefix(), prompt(HEAD, FILE, words(40)))
+    raw = raw_of(np.concatenate([OTHER, FILE]))
+    (found,) = tree.stretches.find(raw, 0, len(raw) // 4, "anna")
+    assert (found.begin, found.length) == (len(OTHER), len(FILE)), "public ones are"
+    for node in tree.nodes():
+        tree.stretches.drop(node)
+        node.tenant = "ben"
+        tree.stretches.keep(node)
+    assert not list(tree.stretches.find(raw, 0, len(raw) // 4, "anna"))
+    assert list(tree.stretches.find(raw, 0, len(raw) // 4, "ben"))
+
+
+def test_too_many_pieces_for_a_step_leave_out_the_shortest(executor: Executor) -> None:
+    parts = [words(n) for n in (20, 60, 24, 28)]
+    serve(executor, Prefix(), prompt(HEAD, *parts, words(40)))
+    asked = prompt(OTHER, *parts[::-1], words(40))
+    everything, _ = serve(executor, Moved(), asked)
+    assert everything > 60
+    executor = Executor(entries=-(-(len(asked) + 64) // executor.page_size) + 2 * 4)
+    serve(executor, Prefix(), prompt(HEAD, *parts, words(40)))
+    reused, _ = serve(executor, Moved(), asked)
+    assert 40 < reused < everything

@@ -52,6 +52,9 @@ def test_kernels_rehearsal(tmp_path: Path, small: None, capsys: pytest.CaptureFi
         "gate",
     } <= cases
     assert {"recompute-in-place", "recompute-patched", "decode-in-place", "decode-moved", "backward"} <= cases
+    products = [r for r in rows if r["case"] == "product-4bit"]
+    assert [(r["rows"], r["backend"]) for r in products] == [(n, name) for n in (1, 16) for name in ("cpu", "xla")]
+    assert all(0 < r["error"] < 1e-2 and r["ceiling_share"] > 0 for r in products)
     keys = {"case", "backend", "dtype", "head_dim", "rows", "keys", "visible_share", "ms", "tflops", "peer", "ratio"}
     assert all(keys <= set(r) for r in rows if r["case"] in ("chunks", "tree", "causal", "recompute-moved"))
     moved = next(r for r in rows if r["case"] == "recompute-moved")

@@ -20,10 +20,13 @@ class State:
     pipeline: openvino_genai.LLMPipeline
 
 
-def load(model: str, threads: int, precision: str) -> Mapping[str, Any]:
-    """Load a .gguf file to compute in `precision` ("bf16" or "f32"); no prefix is reused, KV is as OpenVINO chooses."""
+def load(model: str, threads: int, precision: str, prefix: bool = False) -> Mapping[str, Any]:
+    """Load a .gguf file to compute in `precision` ("bf16" or "f32"); KV is as OpenVINO chooses.
+
+    prefix: whether what two prompts begin with is reused.
+    """
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.enable_prefix_caching = False
+    scheduler.enable_prefix_caching = prefix
     scheduler.cache_size = CACHE_GB
     settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": precision}
     State.pipeline = openvino_genai.LLMPipeline(model, "CPU", scheduler_config=scheduler, **settings)

@@ -31,6 +31,7 @@ from ragjax.core.library import (
     Counts,
     File,
     Indexing,
+    KeptResponse,
     Passage,
     Skipped,
     Slice,

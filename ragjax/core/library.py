@@ -119,6 +119,19 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class KeptResponse:
+    """A response that is kept, and what it was asked. previous: the response that it goes on from.
+
+    items, body: as JSON text.
+    """
+
+    id: str
+    previous: str | None
+    items: str
+    body: str
+
+
+@dataclass(frozen=True)
 class Store:
     id: str
     name: str

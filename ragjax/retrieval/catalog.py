@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ragjax.core import WHOLE, Attachment, Counts, DamageError, File, Slice, State, Store
+from ragjax.core import WHOLE, Attachment, Counts, DamageError, File, KeptResponse, Slice, State, Store
 from ragjax.retrieval.database import add_column, checksum, compare_schema, exclusive, free, hold_spare, transaction
 
 _SCHEMA = """
@@ -34,6 +34,11 @@ create table if not exists attachments (
     usage integer not null, code text not null, message text not null, attributes text not null, chunk_tokens integer,
     batch text, unique (store, file)
 );
+create table if not exists responses (
+    number integer primary key autoincrement, id text not null unique, tenant text not null, previous text,
+    active integer not null, size integer not null, items text not null, body text not null
+);
+create index if not exists responses_by_tenant on responses (tenant);
 create index if not exists files_by_tenant on files (tenant);
 create index if not exists stores_by_tenant on stores (tenant);
 create index if not exists attachments_by_store on attachments (store);
@@ -58,6 +63,12 @@ _COPIES = (
     " where stores.tenant = (select tenant from stores where id = ?) and not stores.expired"
 )
 """The bytes of all files in the stores of one's tenant, each as often as it is in a store."""
+_CHAIN = (
+    "with recursive chain (id, tenant, previous, items, body, depth) as ("
+    "select id, tenant, previous, items, body, 0 from responses where id = ? and tenant = ? union all"
+    " select r.id, r.tenant, r.previous, r.items, r.body, depth + 1 from responses r"
+    " join chain on r.id = chain.previous and r.tenant = chain.tenant)"
+)
 _log = logging.getLogger(__name__)
 
 
@@ -223,6 +234,39 @@ class Catalog:
 
     def detach(self, store: str, file: str) -> None:
         self._delete("delete from attachments where store = ? and file = ?", store, file)
+
+    def keep_response(self, tenant: str, response: KeptResponse, now: int, most: int) -> None:
+        """Keeps a response; those that the tenant used longest ago leave, beyond `most` bytes of all."""
+        values = (response.id, tenant, response.previous, now, len(response.items) + len(response.body))
+        with self._lock, transaction(self._database):
+            self._database.execute(
+                "insert into responses (id, tenant, previous, active, size, items, body) values (?, ?, ?, ?, ?, ?, ?)",
+                (*values, response.items, response.body),
+            )
+            self._database.execute(
+                "delete from responses where number in (select number from (select number, sum(size) over"
+                " (order by active desc, number desc) as total from responses where tenant = ?) where total > ?)",
+                (tenant, most),
+            )
+
+    def conversation(self, tenant: str, response: str, now: int | None = None) -> list[KeptResponse]:
+        """Returns a response behind those that it goes on from, the first of all first. now: it is used."""
+        found = self._rows(
+            f"{_CHAIN} select id, previous, items, body from chain order by depth desc", response, tenant
+        )
+        if now is not None:
+            self._change(
+                f"{_CHAIN} update responses set active = ? where id in (select id from chain)", response, tenant, now
+            )
+        return [KeptResponse(*row) for row in found]
+
+    def remove_response(self, tenant: str, response: str) -> bool:
+        sql = "delete from responses where tenant = ? and id = ?"
+        return bool(free(self._database, lambda: self._change(sql, tenant, response), self._spare))
+
+    def remove_responses(self, before: int) -> None:
+        """Forgets those that were last used before this time."""
+        self._delete("delete from responses where active < ?", before)
 
     def _change(self, sql: str, *values: object) -> int:
         with self._lock, transaction(self._database):

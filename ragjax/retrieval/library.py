@@ -27,6 +27,7 @@ from ragjax.core import (
     Counts,
     File,
     Filter,
+    KeptResponse,
     MissingError,
     Passage,
     RequestError,
@@ -51,6 +52,10 @@ FOLDER = ".library"
 """Beside the folders of the knowledge bases; none of them can have this name."""
 FEWEST_TOKENS, MOST_TOKENS = 100, 4096
 """Tokens of a chunk that a client may ask for, as in OpenAI's API."""
+RESPONSE_DAYS = 30
+"""Days for which a response is kept after its last use, as OpenAI does."""
+RESPONSE_SHARE = 16
+"""Responses of a tenant may have this part of what its files may have, beside them."""
 STORES_OF_TENANT = 1000
 """Stores that a tenant may have; each keeps two files open."""
 _ID = re.compile(r"vs_[0-9a-f]{24}")
@@ -160,6 +165,35 @@ class Library:
         """Delete a file, and take it out of all stores; raises as `file`."""
         for store in self._catalog.remove_file(self.file(tenant, file).id):
             self._ingest.forget(store, file)
+
+    def keep_response(self, tenant: str, response: KeptResponse) -> None:
+        """Keeps a response for `RESPONSE_DAYS`; beyond the share those used longest ago leave."""
+        now = int(self._now())
+        self._catalog.remove_responses(now - RESPONSE_DAYS * 86_400)
+        self._catalog.keep_response(tenant, response, now, self._quota // RESPONSE_SHARE)
+
+    def response(self, tenant: str, response: str) -> KeptResponse:
+        found = self._catalog.conversation(tenant, response)
+        if not found:
+            raise MissingError(f"no response {response!r} is kept", param="response_id", code="not_found")
+        return found[-1]
+
+    def conversation(self, tenant: str, response: str) -> list[KeptResponse]:
+        """The responses that one goes on from, the first of all first, and itself.
+
+        Raises:
+            RequestError: one of them is not there any more.
+        """
+        found = self._catalog.conversation(tenant, response, int(self._now()))
+        if not found or found[0].previous is not None:
+            gone = response if not found else found[0].previous
+            reason = f"the response {gone!r} is not kept, or was deleted: send the items of the conversation in input"
+            raise RequestError(reason, param="previous_response_id", code="previous_response_not_found")
+        return found
+
+    def remove_response(self, tenant: str, response: str) -> None:
+        if not self._catalog.remove_response(tenant, response):
+            raise MissingError(f"no response {response!r} is kept", param="response_id", code="not_found")
 
     def expire(self) -> None:
         """Delete the files whose time is over; everything that shows files calls it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, closing
@@ -39,10 +40,10 @@ from ragjax.serve.response import (
     merged,
     respond,
 )
-from ragjax.serve.responses_api import Reply
+from ragjax.serve.responses_api import Reply, whole
 from ragjax.serve.schema.chat import ChatBody, CompletionBody
 from ragjax.serve.schema.message import CountBody, MessageBody
-from ragjax.serve.schema.response import ResponseBody
+from ragjax.serve.schema.response import Item, ResponseBody, earlier_items
 from ragjax.serve.server import Drain, Limits
 
 if TYPE_CHECKING:
@@ -253,17 +254,36 @@ class _Endpoints:
         return await self._respond(TextForm, body, request)
 
     async def response(self, body: ResponseBody, request: Request) -> Response:
-        tenant, notices = request.state.tenant, take_ignored(body, strict=self._strict)
+        tenant, notices, asked_items = request.state.tenant, take_ignored(body, strict=self._strict), body.input
+        if body.previous_response_id is not None:
+            library = self._engine.library
+            earlier = await asyncio.to_thread(library.conversation, tenant, body.previous_response_id)
+            body = body.model_copy(update={"input": [*earlier_items(earlier), *body.input]})
         knowledge = self._knowledge_of(body.model)
         sources = await asyncio.to_thread(self._sources, body, tenant)
         asked = replace(body.to_core(sources), tenant=tenant)
         asked = asked if knowledge is None else _grounded(asked, knowledge)
         await self._use_stores(asked)
         reply = Reply(self._engine, body, asked, notices)
-        events = self._events(asked, request.state.arrived)
+        told = reply.told(self._events(asked, request.state.arrived))
+        if body.store is not False:
+            told = self._keeping(told, tenant, body.previous_response_id, asked_items)
         if body.stream:
-            return EventStream(reply.told(events), reply.failed, end=b"")
-        return await respond(reply.whole(events), request)
+            return EventStream(told, reply.failed, end=b"")
+        return await respond(whole(told), request)
+
+    async def _keeping(
+        self, told: AsyncGenerator[Json, None], tenant: str, previous: str | None, items: Sequence[Item]
+    ) -> AsyncGenerator[Json, None]:
+        """Yields the events of a response, which is kept before the last one is told."""
+        async with aclosing(told) as events:
+            async for event in events:
+                response = event.get("response", {})
+                if response.get("status") in ("completed", "incomplete"):
+                    given = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in items]
+                    kept = core.KeptResponse(response["id"], previous, json.dumps(given), json.dumps(response))
+                    await asyncio.to_thread(self._engine.library.keep_response, tenant, kept)
+                yield event
 
     async def message(self, body: MessageBody, request: Request) -> Response:
         asked, notices = await self._message_of(body, request)

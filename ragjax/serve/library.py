@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import mimetypes
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -136,6 +137,9 @@ class LibraryEndpoints:
             ("GET", f"{store}{file}/content", self.passages),
             ("GET", f"{store}{file}", self.attachment),
             ("DELETE", f"{store}{file}", self.detach),
+            ("GET", "/responses/{response_id}", self.response),
+            ("GET", "/responses/{response_id}/input_items", self.items),
+            ("DELETE", "/responses/{response_id}", self.forget),
         ):
             router.add_api_route(path, endpoint, methods=[method], response_model=None)
         return router
@@ -290,6 +294,25 @@ class LibraryEndpoints:
         """Take a file out of a store; the file stays."""
         self._engine.library.detach(tenant, vector_store_id, file_id)
         return {"id": file_id, "object": "vector_store.file.deleted", "deleted": True}
+
+    # ------------------------------------------------------------------------------------------ responses
+
+    def response(self, tenant: Tenant, response_id: str) -> Json:
+        """A response that was kept."""
+        kept: Json = json.loads(self._engine.library.response(tenant, response_id).body)
+        return kept
+
+    def items(self, tenant: Tenant, response_id: str, order: Order = "desc") -> Json:
+        """What it was asked, without the responses that it goes on from."""
+        items: list[Json] = json.loads(self._engine.library.response(tenant, response_id).items)
+        data = [{"id": f"in_{i}_{response_id}", **item} for i, item in enumerate(items)]
+        data = data[::-1] if order == "desc" else data
+        return {"object": "list", "data": data, "first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}
+
+    def forget(self, tenant: Tenant, response_id: str) -> Json:
+        """Delete a response; those that go on from it cannot be gone on from any more."""
+        self._engine.library.remove_response(tenant, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
 
     # -------------------------------------------------------------------------------------------- objects
 

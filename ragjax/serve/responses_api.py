@@ -118,6 +118,14 @@ class Output:
         return {"type": f"response.{kind}", "output_index": at, **more}
 
 
+async def whole(told: AsyncGenerator[Json, None]) -> Json:
+    """Returns the response that the last event of a stream holds."""
+    async with aclosing(told) as events:
+        *_, last = [event async for event in events]
+    response: Json = last["response"]
+    return response
+
+
 PARAMS: Mapping[str, str] = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -139,12 +147,6 @@ class Reply:
         self._unsaid: list[Json] = []  # log-probabilities of tokens that the reader holds back
         self._number = 0
         self._head = {"id": new_id("resp"), "object": "response", "created_at": int(time.time())}
-
-    async def whole(self, events: AsyncGenerator[core.Event, None]) -> Json:
-        async with aclosing(self.told(events)) as told:
-            *_, last = [event async for event in told]
-        response: Json = last["response"]
-        return response
 
     def failed(self, error: ApiError) -> Json:
         body = error.body["error"]
@@ -257,9 +259,9 @@ class Reply:
             "model": self._engine.model_name,
             "output": [dict(item) for item in self._output.items],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
-            "store": False,
+            "store": body.store is not False,
             "temperature": sampling.temperature,
             "text": given.get("text") or {"format": {"type": "text"}},
             "tool_choice": choice["type"] if choice["type"] in ("auto", "none", "required") else choice,

@@ -24,6 +24,7 @@ from ragjax.core import (
     DiskFullError,
     File,
     Filter,
+    KeptResponse,
     MissingError,
     RequestError,
     Slice,
@@ -896,3 +897,39 @@ def test_a_file_for_which_the_disk_had_no_room_is_read_again(monkeypatch: pytest
     store = library.create("", "harbour").id
     assert put(library, store, "The sea holds salt.") in found(library, store, "salt")
     assert library.counts("", store)[0] == Counts(completed=1)
+
+
+def test_responses_outlive_a_restart_and_leave_by_age_and_size(tmp_path: Path) -> None:
+    now = [1_000_000.0]
+
+    def opened() -> tuple[Library, Shelf]:
+        return open_library(tmp_path, now=lambda: now[0], quota=16 * 300)
+
+    def kept(name: str, previous: str | None = None) -> KeptResponse:
+        return KeptResponse(name, previous, "[]", "x" * 98)
+
+    library, shelf = opened()
+    library.keep_response("acme", kept("a"))
+    library.keep_response("acme", kept("b", "a"))
+    library.keep_response("umbra", kept("u"))
+    library.close()
+    shelf.close()
+    library, shelf = opened()
+    now[0] += 1
+    library.keep_response("acme", kept("c"))
+    now[0] += 1
+    assert [one.id for one in library.conversation("acme", "b")] == ["a", "b"], "it is used: c is the oldest now"
+    library.keep_response("acme", kept("d", "b"))
+    assert [one.id for one in library.conversation("acme", "d")] == ["a", "b", "d"]
+    with pytest.raises(MissingError):
+        library.response("acme", "c")
+    library.remove_response("acme", "a")
+    with pytest.raises(RequestError, match="'a' is not kept"):
+        library.conversation("acme", "d")
+    assert library.response("umbra", "u") == kept("u")
+    now[0] += 31 * 86_400
+    library.keep_response("acme", kept("e"))
+    with pytest.raises(MissingError):
+        library.response("umbra", "u")
+    library.close()
+    shelf.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
+import openai
 import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel, ConfigDict
@@ -137,11 +138,11 @@ def test_a_search_is_a_retrieval(caught: Caught) -> None:
 
 
 def test_what_has_no_effect_is_said(shared: Served) -> None:
-    fields = {"store": True, "reasoning": {"effort": "low"}, "text": {"verbosity": "low"}, "user": "u", "newest": 1}
+    fields = {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}, "user": "u", "newest": 1}
     made = shared.post("/v1/responses", json={**ASK, **fields, "include": ["reasoning.encrypted_content"]}).json()
     (known, unknown, *_) = made["rag"]["notices"]
-    assert all(name in known for name in ("store", "reasoning", "text.verbosity", "user")) and "newest" in unknown
-    assert made["store"] is False and any("reasoning.encrypted_content" in notice for notice in made["rag"]["notices"])
+    assert all(name in known for name in ("reasoning", "text.verbosity", "user")) and "newest" in unknown
+    assert any("reasoning.encrypted_content" in notice for notice in made["rag"]["notices"])
 
 
 def test_unknown_fields_of_tools_and_of_their_choice_are_ignored(caught: Caught) -> None:
@@ -164,7 +165,8 @@ def test_unknown_fields_of_tools_and_of_their_choice_are_ignored(caught: Caught)
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the earlier items in input"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the items of the conversation in input"),
+        ({"conversation": "c"}, "conversation", "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation", "send the earlier items"),
         ({"background": True}, "background", "leave it out"),
         ({"truncation": "auto"}, "truncation", "disabled"),
@@ -414,3 +416,46 @@ def test_a_schema_that_no_json_text_holds(shared: Served, where: str, value: str
         body = json.dumps({**ASK, **given, "stream": stream}).replace('"VALUE"', value)
         response = shared.post("/v1/responses", content=body, headers={"content-type": "application/json"})
         assert response.status_code == 400 and error_of(response)["code"] == "invalid_schema", response.text
+
+
+def test_a_conversation_goes_on_from_what_is_kept(caught: Caught) -> None:
+    client = caught.served.client()
+    first = client.responses.create(**ASK, instructions="Be brief.")
+    assert first.store is True
+    call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "rain"}
+    items: Any = [{"role": "user", "content": "And now?"}, call, output]
+    second = client.responses.create(model="fake", input=items, previous_response_id=first.id, stream=True)
+    last = next(event.response for event in second if event.type == "response.completed")
+    assert last.previous_response_id == first.id
+    client.responses.create(model="fake", input="Why?", previous_response_id=last.id)
+    said = [(one.role, one.content) for one in caught.engine.requests[-1].messages]
+    assert said == [
+        *(("user", ASK["input"]), ("assistant", TEXT), ("user", "And now?"), ("assistant", ""), ("tool", "rain")),
+        *(("assistant", TEXT), ("user", "Why?")),
+    ]
+    listed = client.responses.input_items.list(last.id, order="asc").data
+    assert [item.type for item in listed] == [None, "function_call", "function_call_output"]
+    kept = client.responses.retrieve(last.id)
+    assert kept.output_text == TEXT and kept.usage == last.usage
+    client.responses.delete(first.id)
+    error = refused(caught.served, previous_response_id=last.id)
+    assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+    assert caught.served.get(f"/v1/responses/{first.id}").status_code == 404
+    assert caught.served.post("/v1/responses", json={**ASK, "store": False}).json()["store"] is False
+
+
+def test_a_response_is_its_tenants(caught: Caught) -> None:
+    keys = {"a" * 16: "one", "b" * 16: "two"}
+    with serving(FakeEngine(), keys=keys) as served:
+        one, two = (served.client(api_key=key) for key in keys)
+        made = one.responses.create(**ASK)
+        for call in (two.responses.retrieve, two.responses.delete, two.responses.input_items.list):
+            with pytest.raises(openai.NotFoundError):
+                call(made.id)
+        with pytest.raises(openai.BadRequestError, match="is not kept"):
+            two.responses.create(**ASK, previous_response_id=made.id)
+        unkept = one.responses.create(**ASK, store=False)
+        with pytest.raises(openai.NotFoundError):
+            one.responses.retrieve(unkept.id)
+        assert one.responses.retrieve(made.id).id == made.id

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
 from ragjax import core
 from ragjax.serve.schema.body import (
@@ -127,6 +128,9 @@ Item = Annotated[
 ]
 
 
+_ITEMS = TypeAdapter(list[Item])
+
+
 def messages_of(
     items: Sequence[Item], instructions: str | None = None
 ) -> tuple[tuple[core.Message, ...], Mapping[int, Sequence[InputPart]]]:
@@ -155,10 +159,14 @@ def messages_of(
     return tuple(found), parts
 
 
-_SEND = Refusal("responses are not kept: send the earlier items in input instead")
+def earlier_items(kept: Sequence[core.KeptResponse]) -> list[Item]:
+    """The items of a conversation: what each response was asked, and its output."""
+    found = [item for one in kept for item in (*json.loads(one.items), *json.loads(one.body)["output"])]
+    return _ITEMS.validate_python(found)
+
+
 RESPONSE_REFUSED: Mapping[str, Refusal] = {
-    "previous_response_id": _SEND,
-    "conversation": _SEND,
+    "conversation": Refusal("use previous_response_id, or send the earlier items in input"),
     "background": Refusal("a response is made while the client waits: leave it out", (False,)),
     "truncation": Refusal('only "disabled" is served: shorten the input', ("disabled",)),
     "prompt": Refusal("prompts are not kept: use instructions and input"),
@@ -240,7 +248,7 @@ class ResponseBody(RefusingBody):
     include: what else the response shall hold; what is neither RESULTS nor LOGPROBS has no effect.
     """
 
-    no_effect = (NO_EFFECT - {"metadata"}) | {"reasoning", "max_tool_calls", "stream_options"}
+    no_effect = (NO_EFFECT - {"metadata", "store"}) | {"reasoning", "max_tool_calls", "stream_options"}
     refused = RESPONSE_REFUSED
 
     model: Name
@@ -258,6 +266,8 @@ class ResponseBody(RefusingBody):
         at_most(MOST_ENTRIES, "items", "Send fewer items", field="input", code=TOO_LONG),
         BeforeValidator(_items, json_schema_input_type=str | list[Item]),
     ]
+    previous_response_id: FilledName | None = None
+    store: bool | None = None
     instructions: Text | None = None
     max_output_tokens: Count | None = None
     temperature: float | None = None

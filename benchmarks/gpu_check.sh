@@ -81,8 +81,8 @@ case $part in
 pack) exec "$python" -m benchmarks.pack ${1+"$@"} ;;
 unpack) unpack; exit ;;
 esac
-[ -d "$home/here" ] || unpack
-if [ -d "$home/here" ]; then
+if ! "$python" -c 'import faiss, fastapi, pydantic, pyoxigraph' 2>/dev/null; then # else all is installed
+    [ -d "$home/here" ] || unpack
     export PYTHONPATH=$root:$home/here/site:$PYTHONPATH RAGJAX_CACHE=$home/here/cache
 fi
 platform=cuda quick= rest=()
@@ -100,6 +100,7 @@ load:cuda | training:cuda) export JAX_PLATFORMS=cuda,cpu JAX_COMPILATION_CACHE_D
 server:cuda) export JAX_COMPILATION_CACHE_DIR=$home/programs ;;
 server:cpu | load:cpu | training:cpu) export JAX_PLATFORMS=cpu ;;
 esac
+[ "$platform" = cuda ] || seconds=525
 end=$((SECONDS + seconds))
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -134,7 +135,7 @@ load)
     ;;
 training)
     steps=10
-    [ -z "$quick" ] || steps=2
+    [ -z "$quick" ] || { steps=2; rest=(--batch 2 --row-tokens 512 ${rest[@]+"${rest[@]}"}); }
     run -m train.data graph ragjax/demo/facts.tsv --count 200 --out "$scratch/samples.jsonl"
     run -m train.depft --model smollm2-135m-instruct --preset small --data "$scratch/samples.jsonl" --out "$scratch/tuned" \
         --epochs 1 --stop-after "$steps" --no-progress ${rest[@]+"${rest[@]}"}

@@ -20,6 +20,7 @@ class Delivery:
     prompt_tokens: int | None = None
     found_tokens: int | None = None
     text: str = ""
+    cfo: float | None = None  # mean fix overhead of its chunks (Cache-Craft, eq. 12)
 
 
 class Target(Protocol):
@@ -87,6 +88,7 @@ async def _one(target: Target, ask: Ask, due: float, now: Clock) -> Record:
                 continue
             record.output_tokens = delivery.output_tokens
             record.prompt_tokens, record.found_tokens = delivery.prompt_tokens, delivery.found_tokens
+            record.cfo = delivery.cfo
     except Exception as error:  # whatever it is, the load goes on and counts it
         record.error = f"{type(error).__name__}: {error}"
     record.done = now()
@@ -107,6 +109,7 @@ class Record:
     output_tokens: int = 0
     prompt_tokens: int | None = None  # None: the system does not say
     found_tokens: int | None = None  # of the prompt, those whose KV was found
+    cfo: float | None = None  # mean fix overhead of its chunks, where the target says it
     error: str | None = None  # why there is no answer
     text: str = ""  # of the answer, where the target says it
 

@@ -10,7 +10,7 @@ from benchmarks.common.plot import Figures, Panel, bars, label, lines
 from benchmarks.common.report import Row
 from ragjax.core import ConfigError
 
-BATCHING = ("prefix-tiers", "prefix-lru", "full")
+BATCHING = ("ragcache", "prefix-lru", "full")
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,10 @@ def _questions(sets: str, systems: str, **more: Any) -> Mapping[str, Any]:
 
 
 OWN = ",".join(BATCHING)
-REUSE = "full,prefix-lru,craft,fusion,naive"
-ORDERS = "prefix-tiers:order=fcfs,prefix-tiers:order=ratio,prefix-tiers:order=lpm,prefix-tiers:order=lsp"
-STAGES = "prefix-tiers:speculate=0,prefix-tiers:speculate=4"
+REUSE = "full,prefix-lru,cachecraft,fusionrag,blend,naive"
+ORDERS = "ragcache:order=fcfs,ragcache,ragcache:order=lpm,ragcache:order=lsp"
+CRAFT = "prefix-lru,cachecraft:recompute_ratio=0.3,cachecraft:recompute_ratio=0"
+STAGES = "ragcache:speculate=0,ragcache"
 
 FIGURES: Mapping[str, Figure] = {
     "ragcache_13": Figure("Time to first token by rate, mmlu (RAGCache, Figure 13)", _questions("mmlu", OWN)),
@@ -48,17 +49,17 @@ FIGURES: Mapping[str, Figure] = {
         {**_questions("mmlu,nq_open", STAGES), "points": 0, "rate": "0.1"},
     ),
     "cachecraft_22": Figure("Throughput and latency by load (Cache-Craft, Figure 22)", {
-        "workload": "zipf", "systems": "prefix-lru,craft", "points": 5,
+        "workload": "zipf", "systems": CRAFT, "points": 5,
     }),
     "cachecraft_24": Figure("Bursts of a trace (Cache-Craft, Figure 24)", {
-        "workload": "zipf", "systems": "prefix-lru,craft", "points": 3,
+        "workload": "zipf", "systems": CRAFT, "points": 3,
         "arrivals": "traces/azure_llm_2023_conv.csv",
     }),
     "fusionrag_15": Figure(
         "Reuse strategies by rate (FusionRAG, Figure 15)", _questions("nq_open", REUSE, top_k="5")
     ),
     "depcache_11": Figure("Throughput over graphs (DepCache, Figure 11)", {
-        "workload": "graph", "systems": "full,prefix-lru,dependency", "points": 0, "clients": "8",
+        "workload": "graph", "systems": "full,prefix-lru,depcache", "points": 0, "clients": "8",
     }),
 }  # fmt: skip
 

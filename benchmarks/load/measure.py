@@ -213,7 +213,7 @@ def geometric(capacity: float, count: int) -> list[float]:
 COLUMNS = (
     "system", "workload", "strategy", "policy", "order", "speculate", "rate", "concurrency", "requests",
     "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "requests_per_s", "tokens_per_s",
-    "found_share", "errors",
+    "found_share", "cfo", "errors",
 )  # fmt: skip
 """Fields of a row, all of them."""
 
@@ -235,7 +235,8 @@ def row_of(system: str, workload: str, served: Mapping[str, Any], load: Load) ->
         "ttft_p50_ms": percentile(first, 50), "ttft_p99_ms": percentile(first, 99), "itl_p50_ms": percentile(gaps, 50),
         "itl_p99_ms": percentile(gaps, 99), "requests_per_s": len(answered) / seconds,
         "tokens_per_s": sum(record.output_tokens for record in answered) / seconds,
-        "found_share": found_share(answered), "errors": len(load.records) - len(answered),
+        "found_share": found_share(answered), "cfo": _mean([r.cfo for r in answered if r.cfo is not None]),
+        "errors": len(load.records) - len(answered),
     }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ OWN: Mapping[str, Settings] = {
     "full": {"strategy": "full"}, "prefix-lru": {"strategy": "prefix", "policy": "lru", "host_gb": 0.0},
     "prefix-tiers": {"strategy": "prefix", **TIERS, "order": "ratio", "speculate": 4},
     "naive": {"strategy": "naive", **TIERS}, "fusion": {"strategy": "fusion", **TIERS},
+    "blend": {"strategy": "blend", "recompute_ratio": 0.15, **TIERS},
     "anchor": {"strategy": "anchor", **TIERS}, "craft": {"strategy": "craft", **TIERS},
     "dependency": {"strategy": "dependency", **TIERS}, "contract": {"quality_budget": "KL=0.1", **TIERS},
     **{name: {one.option: one.value for one in options} for name, options in PAPERS.items()},
@@ -145,7 +146,7 @@ class Own:
         async for event in self.engine.submit(request_of(ask, named, self.options.strategy)):
             if isinstance(event, Answer):
                 found = event.cached_tokens
-                yield Delivery(True, len(event.tokens), event.prompt_tokens, found)
+                yield Delivery(True, len(event.tokens), event.prompt_tokens, found, cfo=event.figures.get("cfo"))
             else:
                 yield Delivery()
 

@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(handlers=[handler])
         logging.getLogger("ragjax").setLevel(options.log_level.upper())
         if options.paper is not None:
-            _log.info("--paper %s: %s", options.paper, told(options))
+            for line in told(options):
+                _log.info("--paper %s: %s", options.paper, line)
         _open_many()
         with _listener(options.host, options.port) as listener, closing(_load(options)) as engine:
             _run(engine, listener, options)
@@ -61,14 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code("ragjax serve", run)
 
 
-def told(options: argparse.Namespace) -> str:
+def told(options: argparse.Namespace) -> list[str]:
     """The options of a paper as they are used, each with its section of the paper or as a flag has changed it."""
     found = []
     for one in PAPERS[options.paper]:
         value = getattr(options, one.option)
         source = f"section {one.section}" if value == one.value else f"not the paper's {one.value}"
         found.append(f"{one.option} {value} ({source})")
-    return ", ".join(found)
+    return found
 
 
 class OneLineFormatter(logging.Formatter):

@@ -183,8 +183,7 @@ class Composer:
         most = max(0, entries // 4 - 2)  # a passage has two pieces, of two entries beside theirs each
         recognition = Recognition(self.grounding.cutter, most)
         prompt = build(recognition=recognition)
-        chosen = self.choose(rag, Grounded(prompt)).strategy
-        return build(recognition=replace(recognition, exact=True)) if chosen.exact else prompt
+        return build() if self.choose(rag, Grounded(prompt)).strategy.exact else prompt
 
     def _ground_graph(self, request: Request, rag: Rag, asked: Graph) -> Grounded:
         began = time.perf_counter()

@@ -10,9 +10,6 @@ A text is cut at blank lines, at lines that only separate (rules, tags), around 
 and labels included, is text between passages. So a passage is the same wherever it stands, and whatever stands beside
 it. A piece that is too long is cut where its content says so (content-defined chunking: Muthitacharoen et al., SOSP
 2001; the hash is FastCDC's gear, Xia et al., ATC 2016, over words), so that words are cut alike behind other words.
-
-Exact strategies gain nothing from such cuts. For them the tokens stay those of the whole, and passages are told apart
-along the tokens, for the account alone (`along`).
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import groupby
 
 import numpy as np
 
@@ -163,7 +160,6 @@ class Recognition:
 
     cutter: Cutter
     most: int
-    exact: bool = False
 
 
 def recognise(
@@ -186,8 +182,7 @@ def recognise(
     found = [_cut(tokenizer, piece, recognition.cutter, spared) for piece in pieces[opening:]]
     kept = _longest([part for cut in found for part in cut], recognition.most)
     cuts += [[replace(part, passage=part.passage and part.text in kept) for part in cut] for cut in found]
-    encode = _whole if recognition.exact else _alone
-    runs = encode(tokenizer, cuts, continued)
+    runs = _alone(tokenizer, cuts, continued)
     system = np.concatenate([np.zeros(0, np.int32), *(tokens for tokens, _ in runs[:opening])])
     head = (Segment("system", Kind.SYSTEM, system, public=public),) if len(system) else ()
     return (*head, *_segments(runs[opening:]))
@@ -225,29 +220,6 @@ def _alone(tokenizer: Tokenizer, cuts: Sequence[Sequence[Part]], continued: bool
         continued = not tokenizer.is_control(int(tokens[-1])) if len(tokens) else continued
         runs.append((tokens, part.text if part.passage else None))
     return runs
-
-
-def _whole(tokenizer: Tokenizer, cuts: Sequence[Sequence[Part]], continued: bool) -> Runs:
-    whole = [("".join(part.text for part in cut), cut[0].special) for cut in cuts]
-    runs: Runs = []
-    for tokens, cut in zip(tokenizer.encode_pieces(whole, continued=continued), cuts, strict=True):
-        runs += along(tokenizer, tokens, cut)
-    return runs
-
-
-def along(tokenizer: Tokenizer, tokens: Tokens, cut: Sequence[Part]) -> Iterator[tuple[Tokens, str | None]]:
-    """The tokens (int32 [n]) of a text at its parts; a token that reaches over an end belongs to the part before."""
-    ends_N = np.cumsum([len(tokenizer.token_bytes(int(token))) for token in tokens])
-    lengths = [len(part.text.encode()) for part in cut]
-    added = int(ends_N[-1]) - sum(lengths) if len(tokens) else 0  # a space that the tokenizer put in front
-    if added not in (0, 1):  # the tokenizer rewrote the text: nothing says where a part ends
-        yield tokens, None
-        return
-    stops = [int(np.searchsorted(ends_N, end + added)) + 1 for end in accumulate(lengths)]
-    at = 0
-    for part, stop in zip(cut, stops, strict=True):
-        yield tokens[at:stop], part.text if part.passage else None
-        at = max(at, stop)
 
 
 def _segments(runs: Runs) -> Iterator[Segment]:

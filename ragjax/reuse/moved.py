@@ -42,6 +42,7 @@ class Moved(Strategy):
 
     name = MOVED
     steady = False
+    exact = True
 
     def __init__(self, mended: int = MENDED):
         self._mended = mended

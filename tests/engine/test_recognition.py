@@ -54,21 +54,16 @@ def test_naive_is_the_same_cold_and_warm(engine: Engine) -> None:
     assert warm.cached_tokens > cold.cached_tokens == 0
 
 
-@pytest.mark.parametrize("strategy", ["prefix", "full"])
-def test_exact_strategies_gain_the_account_and_nothing_else(engine: Engine, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["prefix", "full", "moved"])
+def test_strategies_that_cut_nothing_read_the_whole(engine: Engine, strategy: str) -> None:
     messages = stuffed(ORDERS[0], system="Be brief.")
     plain = engine.answer(messages, strategy="full", recognise=False, max_tokens=6, want_logits=True)
     for _ in range(2):
         answer = engine.answer(messages, strategy=strategy, max_tokens=6, want_logits=True)
         assert (answer.exact_to, answer.prompt_tokens, answer.tokens) == ("full", plain.prompt_tokens, plain.tokens)
         np.testing.assert_allclose(answer.logits, plain.logits, atol=2e-4)
-    assert len([r for r in answer.segments if r.id.startswith("passage-")]) == 3
+    assert [r.id for r in answer.segments] == ["question"]
     assert answer.cached_tokens == (0 if strategy == "full" else plain.prompt_tokens - 1)
-    swapped = engine.answer(stuffed(ORDERS[1], system="Be brief."), strategy=strategy, max_tokens=1)
-    shared = next(n for n, r in enumerate(swapped.segments) if r.id.startswith("passage-"))
-    if strategy == "prefix":
-        assert all(r.reused == r.tokens for r in swapped.segments[:shared])
-        assert all(r.reused == 0 for r in swapped.segments[shared + 1 :])
 
 
 def test_what_naive_recognised_never_serves_prefix(engine: Engine) -> None:
@@ -116,6 +111,21 @@ def test_shadow_replay_compares_with_full_attention_over_the_same_tokens() -> No
     ]
     assert seen[0][2] > 1e-3 > 1e-6 > max(kl for *_, kl in seen[1:])
     assert contract.stats()["shadow_faults_total"] == 0
+
+
+def test_auto_moves_what_conversations_bring_again_if_that_saves_something() -> None:
+    moved = Measurement(Setting("moved"), 10, 0.01, 0.02, 0.9, 0.8, 3.0, 0.0)
+    report = Report("ab12", "tiny", "float32", "2026-01-01T00:00:00+00:00", "cd", 3, (), moved)
+    contract = Contract(Setting("auto"), "float32", report=report, budget=Budget(0.5))
+    with tiny.engine(contract=contract) as made:
+        first = made.answer(stuffed(ORDERS[0], system="Be brief."), max_tokens=4)
+        assert (first.strategy, first.exact_to, first.cached_tokens) == ("prefix", "full", 0)
+        again = made.answer(stuffed(ORDERS[1], system="It is noon. Be brief."), max_tokens=4)
+        assert (again.strategy, again.exact_to, again.notices) == ("moved", None, ())
+        assert again.predicted == Divergence(0.01, 0.9)
+        assert again.cached_tokens > 0.8 * again.prompt_tokens and again.figures["moved"] > 0
+        short = made.answer("Who keeps it?", max_tokens=4)
+        assert (short.strategy, short.exact_to) == ("prefix", "full")
 
 
 def test_auto_is_exact_with_recognised_passages() -> None:

@@ -210,7 +210,7 @@ class Fleet:
     def pieces(self, tokens: Tokens) -> list[str]:
         return self._composer.tokenizer.pieces(tokens)
 
-    def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
+    def embed(self, texts: Sequence[str | Sequence[int]], check: Callable[[], None] = lambda: None) -> Embedded:
         return self.knowledge.embed(texts, check)
 
     def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:

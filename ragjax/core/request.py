@@ -420,10 +420,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Embedded:
-    """Vectors of texts, float32 [n, dim], rows of length one. tokens: of all texts, special ones included."""
+    """Vectors of texts, float32 [n, dim], rows of length one.
+
+    tokens: of all texts, special ones included. cut: texts that were embedded in parts.
+    """
 
     vectors: NDArray[np.float32]
     tokens: int
+    cut: int = 0
 
 
 @dataclass(frozen=True)

@@ -298,7 +298,7 @@ class Engine:
     def embedding_model(self) -> str:
         return self.knowledge.encoder_name
 
-    def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
+    def embed(self, texts: Sequence[str | Sequence[int]], check: Callable[[], None] = lambda: None) -> Embedded:
         """Vectors of texts, by the encoder of the knowledge bases. check: called before each batch of texts."""
         _check_several(texts, "texts")
         return self.knowledge.embed(texts, check)

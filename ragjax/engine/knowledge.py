@@ -61,6 +61,8 @@ class KnowledgeEncoder(TextEncoder, Protocol):
 
     def embed(self, texts: Sequence[str]) -> Embedded: ...
 
+    def text_of(self, tokens: Sequence[int]) -> str: ...
+
 
 T = TypeVar("T", bound=KnowledgeBase | KnowledgeGraph)
 
@@ -235,13 +237,15 @@ class Knowledge:
         told = [one for one in (*bases, *graphs) if one is not None]
         return Indexing.together(told) if told else None
 
-    def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
+    def embed(self, texts: Sequence[str | Sequence[int]], check: Callable[[], None] = lambda: None) -> Embedded:
         encoder, parts = self.encoder(), list[Embedded]()
-        encoder.check(texts)  # before any is embedded
+        read = [one if isinstance(one, str) else encoder.text_of(one) for one in texts]
+        encoder.check(read)  # before any is embedded
         for begin in range(0, max(len(texts), 1), BATCH):
             check()
-            parts.append(encoder.embed(texts[begin : begin + BATCH]))
-        return Embedded(np.concatenate([part.vectors for part in parts]), sum(part.tokens for part in parts))
+            parts.append(encoder.embed(read[begin : begin + BATCH]))
+        vectors = np.concatenate([part.vectors for part in parts])
+        return Embedded(vectors, sum(part.tokens for part in parts), sum(part.cut for part in parts))
 
     def close(self) -> None:
         if self._filler is not None:

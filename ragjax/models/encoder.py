@@ -44,6 +44,10 @@ CHARS_PER_TOKEN = 128
 BERT's tokenizer as a whole."""
 
 _WORD = re.compile(r"[^ \t\r\n]+")  # between blanks that BERT's tokenizer takes for one, however many there are
+PARTS = 32
+"""Parts of a text that are embedded, at most: 8,192 tokens for an encoder that reads 256."""
+MOST_CHARS = 2**16
+"""Characters of such a text, at most, if that is more than what the tokens of a part may take up."""
 _TOKENIZED_AT_ONCE = 16  # texts: an encoding of CHARS_PER_TOKEN * MAX_TOKENS characters takes some megabytes
 
 _UNUSED_TENSORS = (
@@ -235,15 +239,41 @@ class Encoder:
         return self._vectors(rows)
 
     def embed(self, texts: Sequence[str]) -> Embedded:
-        rows = [encoding.ids for encoding, _ in self._tokenize(texts)]
-        return Embedded(self._vectors(rows), sum(map(len, rows)))
+        """Embed texts as they are, without the prefix of a question or passage.
+
+        A text that is longer than what is read at once gets the mean of its parts' vectors, by their tokens.
+
+        Raises:
+            RequestError: as `encode`.
+        """
+        parts = [[encoding, *encoding.overflowing] for encoding, _ in self._tokenize(texts, PARTS)]
+        rows = [part.ids for text in parts for part in text]
+        vectors, sizes = self._vectors(rows), np.array([len(row) for row in rows], np.float32)
+        if len(rows) > len(texts):
+            begins = np.cumsum([0, *(len(text) for text in parts[:-1])])
+            sums = np.add.reduceat(vectors * sizes[:, None], begins, axis=0)
+            vectors = sums / np.linalg.norm(sums, axis=-1, keepdims=True)
+        return Embedded(vectors, int(sizes.sum()), sum(len(text) > 1 for text in parts))
 
     def check(self, texts: Sequence[str]) -> None:
-        """Raise RequestError as `encode` does, and for a text of which it would leave out the end."""
-        for number, (encoding, is_whole) in enumerate(self._tokenize(texts)):
-            if encoding.overflowing or not is_whole:
-                reason = f"text {number} has more tokens than the encoder reads ({self.max_tokens}): shorten or cut it"
+        """Raise RequestError as `encode` does, and for a text that has more than `PARTS` parts."""
+        for number, (encoding, is_whole) in enumerate(self._tokenize(texts, PARTS)):
+            if len(encoding.overflowing) >= PARTS or not is_whole:
+                most = PARTS * (self.max_tokens - 2)
+                reason = f"text {number} has more tokens than are embedded ({most}): cut it into chunks"
                 raise RequestError(reason, param="input", code="context_length_exceeded")
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of tokens of the encoder's own vocabulary. RequestError: it makes no such tokens of a text."""
+        text: str = self._tokenizer.decode(list(tokens))
+        again, own = self._tokenizer.encode(text, add_special_tokens=False), list(tokens)
+        for bare in (own, own[1:-1]):
+            if text and bare == [one for part in (again, *again.overflowing) for one in part.ids]:
+                return text
+        reason = (
+            "these are no tokens of the encoder's vocabulary: send texts (LangChain: check_embedding_ctx_length=False)"
+        )
+        raise RequestError(reason, param="input", code="invalid_value")
 
     def _vectors(self, rows: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         embeddings = np.empty((len(rows), self.dim), np.float32)
@@ -251,13 +281,13 @@ class Encoder:
             embeddings[members] = self._run([rows[i] for i in members], batch, length)
         return embeddings
 
-    def _tokenize(self, texts: Sequence[str]) -> Iterator[tuple[Any, bool]]:
+    def _tokenize(self, texts: Sequence[str], parts: int = 1) -> Iterator[tuple[Any, bool]]:
         """Each text's encoding, and whether the tokenizer was given all of the text.
 
         The tokenizer keeps every window of a text that is too long, 280 bytes a character, so it is given no more
         characters than the tokens that count can take up.
         """
-        most = CHARS_PER_TOKEN * self.max_tokens
+        most = max(CHARS_PER_TOKEN * self.max_tokens, MOST_CHARS if parts > 1 else 0)
         for begin in range(0, len(texts), _TOKENIZED_AT_ONCE):
             pieces = [_first_words(text, most) for text in texts[begin : begin + _TOKENIZED_AT_ONCE]]
             if self._reading.lower:

@@ -138,6 +138,12 @@ class EmbeddingEndpoint:
         vectors = [np.empty((0, self.dim), np.float32), *(part.vectors for part in parts)]
         return Embedded(np.concatenate(vectors), sum(part.tokens for part in parts))
 
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Raise RequestError: the endpoint's vocabulary is not known."""
+        raise RequestError(
+            "token ids are of another model's vocabulary: send texts", param="input", code="invalid_value"
+        )
+
     def check(self, texts: Sequence[str]) -> None:
         """The endpoint itself refuses a text that is too long."""
 

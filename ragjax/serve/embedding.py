@@ -21,7 +21,7 @@ from ragjax import core
 from ragjax.core.cancellation import Cancellation
 from ragjax.serve.response import Json
 from ragjax.serve.schema.body import Body, Count, Filled, Name, Refusal, RefusingBody, Text
-from ragjax.serve.schema.chat import NO_EFFECT, REFUSED
+from ragjax.serve.schema.chat import NO_EFFECT, REFUSED, Prompt
 
 if TYPE_CHECKING:
     from ragjax.cluster.fleet import Service
@@ -63,10 +63,9 @@ WAITING = 16
 
 
 def _texts(given: object) -> object:
-    first = given[0] if isinstance(given, list) and given else given
-    if isinstance(first, int) or (isinstance(first, list) and first and isinstance(first[0], int)):
-        raise ValueError("token ids are of another model's vocabulary: send texts")
-    return [given] if isinstance(given, str) else given
+    """A list of texts, or of token ids, from one or several."""
+    one = isinstance(given, str) or (isinstance(given, list) and bool(given) and type(given[0]) is int)
+    return [given] if one else given
 
 
 class EmbeddingBody(RefusingBody):
@@ -77,9 +76,9 @@ class EmbeddingBody(RefusingBody):
 
     model: Name
     input: Annotated[
-        list[Filled],
+        list[Prompt],
         Field(min_length=1, max_length=TEXTS, fail_fast=True),
-        BeforeValidator(_texts, json_schema_input_type=str | list[str]),
+        BeforeValidator(_texts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None
@@ -144,10 +143,12 @@ class EmbeddingQueue:
 
     async def answer(self, tenant: str, body: EmbeddingBody, notices: Sequence[str]) -> bytes:
         embedded = await self.embed(tenant, body)
+        if embedded.cut:
+            notices = (*notices, f"texts that the encoder cannot read at once, embedded in parts: {embedded.cut}")
         return await asyncio.to_thread(_written, embedded, body, notices)
 
     async def rank(self, tenant: str, body: RerankBody, notices: Sequence[str]) -> Json:
-        texts = [body.query, *(document.text for document in body.documents)]
+        texts: list[str | list[int]] = [body.query, *(document.text for document in body.documents)]
         try:
             embedded = await self.embed(tenant, EmbeddingBody(model=body.model, input=texts))
         except core.RequestError as error:  # it has the field's name of embeddings

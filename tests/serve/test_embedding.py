@@ -45,6 +45,11 @@ def test_floats_and_base64_say_the_same(shared: Served) -> None:
     assert len(client.embeddings.create(model=MODEL, input="one").data) == 1
 
 
+def test_an_answer_says_which_texts_were_embedded_in_parts(shared: Served) -> None:
+    answer = shared.post("/v1/embeddings", json={"model": MODEL, "input": ["ab", "abc"]}).json()
+    assert answer["rag"]["notices"] == ["texts that the encoder cannot read at once, embedded in parts: 1"]
+
+
 def test_passages_are_ranked_by_their_similarity(shared: Served) -> None:
     body = {"model": MODEL, "query": "abc", "documents": ["a", {"text": "abc"}, "abcd"]}
     answer = shared.post("/v1/rerank", json=body).json()
@@ -84,8 +89,9 @@ def test_a_long_answer_is_written_beside_the_event_loop(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("fields", "param", "word"),
     [
-        ({"input": [1, 2]}, "input", "send texts"),
-        ({"input": [[1, 2]]}, "input", "send texts"),
+        ({"input": [1, 2]}, "input", "no tokens of the encoder"),
+        ({"input": [[1, 2]]}, "input", "no tokens of the encoder"),
+        ({"input": [["a"]]}, "input[0][0]", ""),
         ({"input": []}, "input", ""),
         ({"input": ["a", ""]}, "input[1]", ""),
         ({"input": ["a", 5]}, "input[1]", ""),

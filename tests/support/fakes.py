@@ -107,12 +107,17 @@ class FakeEngine:
 
     embedding_model: str = "fake-encoder"
 
-    def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> core.Embedded:
-        """Vectors of three numbers; a text of more than nine words is too long."""
+    def embed(self, texts: Sequence[str | Sequence[int]], check: Callable[[], None] = lambda: None) -> core.Embedded:
+        """Vectors of three numbers; a text of more than nine words is too long, and one of two letters is cut."""
+        if any(not isinstance(text, str) for text in texts):
+            raise core.RequestError("these are no tokens of the encoder's vocabulary", param="input")
+        texts = [text for text in texts if isinstance(text, str)]
         if any(self.count_tokens(text) > 9 for text in texts):
             raise core.RequestError("text 0 has more tokens than the encoder reads (9)", param="input")
         rows = [[len(text), i, 1] for i, text in enumerate(texts)]
-        return core.Embedded(np.array(rows, np.float32), sum(map(self.count_tokens, texts)))
+        return core.Embedded(
+            np.array(rows, np.float32), sum(map(self.count_tokens, texts)), sum(len(t) == 2 for t in texts)
+        )
 
     async def submit(self, request: core.Request) -> AsyncGenerator[core.Event, None]:
         """Deltas of one token each, then the answer."""

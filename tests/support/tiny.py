@@ -152,6 +152,9 @@ class HashedEncoder:
         out /= np.linalg.norm(out, axis=1, keepdims=True)
         return out
 
+    def text_of(self, tokens: Sequence[int]) -> str:
+        return " ".join(map(str, tokens))
+
     def check(self, texts: Sequence[str]) -> None:
         """Every text will do."""
 

@@ -33,16 +33,11 @@ class Admitter:
     ) -> None:
         """Keep the causal KV of `tokens[from_:]`, which lies in `run`, computed at positions equal to token indexes.
 
-        The cache takes references of its own: the caller still frees its reservation.
-
-        Args:
-            context: match that covers at least `tokens[:from_]`.
-            tokens: the whole prefix from token 0 on, int32 [n].
-            from_: first token in the run.
-            run: of n - from_ tokens.
-            cuts: token indexes at which segments begin or end; nodes are cut there.
-            public: leading tokens that every tenant may read (None: all of a request without a tenant, else none).
-            totals: of the request, from which policies learn costs (None: it computed these tokens alone).
+        The cache takes references of its own: the caller still frees its reservation. context: match that covers at
+        least `tokens[:from_]`. tokens: the whole prefix from token 0 on, int32 [n]. cuts: token indexes at which
+        segments begin or end; nodes are cut there. public: leading tokens that every tenant may read (None: all of a
+        request without a tenant, else none). totals: of the request, from which policies learn costs (None: it computed
+        these tokens alone).
         """
         self._matcher.require(context)
         if not 0 <= from_ <= context.length or not np.array_equal(tokens[:from_], context.tokens[:from_]):
@@ -97,20 +92,10 @@ class Admitter:
         """Keep the KV of `tokens` (int32 [n]) as computed by `method` on exactly the matched context.
 
         A node that is there already stays, and takes over `meta`, the strategy's own, if that is longer. The cache
-        takes a reference of its own to `run`.
-
-        Args:
-            context: match of the tokens before the segment.
-            tokens: of the segment.
-            run: of n tokens.
-            local_start: RoPE position at which the first token's K is rotated.
-            provenance: isolated or approximate.
-            method: that computed it.
-            behind: digest of neighbours it was computed behind (`neighbours_digest`).
-            meta: kept with it.
-            variant: whether it is one of the variants whose number is limited, of all chunks and tenants together.
-            public: whether every tenant may read it (None: if the request has no tenant).
-            totals: as in `admit_prefix`.
+        takes a reference of its own to `run`. local_start: RoPE position at which the first token's K is rotated.
+        provenance: isolated or approximate. behind: digest of neighbours it was computed behind (`neighbours_digest`).
+        variant: whether it is one of the variants whose number is limited, of all chunks and tenants together. public:
+        whether every tenant may read it (None: if the request has no tenant). totals: as in `admit_prefix`.
         """
         self._matcher.require(context, provenance)
         if not context.complete:

@@ -1,15 +1,12 @@
 """The knowledge tree (RAGCache, section 5.1; DepCache, section 4.2.1) as a compressed radix tree of token runs.
 
-Radix edges: a child continues its parent's tokens and is found by its first token; nodes split at any token, and
-merge again where a path no longer branches. Causal edges are one kind, the edges of each dependency method another.
-Keyed edges: a node whose KV was computed under some other mask (isolated) or on approximate context; it is found by
-its key alone, so a walk along causal edges never meets it.
+Radix edges: a child continues its parent's tokens and is found by its first token; nodes split at any token, and merge
+again where a path no longer branches. Causal edges are one kind, the edges of each dependency method another. Keyed
+edges: a node whose KV was computed under some other mask (isolated) or on approximate context is found by its key
+alone. Below a tenant's node there are only nodes of the same tenant; the public corpus is the tenant "".
 
-All hang under one root. A node belongs to a tenant, the public corpus being the tenant ""; below a tenant's node there
-are only nodes of the same tenant, and the edges to them carry its name, so that no walk of another takes them.
-
-A node's key is a digest of everything its KV depends on. Its context part covers the tokens before it and
-not how they are cut into nodes, so splitting an ancestor changes no key below.
+A node's key is a digest of everything its KV depends on. Its context part covers the tokens before it and not how they
+are cut into nodes, so splitting an ancestor changes no key below.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Variants of a chunk: KV computed behind other neighbours, N times M of them in total (Cache-Craft, section 3.3).
 
-A chunk may have any number of variants as long as all chunks together keep to the limit: from one chunk with N·M
-variants to N·M chunks with one. A variant is added when a chunk meets a prefix it was not computed behind. At the limit
-the one that was reused least leaves before the new one is added, where reuse is f_r, the sum of 1/CFO over its uses.
-
-The paper says nothing of the f_r of a new variant. From 0 on it would be the next to leave, and no new variant would
-ever stay beside old ones that were used. It begins one use (1/CFO = 1) above the last that left, as in GreedyDual.
+A chunk may have any number of variants as long as all chunks together keep to the limit. At the limit the one that was
+reused least leaves before a new one is added, where reuse is f_r, the sum of 1/CFO over its uses. A new variant begins
+one use above the last that left, as in GreedyDual: from 0 on it would be the next to leave.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """`ragjax gate`: measures every setting on the bundled questions, and says which a budget picks.
 
-Each question gets its chunks as a server would retrieve them. Cached KV is warm, but was made in other prompts: before
-a question is measured, its chunks are asked for in reversed order. Each setting is a tenant of its own: what it keeps
-of its requests, as Cache-Craft's variants, serves no other setting. For strategies that take preprocessed chunks the
-documents are preprocessed first, as the server's must be for their figures to hold. Divergence is over the positions
-that predict the reference answer; time to first token is without retrieval, which is the same for all.
-
-An answer that is labelled exact and is not means that the cache is broken, and so do logits that are no finite numbers:
-no report is written then. To have some exact answers of approximate methods too, each question is also asked with its
-best chunk alone, where isolated chunks are exact.
+Cached KV is warm, but was made in other prompts: before a question is measured, its chunks are asked for in reversed
+order. Each setting is a tenant of its own. For strategies that take preprocessed chunks the documents are preprocessed
+first, as the server's must be for their figures to hold. Divergence is over the positions that predict the reference
+answer. An answer that is labelled exact and is not, and logits that are no finite numbers, mean that the cache is
+broken: no report is written then. Each question is also asked with its best chunk alone, where isolated chunks are
+exact.
 
 Exit codes: 0, or 1 if no setting lies inside the budget or an exact one is wrong, or 2 if it cannot run as asked.
 """

@@ -2,14 +2,12 @@
 
 SnapKV (arXiv 2404.14469, section 4): s_n = pool(mean over the window's rows of attention to n), per query head; the
 mean over the heads of a KV head. The maximum over 7 tokens and a window of 32 rows are those of the authors' LongBench
-settings (github.com/FasterDecoding/SnapKV, `experiments/LongBench/config/*_w32_k7_maxpool.json`); the class's own
-defaults there are a mean over 5 and 64 rows. The softmax is over all keys a row sees, the window's included, as in
-their code.
+settings (github.com/FasterDecoding/SnapKV). The softmax is over all keys a row sees, as in their code.
 
 PyramidKV (arXiv 2406.02069, section 4.2): SnapKV's scores, with budgets that fall linearly from layer 0 to the last.
-With x = B - W beside the window: the last layer has x / beta, the first 2 x - x / beta, and their mean is x; beta is
-20, as in the paper and in github.com/Zefan-Cai/KVCache-Factory. Where the first would have more than the prompt, it has
-all of it and the last accordingly more (as there).
+With x = B - W beside the window: the last layer has x / beta, the first 2 x - x / beta; beta is 20, as in the paper.
+Where the first would have more than the prompt, the last has accordingly more (as in github.com/Zefan-Cai/KVCache-
+Factory).
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Prompts with a structure: chains of text and trees of knowledge-graph paths (DepCache, doi 10.1145/3769778).
 
-Algorithm 1 in two halves. Relation paths are merged into a prefix tree of tokens, whose nodes in pre-order are segments
-of the prompt (`merge`, phase 1 and line 5). Who sees whom follows from what a segment depends on
-(`core.Visibility.dependency`, phase 2): intervals of token indexes in place of the paper's n x n mask.
-
-A `DepPrompt` is the paper's (section 5): linear nodes and tree nodes; the context depends on the system, the task on
-the context, and any node may name others instead. Positions are the paper's, `preorder`, or `path`: depth on the own
-path. Under `path` the KV of a tree's node depends on its root path alone, so it can be reused beside any siblings.
-The positions of a query segment are its indexes under both.
+Algorithm 1 in two halves: relation paths are merged into a prefix tree of tokens, whose nodes in pre-order are segments
+of the prompt (`merge`); who sees whom follows from what a segment depends on (`core.Visibility.dependency`). In a
+`DepPrompt` (section 5) the context depends on the system, the task on the context, and any node may name others
+instead. Positions are the paper's, `preorder`, or `path`: depth on the own path, so that the KV of a node can be reused
+beside any siblings. The positions of a query segment are its indexes under both.
 """
 
 from __future__ import annotations

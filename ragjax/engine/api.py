@@ -168,13 +168,10 @@ class Engine:
     ) -> Engine:
         """Load a model by name or path, compile its programs, and index the knowledge.
 
-        Args:
-            model: a packaged name, a directory, a .gguf file, an adapter of one of these, or a Hugging Face id; or all
-                options in one object.
-            strategies: what requests may name (None: all of ragjax's).
-            early: return once the programs are there that answer any prompt; while it serves, the others are compiled,
-                and documents read.
-            options: fields of `EngineOptions`.
+        model: a packaged name, a directory, a .gguf file, an adapter of one of these, or a Hugging Face id; or all
+        options in one object. strategies: what requests may name (None: all of ragjax's). early: return once the
+        programs are there that answer any prompt; while it serves, the others are compiled, and documents read.
+        options: fields of `EngineOptions`.
         """
         asked = replace(model, **options) if isinstance(model, EngineOptions) else EngineOptions(model, **options)
         check_documents(asked)  # before the minute that compiling takes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -336,6 +336,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         given = generation.echo(tokens, np.zeros((0, 1), np.float32) if scores is None else scores)
         generation.logprobs, scores = [*given], None
     cached = sum(report.reused for report in reports)
+    waited_s = state.times.lacked_ms / 1e3
     return Answer(
         text=generation.text,
         finish_reason=generation.finish_reason,
@@ -352,12 +353,11 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         logits=state.logits if state.request.want_logits else None,
         notices=(
             *state.notices,
-            *_unmeasured(state),
-            *_unfused(state, plan),
+            *_unlike_measured(state, plan),
             *(() if state.sampler is None else state.sampler.notices),
             *(contract.notices if state.picked or (state.by_default and contract.faulted) else ()),
             *(f"attention not by {refused}" for refused in fallbacks),
-            *_compiled(state),
+            *([f"programs were compiled for this request, which waited {waited_s:.1f} s for them"] if waited_s else []),
         ),
         recompute_ratio=state.ratio,
         predicted=_predicted(state, plan, contract),
@@ -366,28 +366,20 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         facts=state.facts,
         sources=state.sources,
         compression=state.compression,
-        kept=_kept(state, plan),
+        kept=None if state.compression is None else len(state.prompt) if plan.kept is None else plan.kept,
         prompt=state.prompt.tokens if state.request.rag is not None and state.request.rag.detail else None,
     )
 
 
-def _compiled(state: RequestState) -> tuple[str, ...]:
-    waited_s = state.times.lacked_ms / 1e3
-    return (f"programs were compiled for this request, which waited {waited_s:.1f} s for them",) if waited_s else ()
-
-
-def _unmeasured(state: RequestState) -> tuple[str, ...]:
-    if not state.picked or not state.lossy or state.exact_to == "full":
-        return ()
-    rounded = "some that was found lost precision at rest (--at-rest raw keeps it)"
-    return (f"the quality budget was measured with KV at full precision, and {rounded}",)
-
-
-def _unfused(state: RequestState, plan: Plan) -> tuple[str, ...]:
-    if not (state.strategy.preprocessed and plan.unfused) or state.exact_to == "full":
-        return ()
-    found = f"{plan.unfused} of {state.prompt.chunks} chunks were not preprocessed"
-    return (f"{found}: the answer is farther from full attention than {state.strategy.name} was measured to be",)
+def _unlike_measured(state: RequestState, plan: Plan) -> Iterator[str]:
+    if state.exact_to == "full":
+        return
+    if state.picked and state.lossy:
+        rounded = "some that was found lost precision at rest (--at-rest raw keeps it)"
+        yield f"the quality budget was measured with KV at full precision, and {rounded}"
+    if state.strategy.preprocessed and plan.unfused:
+        found = f"{plan.unfused} of {state.prompt.chunks} chunks were not preprocessed"
+        yield f"{found}: the answer is farther from full attention than {state.strategy.name} was measured to be"
 
 
 def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergence | None:
@@ -395,12 +387,6 @@ def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergenc
     if (state.prompt.recognised or state.lossy) and not exact:
         return None
     return contract.predicted(state.setting, exact, state.prompt.chunks, state.prompt.preprocessed and not plan.unfused)
-
-
-def _kept(state: RequestState, plan: Plan) -> int | None:
-    if state.compression is None:
-        return None
-    return len(state.prompt) if plan.kept is None else plan.kept
 
 
 def _timings(state: RequestState) -> Timings:

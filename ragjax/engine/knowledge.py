@@ -140,16 +140,9 @@ class Knowledge:
     """Knowledge bases, graphs and files that requests are answered from. Nothing of it needs a device.
 
     An engine owns one. A process that grounds requests for engines elsewhere has one of its own (`ragjax/cluster/`).
-
-    Args:
-        bases: knowledge bases.
-        graphs: knowledge graphs.
-        chunker: cuts documents.
-        encoder: gives the sentence encoder, which is loaded when it is first asked for.
-        directory: where uploaded files and their stores are kept (None: in memory).
-        file_quota_gb: 2^30 bytes of files that a tenant may keep.
-        fits: least cosine similarity of a passage that fits a question; -1: each does.
-        encoder_name: what clients call the encoder.
+    encoder: gives the sentence encoder, which is loaded when it is first asked for. directory: where uploaded files and
+    their stores are kept (None: in memory). fits: least cosine similarity of a passage that fits a question; -1: each
+    does. encoder_name: what clients call the encoder.
     """
 
     def __init__(

@@ -42,16 +42,11 @@ TICK = 0.02
 class Loop:
     """The thread that serves requests between their arrival and their end.
 
-    Args:
-        replays: run finished requests again for comparison.
-        max_queue: requests that may wait.
-        max_running: requests that run at a time (0: as many as have room).
-        order: in which order requests start (None: as they came).
-        budget: of a step in which requests decode.
-        provider: of programs that are made while requests run (None: each is made at its first use).
-        tuning: measures the budget, a step at a time, once all programs are made and while no request is there.
-        load_timeout: seconds that a request waits for KV before it computes it.
-        request_timeout: seconds without progress after which a request is started again once, then ends (0: none).
+    replays: run finished requests again for comparison. order: in which requests start (None: as they came). budget: of
+    a step in which requests decode. provider: of programs that are made while requests run. tuning: measures the
+    budget, a step at a time, once all programs are made and while no request is there. load_timeout: seconds that a
+    request waits for KV before it computes it. request_timeout: seconds without progress after which a request is
+    started again once, then ends (0: none).
     """
 
     def __init__(

@@ -1,14 +1,9 @@
 """Preprocessing: every chunk of a knowledge base is computed behind its nearest neighbours, before anybody asks.
 
-FusionRAG, section 3.1: passages that are retrieved together are alike, so what a chunk would see beside others can be
-put into its KV offline. `ragjax.reuse.fuse` says what is computed; here is what is computed when. Chunks go through the
+FusionRAG, section 3.1. `ragjax.reuse.fuse` says what is computed; here is what is computed when. Chunks go through the
 engine a few at a time. What is kept already is not computed again, so a run that was stopped goes on where it was, and
-when documents come or go only chunks whose neighbours changed are computed.
-
-`preprocess` does it at once; `Preparing` does it in a server while no request runs.
-
-    with Engine.load("smollm2-135m-instruct", knowledge="docs/") as engine:
-        print(preprocess(engine))
+when documents come or go only chunks whose neighbours changed are computed. `preprocess` does it at once; `Preparing`
+does it in a server while no request runs.
 """
 
 from __future__ import annotations
@@ -190,15 +185,9 @@ def preprocess(
 ) -> PreprocessReport:
     """Compute every chunk of a knowledge base behind its n most similar chunks; requests find them from then on.
 
-    May run while the engine serves others, which it takes turns with. May be stopped at any time and run again.
-
-    Args:
-        engine: where the KV is kept. Without a disk cache it is lost when the engine closes.
-        knowledge: name of the knowledge base (None: the default one).
-        n: neighbours of a chunk.
-        system: the system message of requests that shall find the KV (None: that of requests which bring none).
-        record: as `fuse_all`.
-        progress: show a progress bar.
+    May run while the engine serves others, which it takes turns with. May be stopped at any time and run again. Without
+    a disk cache the KV is lost when the engine closes. system: the system message of requests that shall find the KV
+    (None: that of requests which bring none). record: as `fuse_all`.
     """
     began = time.perf_counter()
     base = engine.knowledge_base(knowledge)

@@ -300,21 +300,15 @@ class Encoder:
 
     def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, list[int]]]:
         """Cut the rows into (batch, length, members), texts of like length together."""
+        lengths = [next(length for length in GRID if len(row) <= length) for row in rows]
         by_length = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        for length, group in groupby(by_length, key=lambda i: self._bucket(len(rows[i]))):
+        for length, group in groupby(by_length, key=lambda i: lengths[i]):
             members = list(group)
             single, full = GRID[length]
             # a few texts are cheaper one by one than in a mostly empty batch
             step = full if len(members) > full // 4 else single
             for start in range(0, len(members), step):
                 yield step, length, members[start : start + step]
-
-    def _bucket(self, n: int) -> int:
-        return next(length for length in self._lengths() if n <= length)
-
-    def _lengths(self) -> tuple[int, ...]:
-        longest = next(length for length in GRID if length >= self.max_tokens)
-        return tuple(length for length in GRID if length <= longest)
 
     def _run(self, rows: Sequence[Sequence[int]], batch: int, length: int) -> NDArray[np.float32]:
         ids_BT = np.zeros((batch, length), np.int32)

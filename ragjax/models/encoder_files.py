@@ -81,7 +81,8 @@ class EncoderReading:
         first = given.get("pad_token_id", 1) + 1 if FIRST_POSITIONS[kind] else 0
         about = _json(folder / "sentence_bert_config.json", {})
         tokens = about.get("max_seq_length") or _json(folder / "tokenizer_config.json", {}).get("model_max_length")
-        prompts = _prompts(directory)
+        given_prompts = _json(directory / "config_sentence_transformers.json", {}).get("prompts") or {}
+        prompts = {name: text for name, text in given_prompts.items() if text}
         return EncoderReading(
             folder,
             min(tokens or most_tokens, given["max_position_embeddings"] - first, most_tokens),
@@ -119,11 +120,6 @@ def _pooling(directory: Path, folder: str | None) -> Literal["mean", "cls"]:
     if chosen == ["cls"]:
         return "cls"
     raise ConfigError(f"{place}: pooling by {' and '.join(map(str, chosen))} is not read; {', '.join(POOLINGS)} are")
-
-
-def _prompts(directory: Path) -> dict[str, str]:
-    given = _json(directory / "config_sentence_transformers.json", {}).get("prompts") or {}
-    return {name: text for name, text in given.items() if text}
 
 
 def _json(path: Path, absent: Any = None) -> Any:

@@ -96,16 +96,9 @@ class Monitor:
 class Contract:
     """The quality that an engine promises, and its default setting; `observe` takes every replay.
 
-    Args:
-        setting: of requests that name no strategy; `auto` picks another one.
-        dtype: of weights and KV.
-        budget: what `auto` keeps to.
-        report: of the model; None if there is none.
-        shadow_rate: share of requests that are replayed.
-        seed: of the draws.
-        preprocessed: strategies that take preprocessed chunks.
-        evidence: of live requests, where there is no report.
-        path: where a report that live requests made is kept; None: in memory.
+    setting: of requests that name no strategy; `auto` picks another one within the budget. report: of the model.
+    shadow_rate: share of requests that are replayed. preprocessed: strategies that take preprocessed chunks. evidence:
+    of live requests, where there is no report. path: where a report that live requests made is kept; None: in memory.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ to two hops are retrieved from the graph, and the 30 most similar to the questio
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -222,16 +222,16 @@ class KnowledgeGraph:
         found: list[Steps] = []
         frontier: list[Steps] = [(entity,)]
         for _ in range(hops):
-            frontier = [walk for path in frontier for walk in islice(self._further(path, memo), fanout)]
+            further: list[Steps] = []
+            for path in frontier:
+                end, met = path[-1], path[::2]
+                if end not in memo:
+                    memo[end] = _in_turn(end, self._store.edges(end, _READ))
+                steps = ((*path, relation, other) for relation, other in memo[end] if other not in met)
+                further += islice(steps, fanout)
+            frontier = further
             found += frontier
         return found
-
-    def _further(self, path: Steps, memo: dict[str, list[tuple[str, str]]]) -> Iterator[Steps]:
-        end = path[-1]
-        if end not in memo:
-            memo[end] = _in_turn(end, self._store.edges(end, _READ))
-        met = path[::2]
-        return ((*path, relation, other) for relation, other in memo[end] if other not in met)
 
     def _scores(self, question: str, walks: Sequence[Steps]) -> dict[Steps, float]:
         if not walks or not question.strip():

@@ -1,13 +1,9 @@
 """A vector index over faiss (Douze et al. 2024, arXiv:2401.08281), by inner product of normalised vectors.
 
 It is exact (flat), or inverted lists (ivf), or a proximity graph (hnsw; Malkov and Yashunin 2016, arXiv:1603.09320).
-
-One thread may write while others search: what takes long (training, rebuilding) happens beside the live index,
-which is then swapped.
-
-A search can be cut into stages, each of which knows more (RAGCache, section 6, "Pipelined vector search"). The paper
-cuts a search of inverted lists by lists, and one of a proximity graph by time. faiss cannot stop a walk through a graph
-half way, so that one is searched anew at each stage, with a longer list of candidates.
+One thread may write while others search: what takes long (training, rebuilding) happens beside the live index, which is
+then swapped. A search can be cut into stages, each of which knows more (RAGCache, section 6): inverted lists by lists;
+a graph is searched anew at each stage, with more candidates, since faiss cannot stop half way.
 
 Dimensions: N vectors, Q queries, E embedding, K results.
 """
@@ -384,7 +380,7 @@ def list_stages(index: Any, query_1E: Vectors, k: int, n: int) -> Iterator[Index
     distances_1L, lists_1L = index.quantizer.search(query_1E, index.nprobe)  # NONE behind the last list
     visited = min(index.nprobe, index.nlist)
     groups = np.array_split(np.arange(visited), min(n, visited))
-    best = _nothing(k)
+    best = np.full(k, -np.inf, np.float32), np.full(k, NONE, np.int64)
     for number, group in enumerate(groups, 1):
         chosen_1L = np.full_like(lists_1L, NONE)  # which faiss passes over
         chosen_1L[0, group] = lists_1L[0, group]
@@ -393,14 +389,7 @@ def list_stages(index: Any, query_1E: Vectors, k: int, n: int) -> Iterator[Index
             scores_1K, ids_1K = index.search_preassigned(query_1E, wide, chosen_1L, distances_1L)
             return scores_1K[0], ids_1K[0]
 
-        best = _merged(best, settle(search, k, index.ntotal), k)
+        more = settle(search, k, index.ntotal)
+        scores_K, ids_K = by_score(np.concatenate([best[0], more[0]]), np.concatenate([best[1], more[1]]))
+        best = scores_K[:k], ids_K[:k]
         yield IndexStage.from_results(best, final=number == len(groups))
-
-
-def _nothing(k: int) -> Found:
-    return np.full(k, -np.inf, np.float32), np.full(k, NONE, np.int64)
-
-
-def _merged(a: Found, b: Found, k: int) -> Found:
-    scores_K, ids_K = by_score(np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]]))
-    return scores_K[:k], ids_K[:k]

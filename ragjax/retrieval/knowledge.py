@@ -1,13 +1,9 @@
 """A knowledge base: documents cut into chunks, their tokens and embeddings in SQLite, and a vector index over them.
 
-SQLite is the truth. The index file is a cache of it: chunk numbers are never used twice, so what an index holds under
-a stored number is right. It is saved when a tenth of it has changed, and at closing; so all writes together grow with
-the chunks, not with their square. A process that was killed may leave an index without the last chunks, which are added
-from the stored embeddings when it is opened. One that holds a chunk that is not stored, or is of another kind, is built
-again from these. When a chunk is deleted the file is deleted too, as it holds the embedding. Nothing is embedded twice.
-
-What is stored fits one tokenizer, one encoder and one chunk size. Opened with others it is refused, because the
-source documents may be gone: the user decides to delete the directory and to add them again.
+SQLite is the truth. The index file is a cache of it: chunk numbers are never used twice, so what an index holds under a
+stored number is right. It is saved when a tenth of it has changed, and at closing; what a killed process left out is
+added from the stored embeddings. When a chunk is deleted the file is deleted too, as it holds the embedding. Nothing is
+embedded twice. What is stored fits one tokenizer, encoder and chunk size; opened with others it is refused.
 
 A chunk whose KV was computed behind its nearest neighbours (FusionRAG, section 3.1) bears a mark: the digest that names
 that KV. The mark goes when any of these neighbours goes, and with it all use of what they told.

@@ -38,21 +38,15 @@ def read_triples(path: str | Path, broken: list[ConfigError] | None = None) -> I
     """The triples, and aliases, of a file, in its order; the file is read as they are taken.
 
     .tsv: head, relation and tail on each line, between tabs. A first line that names the columns, and lines that begin
-        with "# ", are no triples.
+    with "# ", are no triples.
     .jsonl: on each line {"head", "relation", "tail"}, or a list of these three, or {"triples": [[head, relation, tail],
-        …]}, which may have other fields too.
-    .nt, .nq, .ttl: N-Triples, N-Quads, Turtle. An IRI goes by its rdfs:label (the first that is English or of no
-        language, else the first), or else by its last part; other labels and every skos:altLabel become aliases. Where
-        several IRIs have one label, all but the first add their last part in brackets, or as many parts as make the
-        name differ from those before. Literals go by their text.
+    …]}, which may have other fields too.
+    .nt, .nq, .ttl: an IRI goes by its rdfs:label (the first that is English or of no language, else the first), or else
+    by its last part; other labels and every skos:altLabel become aliases. Where several IRIs have one label, all but
+    the first add as many of their last parts in brackets as make the name differ. Literals go by their text.
 
-    Triples with an empty part are left out; the log says how many.
-
-    broken: takes the errors of lines, which are then left out (None: the first ends the reading).
-
-    Raises:
-        ConfigError: the file is missing, or of another kind, or a line is broken; the message names file and line. What
-            stands before the line may have been taken by then.
+    Triples with an empty part are left out; the log says how many. broken: takes the errors of lines, which are then
+    left out (None: the first ends the reading).
     """
     path = Path(path)
     suffix = path.suffix.lower()

@@ -1,14 +1,9 @@
 """ragjax: the first chunk isolated, the others preprocessed; the tokens that move the question most are recomputed.
 
-Ours, after FusionRAG (section 3) and the measurements in docs/log.md. Two things differ from `fusion`:
-
-- **The anchor.** A chunk right behind the system prompt sees in full attention what it saw when it was computed alone.
-  Its isolated KV is exact there, its fused KV is not. So its isolated KV is used, none of its tokens is recomputed,
-  and its share goes to the other chunks.
-- **The score.** In every layer the question receives a token's value times the attention it pays to the token. So the
-  score is attention times the norm of the value, summed over the later half of the sections and the question's rows,
-  averaged over heads. FusionRAG's score, the last layer's attention, shows one layer in thirty. A sum over all layers
-  chooses no better and costs twice as much to measure.
+Ours, after FusionRAG (section 3) and the measurements in docs/log.md. A chunk right behind the system prompt sees in
+full attention what it saw when it was computed alone: its isolated KV is exact there, so none of it is recomputed (the
+anchor). The score of a token is the attention that the question pays to it, times the norm of its value, summed over
+the later half of the sections and the question's rows, averaged over heads.
 """
 
 from __future__ import annotations

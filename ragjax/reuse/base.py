@@ -117,18 +117,10 @@ STRATEGIES: Registry[Callable[[ModelTraits], Strategy | None]] = Registry("strat
 class Allocation:
     """The part of the cache that one request holds: matches on nodes it reads, and runs of its own that it writes.
 
-    Args:
-        cache: of the engine.
-        tenant: whose requests may use what the request keeps.
-        label: the request's name in the cache's books.
-        decode_tokens: most slots needed behind the prompt, for generated tokens.
-        limits: pages and runs that the spans of a pass may take.
-        stages: layers at which a pass may begin, ascending, and the number of layers as a last entry.
-        reach: layers that may use each other's units (`core.passes.LayerLayout`); 0: those of a stage.
-        cold: use KV from below the device too, which takes time to load.
-        forced: slots behind the prompt that are needed at once.
-        spare: pages that the request leaves to others when it starts.
-        alone: no other request runs.
+    label: the request's name in the cache's books. decode_tokens: most slots needed behind the prompt, `forced` of them
+    at once. stages: layers at which a pass may begin, ascending, and the number of layers. reach: layers that may use
+    each other's units (`core.passes.LayerLayout`); 0: those of a stage. cold: use KV from below the device too, which
+    takes time to load. spare: pages that the request leaves to others when it starts. alone: no other request runs.
     """
 
     def __init__(

@@ -1,14 +1,11 @@
 """craft: chunks keep their KV with the attention it was computed by, which tells how much to mend elsewhere.
 
-Source: Cache-Craft (arXiv:2502.15734), section 3; its arithmetic is in `influence.py`. A chunk that is
-met for the first time is computed whole, behind all that stands before it in that prompt, and kept as a variant with
-what was measured. Later its best variant is put in place and CFO * |C| tokens are recomputed, those that had looked
-most at what stood before them; CFO = alpha * CCI * (1 - adjusted overlap). A request's ratio sets alpha, so that the
-share of the reused chunks' tokens is that ratio exactly. All happens in one pass: mended tokens, new chunks, question.
-
-New variants (section 3.3): a chunk in a prefix that none of its variants was computed behind is computed whole, and
-kept, as `CraftVariants` says: always while there is room for variants, later if the best one's CFO (before alpha) is
-above tau. A request's ratio is a share of the other chunks.
+Source: Cache-Craft (arXiv:2502.15734), section 3; its arithmetic is in `influence.py`. A chunk that is met for the
+first time is computed whole, behind all that stands before it in that prompt, and kept as a variant with what was
+measured. Later its best variant is put in place and CFO * |C| tokens are recomputed, those that had looked most at what
+stood before them; CFO = alpha * CCI * (1 - adjusted overlap). A request's ratio sets alpha, so that the share of the
+reused chunks' tokens is that ratio exactly. All happens in one pass. New variants (section 3.3) come as `CraftVariants`
+says.
 
 What the paper leaves open: a chunk that was mended is a mixture of old and new KV and is not kept; a chunk whose tokens
 are all computed again is a new variant. Of variants that need equally little mending, that which was computed behind

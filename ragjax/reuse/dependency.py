@@ -1,10 +1,9 @@
 """dependency: a knowledge graph's paths as trees, each token on its ancestors alone (DepCache, doi 10.1145/3769778).
 
-The cached part of each path is read in place; the rest is computed in one pass together with the question, and
-admitted branch by branch (sections 4.2.1 and 5, Algorithm 2). Under `dependency` a token's position is its depth on
-its own path. Its KV is then the same beside any siblings, and reuse is exact to dependency attention.
-`dependency-preorder` is the paper's: positions in order, and KV that was computed at other positions is moved. That is
-exact only if no token of its path has moved. A prompt without a tree is computed as full attention does.
+The cached part of each path is read in place; the rest is computed in one pass together with the question, and admitted
+branch by branch (sections 4.2.1 and 5, Algorithm 2). Under `dependency` a token's position is its depth on its own
+path, so its KV is the same beside any siblings. `dependency-preorder` is the paper's: positions in order, and KV that
+was computed at other positions is moved, which is exact only if no token of its path has moved.
 """
 
 from __future__ import annotations

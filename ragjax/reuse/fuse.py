@@ -1,13 +1,9 @@
 """fuse: a chunk computed behind its nearest neighbours, offline (FusionRAG, section 3.1, equation 10).
 
-The prompt is system, neighbours (most similar first, as the paper lists them), and the chunk. With X = all before the
-chunk, the chunk's KV is computed at positions |X| and on over the KV of the system prompt and of the neighbours. Their
-KV is always the isolated one, computed behind the system prompt alone (the one that `naive` keeps) and moved to its
-place: if fused KV were used where there is some, the result would depend on the order in which chunks are fused.
-
-The result is kept as method "fusion", under the system prompt and the digest of the neighbours; its first K is rotated
-at |X|. The chunk's isolated KV is computed and kept, too: `anchor` reads it
-where the chunk comes first. Without neighbours there is nothing to fuse.
+The prompt is system, neighbours (most similar first), and the chunk. The neighbours' KV is always the isolated one,
+computed behind the system prompt alone and moved to its place: if fused KV were used where there is some, the result
+would depend on the order in which chunks are fused. The result is kept as method "fusion", under the system prompt and
+the digest of the neighbours. The chunk's isolated KV is kept, too: `anchor` reads it where the chunk comes first.
 
 No request can name this strategy: `ragjax.engine.preprocessing` gives it to the engine.
 """

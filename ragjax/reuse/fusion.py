@@ -1,15 +1,13 @@
 """fusion, online: chunks preprocessed behind similar ones, and query-guided selection (FusionRAG, sections 3.2, 4.1).
 
-Offline, every chunk's KV is computed behind its most similar chunks (section 3.1) and kept as approximate under the
-method "fusion". A chunk that was not preprocessed takes the alternative path: it is looked for behind the chunks before
-it in the prompt (the last `NEIGHBOURS` of them), then without the first of these, and so on, down to the system prompt
-alone. Causal KV that `prefix` left counts too: leading chunks that are kept as the prompt has them are exact, and are
-not mended (`stitch.led`); another one is moved from behind the system prompt and later earlier chunks, or from wherever
-it was computed behind the system prompt.
+A chunk that was not preprocessed takes the alternative path: it is looked for behind the chunks before it in the prompt
+(the last `NEIGHBOURS` of them), then without the first of these, and so on, down to the system prompt alone. Causal KV
+that `prefix` left counts too: leading chunks that are kept as the prompt has them are exact, and are not mended
+(`stitch.led`).
 
 Selection: the question is computed over the reused KV; its attention at the last layer, summed over the question's
-rows, heads averaged, scores the chunks' tokens, and the highest of all chunks together are recomputed. The softmax
-runs over all keys; the paper does not say.
+rows, heads averaged, scores the chunks' tokens, and the highest of all chunks together are recomputed. The softmax runs
+over all keys; the paper does not say.
 """
 
 from __future__ import annotations

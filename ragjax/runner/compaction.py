@@ -107,17 +107,9 @@ def compact(
     """Copy what each layer of a stage keeps into the target slots, keys rotated at their places in the prompt.
 
     Where layers keep other numbers, units may be those of any layer of the pool. No target slot is one of the source's.
-
-    Args:
-        compression: what the program is compiled for (`Compression.program`).
-        pool: of the stage; donated.
-        arrays: `arrays_of`, those by layer of this stage.
-        query_LWHD: rotated queries of the prompt's last rows, float32, if the scorer asks for them.
-        mass_LN: attention that each token received, float32, likewise.
-        rotation: RoPE table.
-        layer_L: places of the stage's layers in the pool (None: all of it), int32.
-        scale: of attention logits (`compress.Evidence`).
-        cap: likewise.
+    pool: of the stage; donated. arrays: `arrays_of`, those by layer of this stage. query_LWHD: rotated queries of the
+    prompt's last rows, and mass_LN: attention that each token received, float32, if the scorer asks for them. layer_L:
+    places of the stage's layers in the pool (None: all of it). scale, cap: of attention logits.
 
     Returns:
         The pool, and the indexes that each layer keeps, int32 [L, K, B]; [L, 1, B] where all heads keep the same.

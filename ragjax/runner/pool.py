@@ -27,16 +27,9 @@ MOVES = (16, 128, 1024)
 class DevicePool:
     """Keys and values of all layers, in pages.
 
-    Args:
-        create: makes one array of keys and one of values, zeros, of the layers of one or more stages.
-        stages: how many there are.
-        arrays: pairs of arrays that hold them.
-        programs: these extract, insert and move.
-        rotation: RoPE table, for keys that are moved.
-
-    Attributes:
-        page_size: slots of a page.
-        reach: layers of an array, which may use each other's units (`core.passes.LayerLayout`).
+    create: makes one array of keys and one of values, zeros, of the layers of one or more stages. arrays: pairs of
+    arrays that hold all stages. programs: these extract, insert and move. reach: layers of an array, which may use each
+    other's units (`core.passes.LayerLayout`).
     """
 
     def __init__(self, create: Callable[[], Pages], stages: int, arrays: int, programs: Programs, rotation: Rotation):

@@ -45,20 +45,10 @@ sample (logits, tokens of a row whose logits are adjusted), logprobs (logits), m
 class Programs:
     """Programs by name. Each is compiled ahead (`compile`) or at its first use.
 
-    Args:
-        config: of the model.
-        spec: what all programs share.
-        weights: the model's; their shapes and places count.
-        pool: of one stage, as shapes.
-        rotation: RoPE table.
-        grid: the buckets.
-        attention: backend of attention to try first.
-        executables: where compiled ones are kept (None: nowhere).
-
-    Attributes:
-        kernel: name of the attention kernel that they call (None: none). compiled: programs by name. faults: why others
-            could not be made ahead. ahead: true if some are made ahead, and steps take those. waited_s: seconds that
-            steps waited for programs made at their first use.
+    spec: what all programs share. pool: of one stage, as shapes. attention: backend to try first. executables: where
+    compiled ones are kept. kernel: name of the attention kernel that they call. faults: why some could not be made
+    ahead. ahead: true if some are made ahead, and steps take those. waited_s: seconds that steps waited for programs
+    made at their first use.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
 """The compute side: a fixed grid of compiled programs over a page pool. It never sees a request.
 
-A step takes arrays (token, index, position, request and target slot of each row; the entries) and runs three kinds of
-program: `begin` (embedding, rotation, visible blocks: once), `stage` (some layers: writes the rows' KV into the
-pool in place and attends), and `end` (logits of chosen rows). All stages have equally many layers, so one program
-per row bucket serves them all and compile time does not grow with depth. Programs are compiled ahead. A step may run
-some of the layers only, and measure in some; `move` copies KV from slots to slots.
+A step takes arrays and runs three kinds of program: `begin` (embedding, rotation, visible blocks: once), `stage` (some
+layers: writes the rows' KV into the pool in place and attends), and `end` (logits of chosen rows). All stages have
+equally many layers, so one program per row bucket serves them all and compile time does not grow with depth. A step may
+run some of the layers only, and measure in some; `move` copies KV from slots to slots.
 """
 
 from __future__ import annotations
@@ -85,27 +84,15 @@ class ResidualRows:
 class Runner(DevicePool):
     """The page pool of one model on one mesh, and the programs that compute on it.
 
-    Args:
-        decoder: the model; its arrays are taken over.
-        pages: pages of the pool, the scratch page 0 included.
-        page_size: slots of a page.
-        context: largest position plus one (the model's context length, if None).
-        grid: buckets of rows, entries and logits that programs are compiled for.
-        scanned: run a stage's layers by `lax.scan` instead of unrolled: programs are smaller, but XLA copies each
-            layer's matrices before it reads them (a third of a decode step on an H200, docs/kernels.md).
-        mesh: as `mesh.make_mesh` makes it (one device, if None).
-        attention: backend of attention to try first (`kernels.attention.op.BACKENDS`).
-        widen: products of many rows read bfloat16 weights and KV as float32: faster on a CPU without bfloat16 products.
-        whole: one pair of arrays for all layers in place of one for each stage, so that layers which keep many tokens
-            of a request may use what those leave that keep few (`core.passes.LayerLayout`).
-        executables: where compiled programs are kept (None: nowhere).
-        stage_layers: most layers of a stage (None: `weights.STAGE_LAYERS`).
-
-    Raises:
-        ConfigError: if there is no memory for so many pages.
+    decoder: its arrays are taken over. pages: the scratch page 0 included. context: largest position plus one. grid:
+    buckets of rows, entries and logits that programs are compiled for. scanned: run a stage's layers by `lax.scan`
+    instead of unrolled: programs are smaller, but XLA copies each layer's matrices before it reads them (a third of a
+    decode step on an H200, docs/kernels.md). attention: backend to try first. widen: products of many rows read
+    bfloat16 weights and KV as float32: faster on a CPU without bfloat16 products. whole: one pair of arrays for all
+    layers in place of one for each stage, so that layers which keep many tokens of a request may use what those leave
+    that keep few (`core.passes.LayerLayout`). stage_layers: most layers of a stage.
 
     Attributes:
-        storage_dtype: of the pool's arrays.
         calls: attentions run so far, by backend.
         fallbacks: attentions that a backend refused so far, by "backend: reason".
     """

@@ -160,22 +160,11 @@ def stage(
     arrays: Mapping[str, jax.Array],
     place: StagePlace,
 ) -> tuple[jax.Array, Pages, jax.Array]:
-    """The first `layers` layers of a stage.
+    """Run the first `layers` layers of a stage on residual rows, float32 [T, E].
 
-    Args:
-        spec: of the model.
-        shape: of the step.
-        backends: of attention, of each part, and of shared keys if the step has places for them.
-        layers: how many of the stage's layers run.
-        measure: what the chosen layers measure of the rows of the last part, if anything.
-        leaves: the stage's weights.
-        pool: of the stage; donated, the rows' KV is written into it.
-        x_TE: residual rows, float32 [T, E].
-        inputs: what `begin` made.
-        rotation: RoPE table.
-        chosen_L: bool [layers], which ones measure ([0] where nothing is measured).
-        arrays: what the measure takes, int32 (`reductions.measure.ARRAYS`).
-        place: of the stage in the pool, and what its layers read there.
+    backends: of attention, of each part, and of shared keys if the step has places for them. measure: what the layers
+    of `chosen_L` (bool [layers]) measure of the rows of the last part. pool: donated, the rows' KV is written into it.
+    arrays: what the measure takes, int32 (`reductions.measure.ARRAYS`). place: of the stage in the pool.
 
     Returns:
         Residual rows behind these layers, the pool, and per layer what is measured (zeros of those not chosen).

@@ -12,7 +12,7 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.lookahead import Look
 from ragjax.cache.node import PUBLIC, raw_of
 from ragjax.cache.stretches import MOVED
-from ragjax.core import OutOfPages, RequestError, Run, Segment, StepLimits
+from ragjax.core import OutOfPages, RequestError, Run, StepLimits
 from ragjax.core.tiers import Inquiry
 from ragjax.reuse.base import Allocation
 from ragjax.reuse.exact import Prefix
@@ -169,7 +169,12 @@ class Admission:
             return
         if strategy.exact or not state.by_default or not prompt.chunks or state.times.admitted:
             return
-        new = sum(len(s) for s in prompt.segments if s.recognised and not self._is_kept(s, tenant))
+        new = sum(
+            len(segment)
+            for segment in prompt.segments
+            if segment.recognised
+            and not any(cache.tree.places(who, raw_of(segment.tokens)) for who in (tenant, PUBLIC))
+        )
         exact = Prefix().work(state.plain, cache, tenant)
         own = new + strategy.work(prompt, cache, tenant, state.ratio)
         if exact > own or (exact == own and not new):
@@ -178,9 +183,6 @@ class Admission:
         state.strategy, state.ratio, state.prompt = Prefix(), None, state.plain
         state.notices.append(f"{reason}: the request ran prefix, which is exact")
         self._requests.look_up(state)
-
-    def _is_kept(self, segment: Segment, tenant: str) -> bool:
-        return any(self._cache.tree.places(owner, raw_of(segment.tokens)) for owner in (tenant, PUBLIC))
 
     def _start(self, state: RequestState) -> bool:
         """Match and reserve for a request; False if it has to wait for others to end.

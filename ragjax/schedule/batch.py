@@ -45,20 +45,17 @@ class _Search:
     def best(self, members: Sequence[int]) -> list[Group]:
         """The groups of some requests that together save most."""
         common = _common([self.lasting[i] for i in members])
-        apart = [group for part in self._split(members, common) for group in self.best(part)]
+        parts: dict[int, list[int]] = {}
+        for i in members:
+            if len(self.lasting[i]) > common:
+                parts.setdefault(int(self.lasting[i][common]), []).append(i)
+        apart = [group for part in parts.values() if len(part) > 1 for group in self.best(part)]
         rows = sum(self.rows[i] for i in members)
         blocks = -(-rows // self.block)
         together = Group(tuple(members), common, blocks, common * (rows - BLOCK_READS * blocks))
         if together.saved > sum(group.saved for group in apart):
             return [together]
         return apart
-
-    def _split(self, members: Sequence[int], at: int) -> list[list[int]]:
-        parts: dict[int, list[int]] = {}
-        for i in members:
-            if len(self.lasting[i]) > at:
-                parts.setdefault(int(self.lasting[i][at]), []).append(i)
-        return [part for part in parts.values() if len(part) > 1]
 
 
 def find_groups(tables: Sequence[SpanTable], rows: Sequence[int], sharing: tuple[int, int]) -> list[Group]:

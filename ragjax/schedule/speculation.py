@@ -1,12 +1,10 @@
 """Dynamic speculative pipelining (RAGCache, section 5.3, Algorithm 2 and Theorem 5.1): what to begin, and when.
 
-A search runs in stages. After each one the documents known so far are offered: a generation may begin with them before
-the search has ended. When a later stage knows other documents, that generation is cancelled and these are offered.
-Offered generations start while few requests have prompts to be computed (`max_prefill_bs` of the paper), so that a busy
-device does not work on guesses.
-
-Two cases that Algorithm 2 leaves open: documents that found no room start later, when there is room and they are still
-the latest known ones; the final documents start whatever else runs (case 3 of the theorem's proof).
+A search runs in stages. After each one a generation with the documents known so far may begin. When a later stage knows
+other documents, it is cancelled and these are offered. Offered generations start while few requests have prompts to be
+computed (`max_prefill_bs` of the paper). Two cases that Algorithm 2 leaves open: documents that found no room start
+later, if they are still the latest known ones; the final documents start whatever else runs (case 3 of the theorem's
+proof).
 
 Only decisions; `ragjax/engine/speculation.py` carries them out.
 """

@@ -72,19 +72,12 @@ def create_app(
 ) -> FastAPI:
     """The HTTP application over `engine`, which the caller closes once the app has stopped.
 
-    Args:
-        engine: a loaded engine, or a fleet of them; requests go to its `submit` on the app's event loop.
-        keys: API keys, and the tenant behind each ("": none). If there are any, every route but /health and the page's
-            files wants one as a bearer token.
-        metrics_key: the only key that opens /metrics, and nothing else; None: /metrics is as the other routes.
-        max_body_bytes: limit of a request's body.
-        max_file_bytes: the same of an upload.
-        timeout: seconds in which a request's body must arrive.
-        drain: shared with the server, which says by it that it stops.
-        strict: refuse fields that have no effect, rather than name them in a notice.
-        cors_origins: where pages of a browser may come from that call this server; "*": anywhere.
-        hosts: names that the server may be called by if there are no keys, in lower case; None: any.
-        proxied: as in `RequestMiddleware`.
+    keys: API keys, and the tenant behind each ("": none). If there are any, every route but /health and the page's
+    files wants one as a bearer token. metrics_key: the only key that opens /metrics, and nothing else; None: /metrics
+    is as the other routes. timeout: seconds in which a request's body must arrive. drain: shared with the server, which
+    says by it that it stops. strict: refuse fields that have no effect, rather than name them in a notice.
+    cors_origins: where pages of a browser may come from that call this server; "*": anywhere. hosts: names that the
+    server may be called by if there are no keys, in lower case; None: any. proxied: as in `RequestMiddleware`.
     """
     metrics = ServerMetrics(engine)
     embedder = EmbeddingQueue(engine)

@@ -1,9 +1,8 @@
 """Carries out the cache's orders (`core.tiers.TransferEngine`): KV from the device to host memory, to disk, and back.
 
-The thread that owns the pool only dispatches: copies out of the pool's pages when a run is saved, and the insertion of
-what has arrived. Waiting, encoding and files are for worker threads. Saves, writes and loads have threads of their own,
-so that a load, which a request waits for, queues behind other loads only. No job waits for another in a worker: it is
-queued once the entries that it needs are there.
+The thread that owns the pool only dispatches; waiting, encoding and files are for worker threads. Saves, writes and
+loads have threads of their own, so that a load, which a request waits for, queues behind other loads only. No job waits
+for another in a worker: it is queued once the entries that it needs are there.
 """
 
 from __future__ import annotations
@@ -112,12 +111,15 @@ class KVTransfer(TransferEngine):
         self._check_open()
         begun = [self._begin(job, [self.host.begin(job.entry)]) for job in jobs]
         try:
-            snapshot = self._snapshot(jobs)
+            pages = np.unique(np.asarray([page for job in jobs for page in job.run.pages], np.int32))
+            excerpts = host.download(self._device.extract(pages))
         except Exception as error:  # the pool is lost, or there is no memory for the copies
             self._meter.add("device_to_host", Traffic(failures=len(jobs)))
             for one in begun:
                 self._report(one, _message(error))
             return
+        self._meter.add("device_to_host", Traffic(bytes=nbytes(excerpts)))
+        snapshot = Snapshot(pages, excerpts)
         for job, one in zip(jobs, begun, strict=True):
             self._submit(self._savers, one, partial(self._save, job, one.keeps[0], snapshot))
 
@@ -194,13 +196,6 @@ class KVTransfer(TransferEngine):
         with self._change:
             self._outstanding += 1
         return _Begun(job, keeps)
-
-    def _snapshot(self, jobs: Sequence[Save]) -> Snapshot:
-        """Dispatch copies of the runs' pages, each page once."""
-        pages = np.unique(np.asarray([page for job in jobs for page in job.run.pages], np.int32))
-        excerpts = host.download(self._device.extract(pages))
-        self._meter.add("device_to_host", Traffic(bytes=nbytes(excerpts)))
-        return Snapshot(pages, excerpts)
 
     def _insert(self, begun: _Begun, stage: _LoadedStage) -> None:
         assert isinstance(begun.job, Load)

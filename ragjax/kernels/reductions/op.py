@@ -153,17 +153,11 @@ def key_neighbours(
     A token is one node and its key one vector, that of all KV heads (§4.1: K is n x d, d the hidden size), so the
     cosine is that of the heads side by side. A graph per head is this op mapped over heads, one head at a time. Under
     `shard_map` over KV heads the keys must be gathered before: the best keys of a device's heads do not combine.
-    Similarity is as the keys are rotated: give those of one prompt, at their places in it.
+    Similarity is as the keys are rotated: give those of one prompt, at their places in it. Memory is O(sources x (count
+    + tile)) beside the keys.
 
-    Memory is O(sources x (count + tile)) beside the keys. XLA on CPU widens bfloat16 keys, but not their bits.
-
-    Args:
-        k_NKD: keys of one layer; float32, bfloat16, float16 or uint16 (bfloat16 bits, as in `pages.Pages`).
-        valid_N: bool, keys that take part; others may hold anything.
-        source_I: int32, indices of the source keys; negative for padding.
-        count: how many keys to find for each (J).
-        asking_NKD: vectors of the tokens as sources, such as their queries; float32, as the keys then are too (None:
-            their keys).
+    valid_N: bool, keys that take part. source_I: int32, negative for padding. asking_NKD: vectors of the tokens as
+    sources, such as their queries; float32, as the keys then are too (None: their keys).
 
     Returns:
         Cosines and indices, best first, the lower index first among equals; the source itself is left out. Neighbours

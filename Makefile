@@ -58,7 +58,7 @@ serve: setup
 # Files go to the processes in the order of tests/conftest.py: slow ones first.
 SUITE := pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-ALL_LANES := kernels models quality retrieval reuse runner train benchmarks
+ALL_LANES := engine kernels models quality retrieval reuse runner store train benchmarks
 OTHER_LANES = $(patsubst %,or %_lane,$(filter-out $(LANES),$(ALL_LANES)))
 
 check: setup

@@ -55,7 +55,7 @@ settings.register_profile(
 )
 settings.load_profile("ragjax")
 
-LANES = ("kernels", "models", "quality", "retrieval", "reuse", "runner", "train", "benchmarks")
+LANES = ("engine", "kernels", "models", "quality", "retrieval", "reuse", "runner", "store", "train", "benchmarks")
 """Rooms whose slow tests run where a change touches what they test (`.ci/run`), but for those marked `smoke`."""
 
 RUN_SELDOM = ("compress", "kernels", "models", "runner", "store", "train")

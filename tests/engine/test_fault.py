@@ -56,6 +56,7 @@ def failing_on_poison(run: Callable[[Step], Any], step: Step) -> Any:
     return run(step)
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_the_request_at_fault_fails_alone() -> None:
     jobs = [(tiny.prompt(i, 20, (30,), 12 + i), {"strategy": NAMES[i], "max_tokens": 12}) for i in range(5)]

@@ -71,6 +71,7 @@ IN_ANY_ORDER = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARING)
 def test_what_an_outlook_misses_is_what_a_request_keeps(name: str) -> None:

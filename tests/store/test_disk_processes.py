@@ -125,6 +125,7 @@ def kill_writers(directory: Path, seed: int, kills: int) -> int:
     return drafts
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_killed_writers_leave_whole_entries(tmp_path: Path) -> None:
     kill_writers(tmp_path, seed=1, kills=10)

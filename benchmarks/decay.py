@@ -3,7 +3,8 @@
 N questions, none of which comes twice, each over K of the documents in an order that never came before. The store is
 the device alone, and holds a fifth of the KV that all prompts have together: a cache of prefixes would need five times
 as much to forget nothing, while the documents' own KV fits. A prompt is a system prompt, the documents as chunks, and a
-question. Every strategy begins with an empty cache; `full` answers each tenth question besides, for the ratio.
+question, which is not kept (`--keep documents`). Every strategy begins with an empty cache; `full` answers each tenth
+question besides, for the ratio.
 
 A row is a strategy and a tenth of the questions: `found` is the share of the prompts' tokens whose KV came from the
 cache, `ttft_ms` the median time to the first token, `faster` that of `full` by it, `stored` the tokens that the cache
@@ -145,10 +146,10 @@ def opened(chosen: Namespace, room: int) -> Engine:
     """An engine whose device holds so many tokens, and nothing below it."""
     if chosen.tiny:
         pages = room // tiny.PAGE
-        return tiny.engine(tiny.make_runner(pages=pages), pages=pages, policy="lacr")
+        return tiny.engine(tiny.make_runner(pages=pages), pages=pages, policy="lacr", keep="documents")
     return Engine.load(
         chosen.model, knowledge=None, dtype=chosen.dtype, device_cache_gb=room * chosen.kv_bytes / 2**30,
-        storage=StorageOptions(host_gb=0.0), progress=False, max_context=1024,
+        storage=StorageOptions(host_gb=0.0, keep="documents"), progress=False, max_context=1024,
     )  # fmt: skip
 
 

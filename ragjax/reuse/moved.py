@@ -79,16 +79,18 @@ class Moved(Strategy):
         results = yield Pass(rows, rows, spans, self.measures, (n - 1,))
         totals = Totals(n - len(rows), len(rows))
         first = int(moved[0].indices[0])
-        if allocation.cache.keep == "all":
-            for span in fresh:
-                at, end = int(span.indices[0]), int(span.indices[-1]) + 1
-                if end <= first:
-                    public = min(prompt.public, end)
-                    allocation.cache.admitter.admit_prefix(
-                        matched, tokens[:end], at, span.run, cuts(prompt, end), public, totals
-                    )
-                elif end < n:
-                    self._keep(allocation, tokens[:end], span.run, at, totals)
+        for span in fresh:
+            at, end = int(span.indices[0]), min(int(span.indices[-1]) + 1, prompt.kept(allocation.cache.keep))
+            if at >= end or end == n:  # what ends the prompt is kept with the answer
+                continue
+            piece = span.run.slice(0, end - at, page_size)
+            if end <= first:
+                public = min(prompt.public, end)
+                allocation.cache.admitter.admit_prefix(
+                    matched, tokens[:end], at, piece, cuts(prompt, end), public, totals
+                )
+            else:
+                self._keep(allocation, tokens[:end], piece, at, totals)
         computed = {i: rows[(rows >= a) & (rows < b)] for i, (a, b) in enumerate(pairwise(prompt.starts))}
         tiers = [tier for match in (matched, *(match for _, match in matches)) if (tier := match.tier()) is not None]
         account = report(prompt, {}, dict.fromkeys(computed, max(tiers)), recomputed=computed)
@@ -101,12 +103,12 @@ class Moved(Strategy):
         if "moved" not in plan.figures:
             Prefix().finish(prompt, plan, generated, allocation)
             return
+        if prompt.kept(allocation.cache.keep) < len(prompt):
+            return
         last, at = plan.spans[-1].run, int(plan.spans[-1].indices[0])
         run = join_runs(last, plan.tail.slice(0, len(generated), allocation.page_size), allocation.page_size)
-        if allocation.cache.keep == "all":
-            told = np.concatenate([prompt.tokens, generated]) if run is not None else prompt.tokens
-            totals = Totals(at, len(prompt) - at)
-            self._keep(allocation, told, last if run is None else run, at, totals)
+        told = np.concatenate([prompt.tokens, generated]) if run is not None else prompt.tokens
+        self._keep(allocation, told, last if run is None else run, at, Totals(at, len(prompt) - at))
 
     def _keep(self, allocation: Allocation, tokens: Tokens, run: Run, begin: int, totals: Totals) -> None:
         """Keep what was computed from `begin` on behind moved stretches, on no context: its tokens alone find it."""

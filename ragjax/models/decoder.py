@@ -233,16 +233,21 @@ class Decoder(nnx.Module):
     ) -> Decoder:
         """Build from arrays in this layout, by name. Those that fit as they are stay where they are on a CPU.
 
-        packings: of the matrices that are packed, by name.
+        packings: of the matrices that are packed, by name. Those of all layers may come as one array, "layers.KIND".
         """
         decoder = Decoder.abstract(config, dtype)
         weights = decoder.weights()
         for name, value in arrays:
-            weight = weights[name]
-            packing = packings.get(name)
+            prefix, _, kind = name.partition(".")
+            members = [name] if name in weights else [f"{prefix}.{i}.{kind}" for i in range(config.num_layers)]
+            weight = weights[members[0]]
+            packing = packings.get(members[0])
             if packing is not None:
                 data = jax.device_put(value, may_alias=True)
-                weight.set_value(PackedMatrix(data, tuple(weight.shape), packing))  # type: ignore[arg-type]
+                for i, member in enumerate(members):
+                    layer = jnp.int32(i) if name not in weights else None
+                    packed = PackedMatrix(data, tuple(weight.shape), packing, layer)
+                    weights[member].set_value(packed)  # type: ignore[arg-type]
                 continue
             fitting = value.reshape(weight.shape).astype(weight.dtype, copy=False)
             weight.set_value(jax.device_put(fitting, may_alias=True))

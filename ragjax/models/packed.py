@@ -35,7 +35,11 @@ class PackedForm:
 
 
 class Sources:
-    """The matrices of a decoder that can be packed, and the tensors of each. packings: by its name.
+    """The matrices of a decoder that can be packed, and the tensors of each.
+
+    Attributes:
+        packings: how each is packed, by its name in the decoder.
+        stacks: which array of the kept file holds it with those of other layers, by its name.
 
     Raises:
         ConfigError: if a matrix cannot have `form.bits`.
@@ -54,6 +58,8 @@ class Sources:
             packing = self._packing(of_name)
             common[_kind(name)] = common.get(_kind(name), packing).common(packing)
         self.packings = {name: common[_kind(name)] for name in self._parts}
+        of_layers = (name for name in self._parts if name.startswith("layers."))
+        self.stacks = {name: f"layers.{_kind(name)}" for name in sorted(of_layers, key=_kind)}
 
     def _packed(self, parts: tuple[str, ...]) -> bool:
         return all(self._tensors.stored[part].coded is not None for part in parts)
@@ -65,10 +71,13 @@ class Sources:
         return replace(first, tiled=self._tiled)
 
     def arrays(self) -> Iterator[tuple[str, NDArray[np.generic]]]:
-        """The arrays of `own_arrays`; packed matrices are uint8 (`kernels.cpu.packing.pack`)."""
+        """The parts of stacks, then the other arrays of `own_arrays`; packed ones are uint8 (`packing.pack`)."""
+        for name, stack in self.stacks.items():
+            yield stack, pack(self._codes(name, self._parts[name]))
         for name, value in own_arrays(self._config, _Empty(self._tensors, self._parts)):
-            parts = self._parts.get(name)
-            yield name, value if parts is None else pack(self._codes(name, parts))
+            if name not in self.stacks:
+                parts = self._parts.get(name)
+                yield name, value if parts is None else pack(self._codes(name, parts))
 
     def _codes(self, name: str, parts: tuple[str, ...]) -> Codes:
         read = [coded.read() for part in parts if (coded := self._tensors.stored[part].coded)]

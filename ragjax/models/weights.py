@@ -144,7 +144,7 @@ def _own_file(
     # besides the files' bytes these alone determine tensors: an end token or the context's length changes none
     config, shapes = checkpoint.config, sorted(checkpoint.tensors.shapes.items())
     reading = json.dumps([config.family, config.num_heads, config.num_kv_heads, config.rotary_dim, shapes]).encode()
-    form = dtype.name if sources is None else f"{dtype.name} {sorted(sources.packings.items())}"
+    form = dtype.name if sources is None else f"{dtype.name} stacks {sorted(sources.packings.items())}"
     parts = [str(_CACHE_FORMAT).encode(), weights_digest(path, cache_dir), reading, form.encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
     directory = cache_dir / ("dequantized" if sources is None else "packed")
@@ -184,16 +184,22 @@ def _write_cache(
 
     kinds = {np.dtype(kind): name for name, kind in _KINDS.items()}
     weights = Decoder.abstract(checkpoint.config, dtype).weights()
+    packings, stacks = ({}, {}) if sources is None else (sources.packings, sources.stacks)
     header: dict[str, Any] = {}
     offset = 0
     stored: dict[str, np.dtype[Any]] = {}
-    for name, weight in weights.items():
-        shape, stored[name] = tuple(weight.shape), weight.dtype
-        packing = None if sources is None else sources.packings.get(name)
-        if packing is not None:
-            shape, stored[name] = packing.shape(*matrix_shape(name, shape)), np.dtype(np.uint8)
-        end = offset + int(np.prod(shape)) * stored[name].itemsize
-        header[name] = {"dtype": kinds[stored[name]], "shape": list(shape), "data_offsets": [offset, end]}
+    for name in (*stacks, *(name for name in weights if name not in stacks)):
+        shape, kind, entry = tuple(weights[name].shape), weights[name].dtype, stacks.get(name, name)
+        if name in packings:
+            shape, kind = packings[name].shape(*matrix_shape(name, shape)), np.dtype(np.uint8)
+        stored[entry] = kind
+        end = offset + int(np.prod(shape)) * kind.itemsize
+        if entry in header:
+            header[entry]["shape"][0] += 1
+            header[entry]["data_offsets"][1] = end
+        else:
+            whole = [1, *shape] if name in stacks else list(shape)
+            header[entry] = {"dtype": kinds[kind], "shape": whole, "data_offsets": [offset, end]}
         offset = end
     head = json.dumps(header).encode()
     head += b" " * (-(8 + len(head)) % _ALIGNMENT)
@@ -205,7 +211,7 @@ def _write_cache(
             stream.write(block)
         plain = own_arrays(checkpoint.config, checkpoint.tensors)
         arrays = plain if sources is None else sources.arrays()
-        for name, array in tqdm(arrays, desc="reading weights", unit="tensor", total=len(header), disable=None):
+        for name, array in tqdm(arrays, desc="reading weights", unit="tensor", total=len(weights), disable=None):
             data = np.ascontiguousarray(array.astype(stored[name], copy=False)).tobytes()
             digest.update(data)
             stream.write(data)

@@ -72,7 +72,9 @@ def without_layers(decoder: Decoder) -> Decoder:
 
 def _stack(states: Sequence[Parameters]) -> Parameters:
     def stack(*weights: Weight) -> Weight:
-        value = jax.tree.map(lambda *parts: jnp.stack(parts), *(w.get_value() for w in weights))
+        value: Any = weights[0].get_value()
+        if not isinstance(value, PackedMatrix) or value.layer is None:  # else it is in a stack of all layers
+            value = jax.tree.map(lambda *parts: jnp.stack(parts), *(w.get_value() for w in weights))
         return Weight(value, axes=("layers", *weights[0].axes))
 
     stacked: Parameters = jax.tree.map(stack, *states, is_leaf=lambda x: isinstance(x, nnx.Variable))

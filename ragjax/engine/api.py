@@ -57,6 +57,7 @@ from ragjax.engine.compose import Composer
 from ragjax.engine.depkv import DepKV, Keeping, Resumed
 from ragjax.engine.inventory import inventory_of
 from ragjax.engine.knowledge import Knowledge, check_documents
+from ragjax.engine.kv_events import TokenBlock, blocks, places
 from ragjax.engine.loop import Loop
 from ragjax.engine.prepare import Pending, Preparation
 from ragjax.engine.preprocessing import Preparing
@@ -279,6 +280,11 @@ class Engine:
         Tenants see what is their own alone. The tenant "" sees what was computed for no tenant, and how full tiers are.
         """
         return inventory_of(self._loop, self._parts, self.options.storage, tenant, most)
+
+    def kv_blocks(self) -> tuple[dict[int, TokenBlock], int]:
+        """Returns the blocks of prefixes that are in memory, by hash, and how many tokens one has."""
+        cache = self._parts.cache
+        return blocks(self._loop.call(lambda: places(cache.tree)), cache.pool.page_size), cache.pool.page_size
 
     @property
     def shares(self) -> bool | None:

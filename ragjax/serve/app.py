@@ -45,6 +45,7 @@ from ragjax.serve.schema.chat import ChatBody, CompletionBody
 from ragjax.serve.schema.message import CountBody, MessageBody
 from ragjax.serve.schema.response import Item, ResponseBody, earlier_items
 from ragjax.serve.server import Drain, Limits
+from ragjax.serve.tracing import Spans
 
 if TYPE_CHECKING:
     from ragjax.cluster.fleet import Service
@@ -81,12 +82,15 @@ def create_app(
     """
     metrics = ServerMetrics(engine)
     embedder = EmbeddingQueue(engine)
-    endpoints = _Endpoints(engine, embedder, metrics, strict, names=not keys)
+    spans = Spans.wanted()
+    endpoints = _Endpoints(engine, embedder, metrics, strict, names=not keys, spans=spans)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
         with closing(embedder):
             yield
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
     # No /docs and /redoc: their pages load scripts from elsewhere. A missing content-type counts as JSON.
     app = FastAPI(
@@ -195,7 +199,16 @@ def _grounded(request: core.Request, knowledge: str) -> core.Request:
 
 
 class _Endpoints:
-    def __init__(self, engine: Service, embedder: EmbeddingQueue, metrics: ServerMetrics, strict: bool, names: bool):
+    def __init__(
+        self,
+        engine: Service,
+        embedder: EmbeddingQueue,
+        metrics: ServerMetrics,
+        strict: bool,
+        names: bool,
+        spans: Spans | None,
+    ):
+        self._spans = spans
         self._engine = engine
         self._embedder = embedder
         self._metrics = metrics
@@ -258,7 +271,7 @@ class _Endpoints:
         asked = asked if knowledge is None else _grounded(asked, knowledge)
         await self._use_stores(asked)
         reply = Reply(self._engine, body, asked, notices)
-        told = reply.told(self._events(asked, request.state.arrived))
+        told = reply.told(self._events(asked, request))
         if body.store is not False:
             told = self._keeping(told, tenant, body.previous_response_id, asked_items)
         if body.stream:
@@ -281,7 +294,7 @@ class _Endpoints:
     async def message(self, body: MessageBody, request: Request) -> Response:
         asked, notices = await self._message_of(body, request)
         reply = MessageReply(self._engine, asked, notices)
-        events = self._events(asked, request.state.arrived)
+        events = self._events(asked, request)
         if body.stream:
             return EventStream(reply.told(events), in_anthropics_form, end=b"")
         return await respond(reply.whole(events), request)
@@ -337,27 +350,26 @@ class _Endpoints:
             texts = (one.prompt or "" for one in asked)
             form.prompts = [t if isinstance(t, str) else "".join(self._engine.pieces(np.array(t))) for t in texts]
         silent = isinstance(body, CompletionBody) and body.max_tokens == 0
-        arrived = request.state.arrived
-        events = merged([self._scored(x, arrived, silent) if x.echo else self._events(x, arrived) for x in asked])
+        events = merged([self._scored(x, request, silent) if x.echo else self._events(x, request) for x in asked])
         if body.stream:
             return EventStream(form.stream(events, body.include_usage))
         return await respond(form.whole(events), request)
 
-    async def _scored(self, request: core.Request, arrived: float, silent: bool) -> AsyncGenerator[core.Event, None]:
+    async def _scored(self, request: core.Request, http: Request, silent: bool) -> AsyncGenerator[core.Event, None]:
         """Yields the answer with the log-probabilities of its prompt before its own; silent: and nothing else of it."""
         once = replace(request, sampling=replace(request.sampling, max_tokens=1))
-        *_, scored = [event async for event in self._events(once, arrived)]
+        *_, scored = [event async for event in self._events(once, http)]
         assert isinstance(scored, core.Answer)
         if silent:
             yield replace(scored, text="", tokens=(), finish_reason="length")
             return
-        async for event in self._events(replace(request, echo=False), arrived):
+        async for event in self._events(replace(request, echo=False), http):
             if isinstance(event, core.Answer):
                 begin = len(request.prompt) if isinstance(request.prompt, str) else scored.logprobs[-1].begin + 1
                 own = [replace(one, begin=begin + one.begin) for one in event.logprobs]
                 yield replace(event, logprobs=(*scored.logprobs, *own))
 
-    async def _events(self, request: core.Request, arrived: float) -> AsyncGenerator[core.Event, None]:
+    async def _events(self, request: core.Request, http: Request) -> AsyncGenerator[core.Event, None]:
         """Yields the engine's events and records TTFT and inter-token time.
 
         TTFT is labelled by strategy, so it is recorded with the answer.
@@ -368,7 +380,9 @@ class _Endpoints:
                 now = time.perf_counter()
                 first = first or now
                 if isinstance(event, core.Answer):
-                    self._metrics.ttft_seconds.labels(event.strategy).observe(first - arrived)
+                    self._metrics.ttft_seconds.labels(event.strategy).observe(first - http.state.arrived)
+                    if self._spans is not None:
+                        self._spans.record(event, http.headers)
                 elif last is not None:
                     self._metrics.inter_token_seconds.observe(now - last)
                 last = now

@@ -35,6 +35,7 @@ from ragjax.serve.server import Drain, Limits, Server, Watchdog, limited
 
 if TYPE_CHECKING:
     from ragjax.cluster.fleet import Service
+    from ragjax.engine.kv_events import KVEvents
 
 _log = logging.getLogger(__name__)
 
@@ -134,6 +135,9 @@ class ServerOptions:
     max_connections: Annotated[int, Ge(1), Flag(ACCESS, "connections at a time; more get 503 (docs/security.md)")] = (
         Limits.connections
     )
+    kv_events: Annotated[
+        str | None, Flag(LOAD, "publish KV events in vLLM's form, such as tcp://*:5557 (docs/scale.md)", "ADDRESS")
+    ] = None
     grace: Annotated[int, Ge(0), Flag(ACCESS, "seconds that running requests get at a stop")] = 30
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag(ACCESS, "what is logged")] = "info"
 
@@ -354,12 +358,24 @@ def _run(engine: Service, listener: socket.socket, options: argparse.Namespace) 
         server = Server(config, engine, watchdog, drain, options.grace)
         # uvicorn sets its own handlers; when done it restores these and raises the signal again, by then without harm.
         before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        events = None if options.kv_events is None else _kv_events(engine, options.kv_events)
         _say_ready(engine, listener, options)
         try:
             server.run(sockets=[listener])
         finally:
+            if events is not None:
+                events.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _kv_events(engine: Service, place: str) -> KVEvents:
+    from ragjax.engine import Engine
+    from ragjax.engine.kv_events import KVEvents
+
+    if not isinstance(engine, Engine):
+        raise core.ConfigError("--kv-events goes with one engine: leave out --replicas, whose router needs none")
+    return KVEvents(engine, place)
 
 
 def _keys(options: argparse.Namespace) -> dict[str, str]:

@@ -233,7 +233,7 @@ def test_requests_that_cannot_be_served_say_why(engine: Engine) -> None:
             engine.answer("Hello?", knowledge="moon", **rag)
     with pytest.raises(RequestError, match="context holds 1024"):
         engine.answer("x" * 2000, top_k=0)
-    with pytest.raises(RequestError, match="last message"):
+    with pytest.raises(RequestError, match="no message is the user"):
         engine.answer([Message("assistant", "Hi")])
     with pytest.raises(RequestError, match="max_tokens"):
         engine.answer("Hello?", max_tokens=0)

@@ -3,11 +3,10 @@
 Sources: RAGCache, section 5.1 (leaves leave first, a node swapped out once keeps its host copy) and section 6 (hot
 upper nodes are replicated); FusionRAG, section 4.2 and Cache-Craft, section 3.5 (three tiers, asynchronous loads).
 
-A node on the device has its parent there; one that is only in host memory has its parent there or on the device.
-KV that is only on disk has no node (`loader.py` attaches it). Bytes travel asynchronously: pages of an evicted node may
-be written again at once, since the transfer engine reads them first; the pages of a loading node are pinned until its
-bytes are there. What never arrives is invalidated: it is taken out of the tree with all that depends on it, and the
-matches on it are broken.
+A node on the device has its parent there; one that is only in host memory has its parent there or on the device. KV
+that is only on disk has no node (`loader.py` attaches it). Pages of an evicted node may be written again at once, since
+the transfer engine reads them first; those of a loading node are pinned. What never arrives is taken out of the tree
+with all that depends on it, and the matches on it are broken.
 """
 
 from __future__ import annotations

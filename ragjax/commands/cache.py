@@ -1,9 +1,7 @@
 """`ragjax cache`: what lies in the directory of a disk cache, whether it is sound, and making it smaller.
 
-`programs` and `documents` do so for the compiled programs, and the documents of servers without `--index-dir`, in
-ragjax's own folder. Every other command opens the directory as a server
-does, also while servers use it: files and index are brought into agreement, and what is damaged is set aside. Exit
-codes: 0, or 1 if `verify` found damage, or 2 if a command could not be done as asked.
+`programs` and `documents` do so for ragjax's own folder. Every other command opens the directory as a server does, also
+while servers use it. Exit codes: 0, or 1 if `verify` found damage, or 2 if it could not be done as asked.
 """
 
 from __future__ import annotations

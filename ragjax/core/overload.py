@@ -15,8 +15,7 @@ class Overload:
     """Promises each refused client a place in the queue at a time of its own.
 
     One place becomes free whenever a request ends. Clients that are refused at once are sent to places that become free
-    one after another, so they do not all come back for the same one. Nobody is sent further than to the time at which
-    all who run and wait now have ended. Times are seconds of one clock; not safe to call from several threads at once.
+    one after another, but no further than to the time at which all who run and wait now have ended.
     """
 
     def __init__(self) -> None:

@@ -40,8 +40,7 @@ class Executables:
     """A folder of executables. Several threads and processes may use it; a file is there as a whole or not at all.
 
     It is not used, and that is logged, if others may write it, if it cannot be made, and beside JAX's own compilation
-    cache: XLA cannot serialise a program which that has read. kernels: the folder of compiled kernels that programs
-    call.
+    cache. kernels: the folder of compiled kernels that programs call.
     """
 
     def __init__(self, folder: Path):

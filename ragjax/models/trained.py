@@ -91,10 +91,8 @@ Pair = dict[str, Any]
 class Adapter:
     """Low-rank adapters of all layers (LoRA, arXiv 2106.09685): W + s B A, s = alpha / rank; float32, by matrix name.
 
-    `python -m train.depft` writes them. A fused matrix has one adapter: query, key and value share its A, as do gate
-    and up. A keeps the matrix's inputs, B its outputs, in the matrix's own axes.
-
-    about: what else the file says: the model's name, and the digest of the weights they were trained on.
+    A fused matrix has one adapter: query, key and value share its A, as do gate and up. about: what else the file says:
+    the model's name, and the digest of the weights they were trained on.
     """
 
     pairs: Mapping[str, Mapping[str, NDArray[np.float32]]]
@@ -156,11 +154,8 @@ PACKET_FORMAT = "ragjax-packet-1"
 class PacketFile:
     """Soft tokens around passages (KV Packet, arXiv 2604.13226): a header [h, E] and a trailer [t, E], float32.
 
-    They are embeddings, trained by `python -m train.packet` so that passages computed by themselves are read as if each
-    had seen the others; the model's weights stay as they are. In a prompt they are tokens behind the vocabulary: no
-    text contains them, and the model never says one.
-
-    about: what else the file says: the model's name, and the digest of the weights that they were trained with.
+    They are embeddings, trained by `python -m train.packet`; in a prompt they are tokens behind the vocabulary: no text
+    contains them, and the model never says one. about: as of `Adapter`.
     """
 
     header_HE: NDArray[np.float32]

@@ -73,11 +73,7 @@ _log = logging.getLogger(__name__)
 
 
 class Catalog:
-    """Files, stores and attachments of tenants; any thread may call it. place: its file; None keeps it in memory.
-
-    Raises:
-        ConfigError: the file cannot be used, or another process has it open.
-    """
+    """Files, stores and attachments of tenants; any thread may call it. place: its file; None keeps it in memory."""
 
     def __init__(self, place: Path | None):
         self._lock = threading.Lock()

@@ -1,8 +1,7 @@
 """Read a file in a process of its own, with a library that knows its format.
 
-A small file can ask for any amount of work, memory and text, and a library logs what it finds in one. The process has
-limits of time and memory, is stopped while others have their turn, and writes no log. It is forked from one that has
-imported the libraries, so that they are imported once and not for each file.
+A small file can ask for any amount of work, memory and text. The process has limits of time and memory, is stopped
+while others have their turn, and writes no log. It is forked from one that has imported the libraries.
 """
 
 from __future__ import annotations

@@ -28,13 +28,10 @@ class HeldError(ConfigError):
 def exclusive(
     place: Path | None, prepare: Callable[[sqlite3.Connection], None], remedy: str, *, implicit: bool = True
 ) -> sqlite3.Connection:
-    """An open database, prepared; its folder is made if need be. None: in memory.
+    """An open database, prepared, or ConfigError; its folder is made if need be. None: in memory.
 
     prepare: makes tables and checks what is there. remedy: what to do about a broken file. implicit: whether sqlite3
     begins transactions by itself.
-
-    Raises:
-        ConfigError: the file cannot be opened or used, is broken, or another process has it open (`HeldError`).
     """
     try:
         if place is not None:

@@ -68,10 +68,9 @@ def load(source: str | Path, *, max_bytes: int = MAX_BYTES, strict: bool = True)
     """Load every document of a folder or a JSONL file.
 
     A file's id is its path relative to the folder, without the suffix where that is unique; its title is the first
-    heading (.md), <title> or first <h1> (.html), or else the file's stem. A heading that opens the file becomes the
-    title and is not repeated in the text. Hidden files, files of other types and folders that are linked are not
-    documents; the latter two are named in a warning. Documents without text are left out and named in a warning, and,
-    unless it is strict, so are those that cannot be read.
+    heading (.md), <title> or first <h1> (.html), or else the file's stem. Hidden files, files of other types and
+    folders that are linked are not documents. What has no text is left out and named in a warning, and, unless it is
+    strict, so is what cannot be read.
 
     Raises:
         ConfigError: the source is missing or empty, or, if it is strict, broken; the message names every broken file.

@@ -182,15 +182,9 @@ class KnowledgeGraph:
         """For each entity the relation paths from it, both ways along triples, that are most similar to the question.
 
         A path has up to `hops` hops, and no entity twice. Of the paths from an entity the best are taken until there
-        are `paths` of which none begins another. An entity with many edges is walked along some of them alone: so many
-        that about COMPARED paths are compared, and taken in turn from its relations, so that a frequent one does not
-        drive out the rest. Entities without a path are left out, so the result may be empty.
-
-        entities: names or aliases; None: those that the question is about (`link`).
-        check: called for each entity; an error of it ends the work.
-
-        Raises:
-            RequestError: an entity is not in the graph, or `hops` or `paths` cannot be.
+        are `paths` of which none begins another. An entity with many edges is walked along so many that about COMPARED
+        paths are compared, taken in turn from its relations. Entities without a path are left out. entities: names or
+        aliases; None: those that the question is about (`link`). RequestError: one is not in the graph.
         """
         _check(hops, paths)
         names = [entity.name for entity in self.link(question)] if entities is None else self._known(entities)

@@ -160,9 +160,8 @@ class VectorIndex:
     def stages(self, query: Vectors, k: int, n: int) -> Iterator[IndexStage]:
         """The search of one query [dim] in at most n stages; the last one's results are those of `search`, bit for bit.
 
-        flat, and ivf without lists yet: one. ivf: the nearest lists in n groups, nearest first. hnsw: n searches, whose
-        lists of candidates grow to that of `search`; together they take (n + 1) / 2 times as long as the last of them.
-        When the index changes between two stages, a plain search is the last one.
+        flat, and ivf without lists yet: one. ivf: the nearest lists in n groups. hnsw: n searches with ever more
+        candidates. When the index changes between two stages, a plain search is the last one.
         """
         query_1E = np.ascontiguousarray(query[None], np.float32)
         begun: tuple[int, Iterator[IndexStage]] | None = None

@@ -209,11 +209,7 @@ class KnowledgeBase:
         self.close()
 
     def add(self, documents: Iterable[Document]) -> AddReport:
-        """Store documents; one whose id is known replaces it, and one that is known word for word costs nothing.
-
-        Raises:
-            RequestError: a document without id or text, or the same id twice. Nothing is stored then.
-        """
+        """Store documents; one whose id is known replaces it, and one that is known word for word costs nothing."""
         return finish(self.add_steps(documents))
 
     def add_steps(
@@ -246,13 +242,7 @@ class KnowledgeBase:
         return AddReport(len(changed) - replaced, replaced, len(documents) - len(changed))
 
     def delete(self, document_ids: Iterable[str], check: Callable[[], None] = lambda: None) -> int:
-        """Remove documents, and say how many.
-
-        check: called when nothing is written by others until they are removed. What it raises keeps them.
-
-        Raises:
-            RequestError: an id is unknown. Nothing is removed then.
-        """
+        """Remove documents, and say how many. check: called when nothing is written by others until they are gone."""
         ids = list(dict.fromkeys(document_ids))
         with self._writing:
             check()
@@ -384,13 +374,9 @@ class KnowledgeBase:
         """The k chunks that fit the question best, nearest first; fewer if there are fewer.
 
         They are chosen by meaning and words among the nearest (`ragjax.retrieval.words`). The questions before it count
-        too, each less than the next one: a follow-up may name no subject of its own.
-
-        within: ids of the documents that may be found (None: all). If few of the nearest chunks are theirs, all of
-        theirs are compared, whatever the index is. min_score: the least cosine similarity.
-
-        Raises:
-            RequestError: the knowledge base or the question is empty.
+        too, each less than the next one. within: ids of the documents that may be found (None: all). If few of the
+        nearest chunks are theirs, all of theirs are compared. min_score: the least cosine similarity. RequestError: the
+        knowledge base or the question is empty.
         """
         query = Query(question) if isinstance(question, str) else question
         count = self._searchable(query, k)
@@ -505,8 +491,7 @@ class KnowledgeBase:
     def neighbours(self, n: int, numbers: Iterable[int] | None = None) -> dict[int, tuple[int, ...]]:
         """For chunks by number (None: all), the numbers of their n most similar other ones, best first; ties by number.
 
-        Similarity is that of the embeddings, as far as the index finds it (`VectorIndex.exact`). What has a chunk's
-        very tokens tells nothing new and is no neighbour of it; and of several equal ones only the first is taken.
+        What has a chunk's very tokens is no neighbour of it; and of several equal ones only the first is taken.
         """
         found: dict[int, tuple[int, ...]] = {}
         own = self.numbers if numbers is None else tuple(numbers)

@@ -272,12 +272,7 @@ class Library:
             self._catalog.touch(store, int(self._now()))
 
     def attach(self, tenant: str, attachments: Sequence[Attachment]) -> None:
-        """Put files into a store, all of the same; they are read and embedded one behind another, later.
-
-        Raises:
-            RequestError: a file is not there, the store cannot be changed, or the files in all stores exceed the quota.
-                Nothing is done then.
-        """
+        """Put files into a store, all of the same or none; they are read and embedded one behind another, later."""
         now = int(self._now())
         store = self._changeable(tenant, attachments[0].store)
         self._check(store)

@@ -191,11 +191,7 @@ class OxigraphStore:
         return self._store
 
     def add_triples(self, triples: Iterable[Triple]) -> int:
-        """Store triples, each in its relation's own direction, and say how many were new.
-
-        Raises:
-            RequestError: a name is blank or not valid Unicode. Up to BATCH triples before it may be stored or not.
-        """
+        """Store triples, each in its own direction, and say how many were new. RequestError: a name is blank."""
         before = self._count
         for batch in batches(triples, BATCH):
             quads = dict.fromkeys(self._quad(triple) for triple in batch)

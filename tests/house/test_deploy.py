@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,13 @@ def test_the_image_gets_what_it_copies() -> None:
     allowed = re.findall(r"^!(\S+)$", (DEPLOY / "Dockerfile.dockerignore").read_text(), re.M)
     assert set(" ".join(copied).split()) == set(allowed)
     assert [name for name in allowed if not (ROOT / name).exists()] == []
+
+
+def test_the_image_installs_what_the_lock_has_by_its_hashes() -> None:
+    """Each package of a plan, however its name is spelled, with all hashes of its entry, and no other."""
+    names = ("h11", "Jinja2", "typing_extensions", "ragjax")
+    plan = json.dumps({"install": [{"metadata": {"name": name}} for name in names]})
+    locked = runpy.run_path(str(DEPLOY / "locked.py"))["locked"](plan, (ROOT / "requirements.lock").read_text())
+    entries = re.findall(r"^(\S+?)==", locked, re.M)
+    assert entries == ["h11", "jinja2", "typing-extensions"] and locked.count("--hash=sha256:") >= 6
+    assert "--require-hashes" in (DEPLOY / "Dockerfile").read_text()

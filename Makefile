@@ -39,6 +39,11 @@ PYTHON312 := $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/pyth
 DOCS := .venv-docs
 DOCS_READY := $(DOCS)/.ready
 
+# Client packages as they are, apart from what the server needs.
+CLIENTS := .venv-clients
+CLIENTS_READY := $(CLIENTS)/.ready
+CLIENT_PACKAGES := anthropic==2.14.0 openai==3.57.0 openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0'
+
 .PHONY: setup serve check test test-long test-gpu-compile docs lint format lock
 .DELETE_ON_ERROR:
 
@@ -67,9 +72,14 @@ check: setup
 test: setup
 	$(RUN) $(SUITE) -m "not (long or gpu or compile $(OTHER_LANES))"
 
-test-long: setup
-	$(RUN) pytest -m "(long$(foreach l,$(ALL_LANES), or $(l)_lane)) and not gpu and not compile" \
+test-long: setup $(CLIENTS_READY)
+	RAGJAX_CLIENTS_PYTHON=$${RAGJAX_CLIENTS_PYTHON:-$(CURDIR)/$(CLIENTS)/bin/python} $(RUN) pytest -m "(long$(foreach l,$(ALL_LANES), or $(l)_lane)) and not gpu and not compile" \
 		--timeout 3600 --durations 10
+
+$(CLIENTS_READY): Makefile
+	@$(BASE) -m venv --clear $(CLIENTS)
+	@$(CLIENTS)/bin/python $(PIP) --only-binary :all: $(CLIENT_PACKAGES)
+	@touch $@
 
 ifdef PYTHON312
 test-gpu-compile: $(COMPILE_READY)

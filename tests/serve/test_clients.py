@@ -37,6 +37,8 @@ EXPECTED: dict[str, Any] = {
     "embed": [[1.0, 0.0, 1.0], [3.0, 1.0, 1.0]],
 }
 MODULES = {
+    "openai": ("openai", ("chat", "stream", "parse", "tools", "embed", "responses")),
+    "agents": ("agents", ("tools", "responses")),
     "anthropic": ("anthropic", ("chat", "stream", "tools")),
     "langchain": ("langchain_openai", ("chat", "stream", "parse", "tools", "embed", "responses")),
     "pydantic_ai": ("pydantic_ai", ("chat", "stream", "parse", "tools", "responses")),

@@ -161,6 +161,57 @@ def haystack(task, url):
     return chat.run(asked, tools=[tool])["replies"][0].tool_calls[0].arguments
 
 
+def openai(task, url):
+    """OpenAI's own client."""
+    from openai import OpenAI, pydantic_function_tool
+
+    client = OpenAI(base_url=url, api_key="x")
+    asked = {"model": "fake", "messages": [{"role": "user", "content": ASK}]}
+    if task == "chat":
+        return client.chat.completions.create(**asked).choices[0].message.content
+    if task == "stream":
+        return "".join(
+            chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**asked, stream=True)
+        )
+    if task == "embed":
+        found = client.embeddings.create(model="fake-encoder", input=["a", "abc"])
+        return [entry.embedding for entry in found.data]
+    if task == "parse":
+        return client.chat.completions.parse(**asked, response_format=City).choices[0].message.parsed.model_dump()
+    if task == "responses":
+        first = client.responses.create(model="fake", input=ASK)
+        second = client.responses.create(model="fake", input=ASK, previous_response_id=first.id)
+        said = client.responses.retrieve(second.id).output_text
+        client.responses.delete(first.id)
+        return said
+    answer = client.chat.completions.parse(**asked, tools=[pydantic_function_tool(weather)])
+    return answer.choices[0].message.tool_calls[0].function.parsed_arguments.model_dump()
+
+
+def agents(task, url):
+    """Agents of openai-agents, over responses that the server keeps."""
+    from agents import Agent, Runner, StopAtTools, function_tool, set_default_openai_client, set_tracing_disabled
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+    set_default_openai_client(AsyncOpenAI(base_url=url, api_key="x"))
+    called = []
+
+    @function_tool(name_override="weather")
+    def look(city: str) -> str:
+        called.append(city)
+        return "rain"
+
+    if task == "tools":
+        stop = StopAtTools(stop_at_tool_names=["weather"])
+        done = Runner.run_sync(Agent(name="a", model="fake", tools=[look], tool_use_behavior=stop), ASK)
+        assert done.final_output == "rain"
+        return {"city": called[0]}
+    agent = Agent(name="a", model="fake")
+    first = Runner.run_sync(agent, ASK)
+    return Runner.run_sync(agent, ASK, previous_response_id=first.last_response_id).final_output
+
+
 def anthropic(task, url):
     """The client of Anthropic's Messages API."""
     from anthropic import Anthropic

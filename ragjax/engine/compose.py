@@ -209,10 +209,10 @@ class Composer:
 
     def strategy_of(self, rag: Rag | None) -> str:
         """Name of the strategy that serves a request, as it says or leaves open; of `auto`, what it picks."""
-        asked = None if rag is None else rag.strategy
+        default, asked = self.contract.setting.strategy, None if rag is None else rag.strategy
         if rag is not None and rag.graph is not None and asked in (None, AUTO) and not self.contract.faulted:
-            return DEPENDENCY[0]
-        name = self.contract.setting.strategy if asked is None else asked
+            return default if default in DEPENDENCY else DEPENDENCY[0]
+        name = default if asked is None else asked
         return self.contract.pick.strategy if name == AUTO else name
 
     def choose(self, rag: Rag, made: Grounded) -> ServedBy:

@@ -78,6 +78,15 @@ def test_a_server_with_a_papers_options_answers(name: PaperName) -> None:
         engine.audit()
 
 
+def test_facts_are_laid_out_as_the_paper_has_them() -> None:
+    """In pre-order; without `--paper` a graph's default is `dependency`, by depth of the path."""
+    graph = {"relation_paths": [["Isle 1", "sells", "salt"], ["Isle 1", "sells", "fish"]]}
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2, "rag": {"graph": graph}}
+    for given, served_by in (("dependency-preorder", "dependency-preorder"), ("prefix", "dependency")):
+        with tiny.engine(strategy=given) as engine, serving(engine) as served:
+            assert served.post(json=asked).json()["rag"]["strategy"] == served_by
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -175,7 +175,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
                 *_, measured = tuning
                 step_budget, tuning = measured or step_budget, None
         # of all policies only pgdsf asks for prefill times of this device
-        profile = measured_profile(runner) if name_of(storage.policy) == "pgdsf" else FLAT
+        profile = measured_profile(runner, step_budget.keys) if name_of(storage.policy) == "pgdsf" else FLAT
         policy = make_policy(storage.policy, profile)
     transfer = KVTransfer(runner, storage.at_rest, disk=shared or disk)
     quotas = {tenant: int(gigabytes * 2**30) for tenant, gigabytes in storage.quotas.items()}
@@ -285,17 +285,16 @@ def _setting(options: EngineOptions, known: Mapping[str, Strategy]) -> Setting:
     return Setting(name, ratio)
 
 
-def measured_profile(runner: Runner) -> Profile:
+def measured_profile(runner: Runner, keys: int) -> Profile:
     """Prefill times from steps of the two least programs, in less than a second.
 
-    A prefill costs a step, its rows, and the keys that they read. Times of rows and keys are taken to grow evenly.
+    A prefill costs a step, its rows, and the keys that they read: `keys` of them are taken to cost as much as a row.
     """
     few, many = runner.grid.least[0], runner.grid.least[-1]
-    pages = runner.grid.entries[0] // few.rows
-    few_s, many_s, reading_s = (runner.seconds(*what) for what in ((few.rows,), (many.rows,), (few.rows, pages)))
+    few_s, many_s = runner.seconds(few.rows), runner.seconds(many.rows)
     row_s = max((many_s - few_s) / (many.rows - few.rows), few_s / (100 * few.rows))
     step_s = max(few_s - few.rows * row_s, row_s)
-    key_s = max((reading_s - few_s) / (few.rows * pages * runner.page_size), 0.0)
+    key_s = row_s / keys
     cached, new = (0, 128, 512, 2048, 8192), (1, 32, 128, 512, 2048, 8192)
     rows = tuple(tuple(step_s + n * (row_s + key_s * (behind + n / 2)) for n in new) for behind in cached)
     _log.info("pgdsf goes by a step of %.1f ms and %.2f ms for a token", 1e3 * step_s, 1e3 * row_s)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -197,11 +197,13 @@ class Grammars:
     ) -> tuple[LLMatcher, list[str]]:
         """Read a grammar, and each of its schemas alone if something is wrong with one of them."""
         matcher, wrong, missed = self._attempt(table, _filled(grammar, [text for _, text, _ in schemas]), param, tenant)
-        if not wrong and not missed:
+        large = {text: [*_large(json.loads(text))] for _, text, _ in schemas}
+        if not wrong and not missed and not any(large.values()):
             return matcher, []
         notices, kept = [], []
         for name, text, strict in schemas:
             _, wrong, missed = self._attempt(table, _filled("start: @0\n", [text]), param, tenant)
+            missed = [*missed, *large[text]]
             if wrong and not strict:
                 missed = [*missed, f"({wrong})"]
                 text = json.dumps(_plain(json.loads(text), looking=False))
@@ -261,6 +263,7 @@ SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 LENIENT = {**SPELLING, "lenient": True, "coerce_one_of": True}
 """The same, for a schema of which the reader is to leave out what it does not hold."""
 _LOOKS = re.compile(r"\(\?<?[=!]|\\[1-9]")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
@@ -272,8 +275,24 @@ def _filled(grammar: str, schemas: Sequence[str]) -> str:
     return re.sub("(?<=: )@([0-9]+)", filled, grammar) if schemas else grammar
 
 
+def _rounds(key: str, value: Any) -> bool:
+    """True for a keyword with an integer beyond 2^53: llguidance reads numbers as floats."""
+    given = value if key == "enum" and isinstance(value, list) else [value] if key in _NUMBERS else []
+    return any(type(one) is int and abs(one) > 2**53 for one in given)
+
+
+def _large(schema: Any) -> Iterator[str]:
+    """Names the keywords of a schema that would be rounded."""
+    if isinstance(schema, dict):
+        for key, value in schema.items():
+            yield from (f"{key} beyond 2^53",) if _rounds(key, value) else _large(value)
+    elif isinstance(schema, list):
+        for one in schema:
+            yield from _large(one)
+
+
 def _plain(schema: Any, looking: bool) -> Any:
-    """A schema without `uniqueItems: false`, which says nothing.
+    """A schema without `uniqueItems: false`, which says nothing, and without numbers that the reader would round.
 
     looking: keep references to elsewhere, and patterns that look around or back.
     """
@@ -285,7 +304,7 @@ def _plain(schema: Any, looking: bool) -> Any:
     for key, value in schema.items():
         elsewhere = isinstance(value, str) and key == "$ref" and value[:1] != "#"
         looks = isinstance(value, str) and key == "pattern" and _LOOKS.search(value)
-        if (key == "uniqueItems" and value is False) or (not looking and (elsewhere or looks)):
+        if (key == "uniqueItems" and value is False) or _rounds(key, value) or (not looking and (elsewhere or looks)):
             continue
         if key in _NAMED and isinstance(value, dict):
             found[key] = {name: _plain(one, looking) for name, one in value.items()}

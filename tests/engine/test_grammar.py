@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -229,6 +230,18 @@ def test_a_prompt_that_is_to_be_kept_is_or_the_answer_says_why_not(
     assert not answer_of(engine, request).notices
     monkeypatch.setattr("ragjax.cache.hierarchy.KEPT", 0.0)
     assert "the prompt is not kept longer" in answer_of(engine, request).notices[-1]
+
+
+@pytest.mark.parametrize("wanted", [{"minimum": 2**53 + 1}, {"const": 2**53 + 1}, {"enum": [1, -(2**53) - 1]}])
+def test_numbers_that_would_be_rounded_are_named_or_refused(engine: Engine, wanted: dict[str, Any]) -> None:
+    """2^53 + 1 was read as 2^53."""
+    schema = json.dumps({"type": "object", "properties": {"n": {"type": "integer", **wanted}}})
+    (keyword,) = wanted
+    asked = Request((Message("user", "Which?"),), sampling=Sampling(2, json_schema=schema), rag=Rag(top_k=0))
+    assert any(f"{keyword} beyond 2^53" in notice for notice in answer_of(engine, asked).notices)
+    strict = replace(asked, sampling=replace(asked.sampling, strict=True))
+    with pytest.raises(RequestError, match=f"{keyword} beyond"):
+        answer_of(engine, strict)
 
 
 def test_what_stands_before_a_breakpoint_is_kept_alone() -> None:

@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import envs, plot, report
+from benchmarks.common.questions import excerpt
 from benchmarks.common.report import Benchmark, Parser, Row, Session
 from benchmarks.latency.prompt import common_prefix
 from benchmarks.latency.system import THREADS, OtherLoad
 from benchmarks.quality import dataset
-from benchmarks.sessions import document
 from ragjax.commands.flags import integer
 from ragjax.core import Kind, Prompt, Segment, StorageOptions, Tokens
 from ragjax.engine import Engine
@@ -54,7 +54,7 @@ TEXTS = ("jefferson", "carroll", "melville", "lincoln", "austen")
 def made(number: int, words: int) -> str:
     """A made document: words of one of the texts in an order of its own, so that no two share a run of words."""
     draw = random.Random(number)
-    found = document(TEXTS[number % len(TEXTS)], 2000).split()
+    found = excerpt(TEXTS[number % len(TEXTS)], 2000).split()
     return f"Document {number}. " + " ".join(draw.choice(found) for _ in range(words))
 
 

@@ -22,7 +22,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -30,6 +29,7 @@ import numpy as np
 from starlette.testclient import TestClient
 
 from benchmarks.common import plot, report
+from benchmarks.common.questions import excerpt
 from benchmarks.common.report import Benchmark, Parser, Row, Session
 from benchmarks.latency.system import OtherLoad
 from ragjax.commands.flags import integer
@@ -40,7 +40,6 @@ from ragjax.serve.schema.chat import ChatBody
 
 Body = dict[str, Any]
 Answers = Sequence[str]
-TEXTS = Path(__file__).parent / "texts"
 DEFAULT = "default"
 """The system that sends no `rag` field."""
 
@@ -68,13 +67,6 @@ def asked(turn: int) -> str:
     return f"What is said about {NAMED[turn % len(NAMED)]}, and in which words?"
 
 
-def document(name: str, words: int, skip: int = 0) -> str:
-    """So many words of one of the texts, its paragraphs kept."""
-    whole = (TEXTS / f"{name}.txt").read_text()
-    begin = len(" ".join(whole.split(" ")[:skip]))
-    return " ".join(whole[begin:].split(" ")[:words]).strip()
-
-
 def code(functions: int, changed: Mapping[int, str] | None = None) -> str:
     """A made source file. changed: what another function says in its body, by number."""
     draw = random.Random(7)
@@ -97,14 +89,14 @@ def spoken(turns: int, answers: Answers, ask: Callable[[int], str] = asked, firs
 
 
 def pasted(turn: int, answers: Answers) -> Body:
-    text = document("jefferson", 900)
+    text = excerpt("jefferson", 900)
     said = spoken(turn, answers)
     said[0] = {"role": "user", "content": f"{text}\n\n{asked(0)}"}
     return {"messages": [{"role": "system", "content": SYSTEM}, *said]}
 
 
 def moved(turn: int, answers: Answers) -> Body:
-    text = document("jefferson", 900)
+    text = excerpt("jefferson", 900)
     said = spoken(turn, answers)
     said[-1] = {"role": "user", "content": f"Use this document:\n\n{text}\n\nQuestion: {asked(turn)}"}
     return {"messages": [{"role": "system", "content": SYSTEM}, *said]}
@@ -128,7 +120,7 @@ def header(turn: int, answers: Answers) -> Body:
     head = f"Time: 2026-11-28 {draw.randrange(24):02}:{draw.randrange(60):02}. Request {draw.getrandbits(64):016x}."
     listed = "You may call these functions:\n" + "\n".join(json.dumps(tool) for tool in TOOLS)
     system = f"{head}\n\n{SYSTEM}\n\n{listed}\n\nThe file harbour.py:\n\n{code(10)}\n\nThe file notes.txt:\n\n"
-    system += document("carroll", 300)
+    system += excerpt("carroll", 300)
     return {"messages": [{"role": "system", "content": system}, *spoken(turn, answers)]}
 
 
@@ -145,7 +137,7 @@ def tools(turn: int, answers: Answers) -> Body:
         found += [
             {"role": "user", "content": asked(at)},
             {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": f"c{at:08}", "content": document(name, 118)},
+            {"role": "tool", "tool_call_id": f"c{at:08}", "content": excerpt(name, 118)},
         ]  # fmt: skip
         if at < turn:
             found.append({"role": "assistant", "content": answers[at]})
@@ -160,7 +152,7 @@ def edited(turn: int, answers: Answers) -> Body:
 
 def trimmed(turn: int, answers: Answers) -> Body:
     def told(at: int) -> str:
-        return f"{document('jefferson', 90, 97 * at % 1100)}\n\n{asked(at)}"
+        return f"{excerpt('jefferson', 90, 97 * at % 1100)}\n\n{asked(at)}"
 
     said = spoken(turn, answers, told, max(0, turn - 2 * KEPT))
     return {"messages": [{"role": "system", "content": SYSTEM}, *said]}

@@ -39,3 +39,13 @@ def demo_questions(name: str = "questions", limit: int | None = None) -> list[di
 def spread(limit: int) -> list[str]:
     chosen = [entry["question"] for entry in demo_questions()]
     return chosen[:: max(1, len(chosen) // limit)][:limit]
+
+
+TEXTS = Path(__file__).parents[1] / "texts"
+
+
+def excerpt(name: str, words: int, skip: int = 0) -> str:
+    """So many words of one of the texts, its paragraphs kept."""
+    whole = (TEXTS / f"{name}.txt").read_text()
+    begin = len(" ".join(whole.split(" ")[:skip]))
+    return " ".join(whole[begin:].split(" ")[:words]).strip()

@@ -81,7 +81,7 @@ class Moved(Strategy):
         first = int(moved[0].indices[0])
         for span in fresh:
             at, end = int(span.indices[0]), min(int(span.indices[-1]) + 1, prompt.kept(allocation.cache.keep))
-            if at >= end or end == n:  # what ends the prompt is kept with the answer
+            if end - at < BLOCK or end == n:  # a seam is nothing to find; what ends the prompt is kept with the answer
                 continue
             piece = span.run.slice(0, end - at, page_size)
             if end <= first:

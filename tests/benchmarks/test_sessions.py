@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from benchmarks import sessions
+from benchmarks.common.questions import excerpt
 from benchmarks.sessions import SCENARIOS, Turn
 from ragjax.serve import create_app
 from tests.support import tiny
@@ -29,7 +30,7 @@ def test_every_turn_is_a_chat_that_ends_with_a_question_or_a_tool(scenario: str)
 
 
 def test_scenarios_change_what_they_say() -> None:
-    document = sessions.document("jefferson", 900)
+    document = excerpt("jefferson", 900)
     assert texts(sessions.pasted(3, ANSWERS))[1].startswith(document)
     assert [document in text for text in texts(sessions.moved(3, ANSWERS))] == [False] * 7 + [True]
     first, second = (texts(sessions.header(turn, ANSWERS))[0] for turn in (1, 2))

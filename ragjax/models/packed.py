@@ -23,7 +23,7 @@ from ragjax.models.tensors import CodedMatrix, Stored, Tensors
 
 @dataclass(frozen=True)
 class PackedForm:
-    """How matrices stay packed.
+    """The form in which matrices stay packed.
 
     tiled: products of many rows use AMX where it is, and round otherwise than those of few.
     bits: 4 or 8, of matrices that the checkpoint has no codes of; None: these are dequantised. With 4, tables of the

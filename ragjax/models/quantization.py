@@ -85,7 +85,7 @@ class GroupedScheme(Scheme):
         return weight_OI
 
     def packing(self, inputs: int, group_I: Array | None) -> Packing | None:
-        """How codes are packed; None if no block divides the groups, or their inputs are in no row.
+        """The packing of codes; None if no block divides the groups, or their inputs are in no row.
 
         group_I: as of `GroupedCodes`.
         """

@@ -216,7 +216,7 @@ class PanelSums:
     def _by_rows(
         self, weight: Pointer, numbers: Pointer, begin: Value, rows: Value, blocks: Value, sums: Pointer
     ) -> None:
-        """As many rows at a time as the registers hold."""
+        """Compute as many rows at a time as the registers hold."""
         first = self._code.variable(begin)
         for together in self._form.rows:
             whole = first.value + (rows - first.value) / together * together
@@ -310,7 +310,7 @@ def digits_for(packing: Packing, machine: Machine, span: int = SPAN) -> Digits:
 
 
 def parts_of(count: Value) -> Value:
-    """How many of so many a tile takes, so that a call has about sixteen tiles."""
+    """Items of a tile, of so many, so that a call has about sixteen tiles."""
     return (count + 15) / 16
 
 

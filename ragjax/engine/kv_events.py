@@ -26,7 +26,7 @@ EVERY = 0.25
 """Seconds between two looks at the cache."""
 
 
-class Place(NamedTuple):
+class NodePlace(NamedTuple):
     """A causal node: its number and its parent's (0: the root), whose it is, its tokens, and if it is on the device."""
 
     number: int
@@ -44,7 +44,7 @@ class TokenBlock(NamedTuple):
     on_device: bool
 
 
-def places(tree: KnowledgeTree) -> list[Place]:
+def places(tree: KnowledgeTree) -> list[NodePlace]:
     """Lists the causal nodes in memory, parents first. For the engine's thread."""
     numbers: dict[Node, int] = {tree.root: 0}
     found = []
@@ -53,11 +53,11 @@ def places(tree: KnowledgeTree) -> list[Place]:
         if above is None or node.provenance is not Provenance.CAUSAL or (node.run is None and node.host is None):
             continue
         numbers[node] = len(numbers)
-        found.append(Place(numbers[node], above, node.tenant, node.raw, node.run is not None))
+        found.append(NodePlace(numbers[node], above, node.tenant, node.raw, node.run is not None))
     return found
 
 
-def blocks(nodes: Sequence[Place], size: int) -> dict[int, TokenBlock]:
+def blocks(nodes: Sequence[NodePlace], size: int) -> dict[int, TokenBlock]:
     """Cuts prefixes into blocks of `size` tokens; returns them by the hash of their prefix, parents first."""
     found: dict[int, TokenBlock] = {}
     ends: dict[int, tuple[int | None, bytes, bool]] = {0: (None, b"", True)}

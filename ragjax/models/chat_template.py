@@ -102,7 +102,7 @@ class ChatTemplate:
 
     @cached_property
     def _without_tools(self) -> Mapping[str, object]:
-        """What tells the template that there are no tools; some ask only if the variable is there."""
+        """A value that tells the template that there are no tools; some ask only if the variable is there."""
         try:
             self._template.render({**self._special, "tools": None, "messages": [{"role": "user", "content": "?"}]})
         except _REFUSALS:

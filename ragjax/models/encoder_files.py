@@ -62,7 +62,7 @@ class EncoderReading:
 
     @property
     def unusual(self) -> str:
-        """What vectors of passages depend on besides a mean of BERT's tokens; empty where it is just that."""
+        """Facts that vectors of passages depend on besides a mean of BERT's tokens; empty where it is just that."""
         usual = EncoderReading(self.folder, self.max_tokens, query=self.query)
         told = f" {self.pooling} {self.first_position} {self.lower} {self.passage!r}"
         return "" if self == usual else told

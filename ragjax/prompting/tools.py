@@ -109,7 +109,7 @@ THOUGHT = "thought[lazy]: /(?s:<think>.*)<\\/think>\\n\\n/\n"
 
 
 def _lark(tokenizer: Tokenizer, text: str) -> str:
-    """What writes a text that may name control tokens, and a call's id, in Lark."""
+    """A rule in Lark for a text that may name control tokens, and for a call's id."""
     found = []
     for run in tokenizer.controls(text):
         parts = [run] if isinstance(run, int) else re.split(f"({CALL_ID})", run)

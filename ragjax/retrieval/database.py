@@ -78,7 +78,7 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 
 def free(database: sqlite3.Connection, delete: Callable[[], T], spare: Path | None = None) -> T:
-    """What `delete` returns; on a full disk it is called again with what room there is.
+    """Return what `delete` returns; on a full disk it is called again with what room there is.
 
     SQLite keeps a copy of all that it overwrites until a transaction ends. What is deleted is not overwritten then, but
     by what comes later. spare: a file that holds room for the rest (`hold_spare`).

@@ -244,7 +244,7 @@ def _readers() -> str:
 
 
 def _state(file: SourceFile, held: Set[str]) -> list[object]:
-    """What is noted of a file; of one with many documents, also all that the base holds: others may have added some."""
+    """The notes about a file; of one with many documents, also all that the base holds: others may have added some."""
     ids = file.document_id or hashlib.blake2b(json.dumps(sorted(held)).encode(), digest_size=16).hexdigest()
     return [_readers(), ids, file.size, file.modified]
 

@@ -48,7 +48,7 @@ class Moved(Strategy):
         self._mended = mended
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """As `prefix`, if nothing is moved; else nothing that another request could wait for."""
+        """That of `prefix`, if nothing is moved; else nothing that another request could wait for."""
         return Outlook() if self._found(prompt, cache, tenant)[1] else Prefix().outlook(prompt, cache, tenant)
 
     def work(self, prompt: Prompt, cache: KnowledgeCache, tenant: str, ratio: float | None = None) -> int:

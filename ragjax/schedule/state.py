@@ -266,7 +266,7 @@ class RequestState(Waiting):
         return self.request.continuation is not None and len(self.request.continuation) > 0 and self.scores is None
 
     def read(self, logits_V: NDArray[np.float32], number: int) -> NDArray[np.float32]:
-        """What is kept of the logits that predict this token of a continuation.
+        """The kept part of the logits that predict this token of a continuation.
 
         They are kept as they are, or of a prompt that is echoed its log-probability, and ids and log-probabilities of
         the likeliest tokens: float32 [1 + 2 n]. All logits of a prompt would be hundreds of megabytes.

@@ -303,7 +303,7 @@ class LibraryEndpoints:
         return kept
 
     def items(self, tenant: Tenant, response_id: str, order: Order = "desc") -> Json:
-        """What it was asked, without the responses that it goes on from."""
+        """The items it was asked, without the responses that it goes on from."""
         items: list[Json] = json.loads(self._engine.library.response(tenant, response_id).items)
         data = [{"id": f"in_{i}_{response_id}", **item} for i, item in enumerate(items)]
         data = data[::-1] if order == "desc" else data

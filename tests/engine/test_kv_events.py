@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from ragjax import core
 from ragjax.engine import kv_events
-from ragjax.engine.kv_events import KVEvents, Place, TokenBlock, blocks, changes
+from ragjax.engine.kv_events import KVEvents, NodePlace, TokenBlock, blocks, changes
 from ragjax.serve.tracing import Spans
 from tests.support import tiny
 from tests.support.fakes import FakeEngine
@@ -25,16 +25,18 @@ def raw(*tokens: int) -> bytes:
 
 
 def test_blocks_are_those_of_prefixes_however_the_tree_is_cut() -> None:
-    whole = blocks([Place(1, 0, "", raw(1, 2, 3, 4, 5), True)], 2)
-    cut = blocks([Place(1, 0, "", raw(1, 2, 3), True), Place(2, 1, "", raw(4, 5), False)], 2)
+    whole = blocks([NodePlace(1, 0, "", raw(1, 2, 3, 4, 5), True)], 2)
+    cut = blocks([NodePlace(1, 0, "", raw(1, 2, 3), True), NodePlace(2, 1, "", raw(4, 5), False)], 2)
     assert [*whole] == [*cut] and [one.on_device for one in cut.values()] == [True, False]
     first, second = whole
     assert whole[second] == TokenBlock(first, raw(3, 4), True) and whole[first].parent is None
-    assert not whole.keys() & blocks([Place(1, 0, "acme", raw(1, 2, 3, 4), True)], 2).keys(), "tenants share nothing"
+    assert not whole.keys() & blocks([NodePlace(1, 0, "acme", raw(1, 2, 3, 4), True)], 2).keys(), (
+        "tenants share nothing"
+    )
 
 
 def test_events_are_what_changed() -> None:
-    one = blocks([Place(1, 0, "", raw(1, 2, 3, 4), True)], 2)
+    one = blocks([NodePlace(1, 0, "", raw(1, 2, 3, 4), True)], 2)
     first, second = one
     assert [*changes({}, one, 2)] == [["BlockStored", [first, second], None, [1, 2, 3, 4], 2, None, "GPU"]]
     moved = {first: one[first], second: one[second]._replace(on_device=False)}

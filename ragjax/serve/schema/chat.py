@@ -93,7 +93,7 @@ class CacheBreakpoint(Body):
 
 
 class CacheOptions(Body):
-    """How prompts are kept. They are matched at any token, so an implicit breakpoint has no effect."""
+    """Keeping of a prompt. Prompts are matched at any token, so an implicit breakpoint has no effect."""
 
     no_effect = frozenset({"mode"})
 

@@ -85,7 +85,7 @@ class KVEvents:
             import msgpack
             import zmq
         except ImportError as error:
-            raise ConfigError("--kv-events needs pyzmq and msgpack: pip install '.[kv-events]'") from error
+            raise ConfigError("RAGJAX_KV_EVENTS needs pyzmq and msgpack: pip install '.[kv-events]'") from error
         self._engine, self._pack = engine, msgpack.packb
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -93,7 +93,7 @@ class KVEvents:
             self._socket.bind(place)
         except zmq.ZMQError as error:
             self._socket.close()
-            raise ConfigError(f"--kv-events {place}: {error}; give an address such as tcp://*:5557") from error
+            raise ConfigError(f"RAGJAX_KV_EVENTS={place}: {error}; give an address such as tcp://*:5557") from error
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ragjax-kv-events", daemon=True)
         self._thread.start()

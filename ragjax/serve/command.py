@@ -135,9 +135,6 @@ class ServerOptions:
     max_connections: Annotated[int, Ge(1), Flag(ACCESS, "connections at a time; more get 503 (docs/security.md)")] = (
         Limits.connections
     )
-    kv_events: Annotated[
-        str | None, Flag(LOAD, "publish KV events in vLLM's form, such as tcp://*:5557 (docs/scale.md)", "ADDRESS")
-    ] = None
     grace: Annotated[int, Ge(0), Flag(ACCESS, "seconds that running requests get at a stop")] = 30
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag(ACCESS, "what is logged")] = "info"
 
@@ -358,7 +355,8 @@ def _run(engine: Service, listener: socket.socket, options: argparse.Namespace) 
         server = Server(config, engine, watchdog, drain, options.grace)
         # uvicorn sets its own handlers; when done it restores these and raises the signal again, by then without harm.
         before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
-        events = None if options.kv_events is None else _kv_events(engine, options.kv_events)
+        place = os.environ.get("RAGJAX_KV_EVENTS")
+        events = _kv_events(engine, place) if place else None
         _say_ready(engine, listener, options)
         try:
             server.run(sockets=[listener])
@@ -374,7 +372,7 @@ def _kv_events(engine: Service, place: str) -> KVEvents:
     from ragjax.engine.kv_events import KVEvents
 
     if not isinstance(engine, Engine):
-        raise core.ConfigError("--kv-events goes with one engine: leave out --replicas, whose router needs none")
+        raise core.ConfigError("RAGJAX_KV_EVENTS goes with one engine: leave out --replicas, whose router needs none")
     return KVEvents(engine, place)
 
 

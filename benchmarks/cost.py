@@ -5,42 +5,25 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.common import report
+from benchmarks.common import profiles, report
 from benchmarks.common.report import Benchmark, Parser, Session
 from ragjax.cache.profile import Profile
 from ragjax.commands.flags import integer
-from ragjax.core import ConfigError, Kind, Prompt, Segment
+from ragjax.core import Kind, Prompt, Segment
 from ragjax.engine import Engine
 
 COLUMNS = ("cached", "new", "ms", "ms_per_new_token")
 
 ROUNDS = 3
-
-
-def save(profile: Profile, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(profile), indent=1) + "\n", encoding="utf-8")
-
-
-def load(path: Path) -> Profile:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        rows = tuple(tuple(map(float, row)) for row in data["seconds"])
-        return Profile(tuple(map(int, data["cached"])), tuple(map(int, data["new"])), rows, str(data["measured_on"]))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path}: no cost profile: {error!r}") from error
 
 
 def grid(longest: int) -> tuple[int, ...]:
@@ -80,7 +63,7 @@ def rows(chosen: Namespace, _: Session) -> Iterator[dict[str, float]]:
     longest = chosen.longest
     with Engine.load(chosen.model, dtype=chosen.dtype, device_cache_gb=1.0, max_context=2 * longest + 64) as engine:
         profile = measure(engine, longest, 1 if chosen.quick else ROUNDS)
-    save(profile, chosen.out)
+    profiles.save(profile, chosen.out)
     for a, times in zip(profile.cached, profile.seconds, strict=True):
         for b, s in zip(profile.new, times, strict=True):
             yield {"cached": a, "new": b, "ms": s * 1e3, "ms_per_new_token": s * 1e3 / b}

@@ -123,7 +123,7 @@ answers)
 load)
     shape=llama-3-8b cache=20 requests=16 contexts="4096 32768 8192 16384"
     [ -z "$quick" ] || { shape=tiny cache=0.1 requests=4 contexts=896; }
-    run -m benchmarks.common.checkpoint "$shape" "$home/$shape"
+    run -m benchmarks.latency.checkpoint "$shape" "$home/$shape"
     systems=full,prefix-lru,naive,ragcache,cachecraft,fusionrag,depcache,graphkv
     device=$("$python" -c 'import jax; print("-".join(jax.devices()[0].device_kind.lower().split()))')
     for context in $contexts; do # seven passages of an eighth of it; a word has about seven bytes, which are tokens

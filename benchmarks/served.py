@@ -25,8 +25,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.common import checkpoint, gpu, report
+from benchmarks.common import gpu, report
 from benchmarks.common.machine import ROOT
+from benchmarks.latency import checkpoint
 from benchmarks.latency.bare import FULL, REHEARSAL, Ours, Setting
 from benchmarks.load.server import free_port
 from ragjax.models.config import ModelConfig

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import plot, report
+from benchmarks.common.profiles import load
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Samples
-from benchmarks.cost import load
 from benchmarks.policies import orders, replay, storage
 from benchmarks.policies.cell import NAMES, Bounds, Cell, cells, effort, modelled, serve, workloads
 from benchmarks.policies.simulator import LOOKAHEAD

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pack, served
-from benchmarks.common import checkpoint
+from benchmarks.latency import checkpoint
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import open_checkpoint
 

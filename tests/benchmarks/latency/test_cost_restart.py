@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import cost, restart
+from benchmarks.common import profiles
 from benchmarks.common.questions import spread
 from benchmarks.latency.life import STRATEGIES
 from ragjax.cache.profile import Profile
@@ -84,8 +85,8 @@ def test_restart_fails_where_an_answer_came_from_elsewhere(monkeypatch: pytest.M
 
 def test_profiles_of_the_command_are_read_back(tmp_path: Path) -> None:
     made = Profile((0, 8), (1, 8), ((1.0, 2.0), (1.5, 3.0)), "tiny")
-    cost.save(made, tmp_path / "cost.json")
-    assert cost.load(tmp_path / "cost.json") == made
+    profiles.save(made, tmp_path / "cost.json")
+    assert profiles.load(tmp_path / "cost.json") == made
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"cached": 3}', '"\\ud800"'])
@@ -93,4 +94,4 @@ def test_a_file_that_holds_no_profile_is_named(tmp_path: Path, text: str) -> Non
     (tmp_path / "profile.json").write_text(text)
     for path in (tmp_path / "profile.json", tmp_path / "missing.json"):
         with pytest.raises(ConfigError, match=path.name):
-            cost.load(path)
+            profiles.load(path)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import characterise, cost
+from benchmarks import characterise
 from benchmarks.policies import __main__ as policies
 from benchmarks.policies.cell import Cell
 from benchmarks.policies.source import PATTERNS, Corpus
@@ -116,7 +116,7 @@ def test_a_recorded_trace_is_replayed(data: Path, tmp_path: Path) -> None:
 
 def test_a_measured_profile_is_used(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flat = Profile((0, 10), (1, 10), ((0.5, 0.5), (0.5, 0.5)), "a stopwatch")
-    cost.save(flat, tmp_path / "profile.json")
+    profiles.save(flat, tmp_path / "profile.json")
     out = tmp_path / "out.json"
     flags = ["--data", str(data), "--quick", "--limit", "5", "--profile", str(tmp_path / "profile.json")]
     assert policies.main([*flags, "--json", str(out)]) == 0

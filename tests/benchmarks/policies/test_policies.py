@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import characterise
+from benchmarks.common import profiles
 from benchmarks.policies import __main__ as policies
 from benchmarks.policies.cell import Cell
 from benchmarks.policies.source import PATTERNS, Corpus

@@ -209,14 +209,17 @@ class Runner(DevicePool):
     def seconds(self, rows: int, pages: int = 0, runs: int = 3) -> float:
         """Seconds of a step with so many rows: the minimum of some runs.
 
-        pages: that each row reads, in blocks of one; all are page 0. With 0 the rows are padding.
+        pages: that each row reads, in blocks of one; all are page 0, whose tokens count on from page to page. With 0
+            the rows are padding.
         """
         entries = self.grid.entries_of(self.grid.shape(rows))[0]
         arrays: dict[str, Any] = {**self._programs.padding(STEP_ARRAYS, rows, entries)}
         if pages:
-            arrays["request_T"], arrays["index_T"] = np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32)
+            keys = pages * self.page_size
+            arrays["request_T"], arrays["index_T"] = np.arange(rows, dtype=np.int32), np.full(rows, keys, np.int32)
             arrays["request_S"][: rows * pages] = np.repeat(arrays["request_T"], pages)
-            arrays["index_SC"][: rows * pages] = 0
+            # many keys of one token index, which no prompt has, take the square of the time
+            arrays["index_SC"][: rows * pages] = np.tile(np.arange(keys).reshape(pages, -1), (rows, 1))
             arrays["slot_T"] = np.arange(rows, dtype=np.int32)
         step = Step(**arrays)
 

@@ -271,7 +271,7 @@ def test_what_names_its_dependencies_is_not_called_full(scheme: Positions) -> No
 @pytest.mark.parametrize("name", sorted(strategies()))
 def test_strategies_of_chunks_refuse_a_tree_rather_than_leave_it_out(name: str) -> None:
     prompt, executor, strategy = graph_prompt([[[1, 2], [1, 3]]]), Executor(), strategies()[name]
-    if name in (*DEPENDENCY, "full", "prefix", "set-cache"):
+    if name in (*DEPENDENCY, "full", "prefix", "moved", "set-cache"):
         exact_to = "dependency" if name in DEPENDENCY else "full"
         assert executor.run(strategy, prompt).plan.exact_to == exact_to
         return

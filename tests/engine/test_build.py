@@ -38,7 +38,7 @@ def test_prefill_times_come_from_two_steps() -> None:
     class Steps:
         grid = Grid()
 
-        def seconds(self, rows: int) -> float:  # steps that read pages do not end on every device
+        def seconds(self, rows: int) -> float:
             return 5e-3 + rows * 0.5e-3
 
     profile = measured_profile(Steps(), keys=500)  # type: ignore[arg-type] # no more of a runner is looked at

@@ -702,3 +702,14 @@ print("agree on", jax.device_count(), "devices")
 @pytest.mark.slow
 def test_eight_devices_agree_with_one() -> None:
     assert_agreement(SHARDED, devices=8)
+
+
+def test_a_timed_step_reads_keys_of_distinct_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many keys of one token index would take the square of the time that a prompt's take."""
+    runner, steps = make_runner(CONFIG), list[Step]()
+    monkeypatch.setattr(runner, "step", lambda step: steps.append(step) or Runner.step(runner, step))
+    runner.seconds(runner.grid.least[0].rows, 3, runs=1)
+    (step,) = steps
+    of_first = step.index_SC[step.request_S == 0]
+    assert of_first.shape[0] == 3 and np.unique(of_first).size == of_first.size
+    assert step.index_T[0] == of_first.max() + 1

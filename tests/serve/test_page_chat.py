@@ -129,7 +129,7 @@ def test_a_conversation_survives_a_reload(fake: Telling, page: Page) -> None:
 
 
 def test_what_a_tab_keeps_is_bounded(browser: Browser) -> None:
-    long = telling(tokens=("a long answer " * 20_000,))
+    long = telling(tokens=("a long answer " * 20_000,), context_length=10**6)
     with serving(long) as served, visiting(browser, served.url) as page:
         for i in range(5):
             ask(page, f"Question {i}?")

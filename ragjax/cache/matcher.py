@@ -90,9 +90,8 @@ class Matcher:
         node, end = self._brought(found.node, tenant, cold), found.at + found.length
         if node is None or node.dead:
             return None
-        return self._pinned(
-            [(node, end)], node.tokens[:end], end, tenant, label, 1.0, seen=found.at, exact=False
-        )  # fmt: skip
+        steps, tokens = [(node, end)], node.tokens[:end]
+        return self._pinned(steps, tokens, end, tenant, label, 1.0, seen=found.at, exact=False)
 
     def find_variants(
         self, tokens: Tokens, method: str, tenant: str = PUBLIC, context: Tokens | None = None, *, cold: bool = True

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
 from ragjax.cache.node import PUBLIC, Node, Provenance, common_prefix
 
 BLOCK = 16
 """Tokens of a block. A stretch of 31 holds a whole one of its node's, and so does a node of 16 that stands whole."""
+
+_FACTORS = np.cumprod(np.full(BLOCK, 0x9E3779B97F4A7C15, np.uint64))
 
 MOVED = "moved"
 """The method of KV that was computed behind stretches which stood elsewhere before."""
@@ -27,42 +32,53 @@ class Stretches:
     """Blocks of the nodes whose KV saw all that stood before it; of equal blocks the latest counts."""
 
     def __init__(self) -> None:
-        self._blocks: dict[bytes, tuple[Node, int]] = {}
+        self._blocks: dict[str, dict[int, tuple[Node, int]]] = {}  # by tenant, then by digest
 
     def keep(self, node: Node) -> None:
-        for at, block in _blocks(node):
-            self._blocks[block] = node, at
+        own = self._blocks.setdefault(node.tenant, {})
+        own.update({block: (node, at) for at, block in _blocks(node)})
 
     def drop(self, node: Node) -> None:
+        own = self._blocks.get(node.tenant, {})
         for _, block in _blocks(node):
-            if self._blocks.get(block, (None, 0))[0] is node:
-                del self._blocks[block]
+            if own.get(block, (None, 0))[0] is node:
+                del own[block]
 
     def find(self, raw: bytes, begin: int, end: int, tenant: str) -> Iterator[Stretch]:
         """Stretches of tokens [begin, end) that the tenant may read, ascending and apart, each as long as it goes."""
-        owners = tuple(dict.fromkeys((tenant.encode(), PUBLIC.encode())))
-        at = begin
-        while at + BLOCK <= end:
-            block = raw[4 * at : 4 * (at + BLOCK)]
-            found = next((kept for owner in owners if (kept := self._blocks.get(block + owner)) is not None), None)
-            if found is None:
-                at += 1
+        kept = [own for owner in dict.fromkeys((PUBLIC, tenant)) if (own := self._blocks.get(owner))]
+        digests = _digests(raw[4 * begin : 4 * end]) if kept else []
+        hits: dict[int, tuple[Node, int]] = {}
+        for own in kept:  # the tenant's go before public ones
+            hits |= {at: hit for at, hit in enumerate(map(own.get, digests), begin) if hit}
+        for at, (node, place) in sorted(hits.items(), key=lambda item: item[0]):
+            if at < begin:
                 continue
-            node, place = found
+            forth = common_prefix(node.raw[4 * place :], raw[4 * at : 4 * end])
+            if forth < BLOCK:  # other tokens with the same digest
+                continue
             back = 0
             while back < min(place, at - begin) and _same(raw, at - back - 1, node, place - back - 1):
                 back += 1
-            forth = common_prefix(node.raw[4 * place :], raw[4 * at : 4 * end])
             yield Stretch(at - back, node, place - back, back + forth)
-            begin = at = at + forth
+            begin = at + forth
 
 
-def _blocks(node: Node) -> Iterator[tuple[int, bytes]]:
+def _blocks(node: Node) -> Iterator[tuple[int, int]]:
+    """Places and digests of a node's whole blocks."""
     if node.provenance is not Provenance.CAUSAL and node.method != MOVED:
         return
-    owner = node.tenant.encode()
-    for at in range(0, len(node) - BLOCK + 1, BLOCK):
-        yield at, node.raw[4 * at : 4 * (at + BLOCK)] + owner
+    for number, digest in enumerate(_digests(node.raw, BLOCK)):
+        yield number * BLOCK, digest
+
+
+def _digests(raw: bytes, step: int = 1) -> list[int]:
+    """Digests of the blocks that begin at every so many tokens."""
+    tokens = np.frombuffer(raw, "<i4").astype(np.uint64)
+    if len(tokens) < BLOCK:
+        return []
+    found: list[int] = (sliding_window_view(tokens, BLOCK)[::step] * _FACTORS).sum(1).tolist()  # modulo 2 ** 64
+    return found
 
 
 def _same(raw: bytes, index: int, node: Node, place: int) -> bool:

@@ -150,7 +150,9 @@ class Runner(DevicePool):
     @property
     def held(self) -> str:
         arrays = jax.tree.leaves((self._weights.ends, self._weights.stages)), jax.tree.leaves(self._pools)
-        weights, cache = (sum({id(x): x.nbytes for x in part}.values()) / 2**30 for part in arrays)
+        # stages share the arrays of packed layers
+        buffers = ({x.addressable_data(0).unsafe_buffer_pointer(): x.nbytes for x in part} for part in arrays)
+        weights, cache = (sum(part.values()) / 2**30 for part in buffers)
         return f"{weights:.3g} GB of weights and a cache of {cache:.3g} GB"
 
     def explained(self, error: Exception) -> Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ragjax.cache import stretches
 from ragjax.cache.node import raw_of
 from ragjax.cache.stretches import MOVED as METHOD
 from ragjax.core import Kind, Prompt, Segment, Tokens
@@ -146,3 +147,14 @@ def test_too_many_pieces_for_a_step_leave_out_the_shortest(executor: Executor) -
     serve(executor, Prefix(), prompt(HEAD, *parts, words(40)))
     reused, _ = serve(executor, Moved(), asked)
     assert 40 < reused < everything
+
+
+def test_blocks_that_share_a_digest_are_told_apart(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks have one digest: what is found under it is compared token by token."""
+    monkeypatch.setattr(stretches, "_FACTORS", np.zeros(stretches.BLOCK, np.uint64))
+    asked = np.concatenate([HEAD, FILE, words(40)])
+    serve(executor, Moved(), prompt(asked))
+    find = executor.cache.tree.stretches.find
+    assert list(find(raw_of(words(200)), 0, 200, "")) == []
+    (own,) = find(raw_of(np.concatenate([OTHER, asked])), 0, len(OTHER) + len(asked) - 1, "")
+    assert (own.begin, own.at, own.length) == (len(OTHER), 0, len(asked) - 1)

@@ -74,7 +74,7 @@ def gated_mlp(gate_up: Packing, down: Packing, machine: Machine, name: str) -> K
 
 
 def serves(inputs: int, hidden: int) -> bool:
-    """True if the kernel can compute an MLP of these sizes: the inputs of two panels have to fit into its room."""
+    """True if `tiled_mlp` can compute an MLP of these sizes: the inputs of two panels have to fit into its room."""
     return inputs % 32 == 0 and inputs <= 32 * CHUNK and hidden % 32 == 0
 
 

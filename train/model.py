@@ -290,11 +290,7 @@ def loss_program(model: Model) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """`(trained, frozen, rotation, batch) -> losses`, as `Model.losses`, for all devices: [N] each."""
     rows = P(ROWS)
     sharded = jax.shard_map(
-        model.losses,
-        mesh=model.mesh,
-        in_specs=(*model.specs(), P(), rows),
-        out_specs=(rows, rows),
-        check_vma=False,
+        model.losses, mesh=model.mesh, in_specs=(*model.specs(), P(), rows), out_specs=(rows, rows), check_vma=False
     )
     program: Callable[..., tuple[jax.Array, jax.Array]] = jax.jit(sharded)
     return program

@@ -132,13 +132,7 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        card: Card,
-        knowledge: Knowledge,
-        composer: Composer,
-        transport: Transport,
-        router: Router,
-        max_queue: int,
+        self, card: Card, knowledge: Knowledge, composer: Composer, transport: Transport, router: Router, max_queue: int
     ):
         self.model_name = card.model_name
         self.context_length = card.context_length

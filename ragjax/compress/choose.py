@@ -28,11 +28,7 @@ class Quota(NamedTuple):
 
 
 def quota(
-    compression: Compression,
-    scorer: Scorer,
-    layers: int,
-    count: int,
-    preference_L: NDArray[np.float32] | None = None,
+    compression: Compression, scorer: Scorer, layers: int, count: int, preference_L: NDArray[np.float32] | None = None
 ) -> Quota:
     """Numbers of tokens that each layer of a prompt keeps. Their mean is the budget, or `count` if that is less."""
     kept_L = scorer.budgets(layers, compression.budget, compression.window, count, preference_L)

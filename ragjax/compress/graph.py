@@ -55,13 +55,7 @@ def ends(evidence: Evidence, graph: GraphKV) -> Ends:
 
 
 def propagate(
-    s_N: jax.Array,
-    ends: Ends,
-    candidate_N: jax.Array,
-    number: jax.Array,
-    edges: jax.Array,
-    graph: GraphKV,
-    most: int,
+    s_N: jax.Array, ends: Ends, candidate_N: jax.Array, number: jax.Array, edges: jax.Array, graph: GraphKV, most: int
 ) -> jax.Array:
     """Scores after the graph's rounds, float32 [N]; -inf for tokens that are evicted.
 

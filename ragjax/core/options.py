@@ -244,8 +244,7 @@ class EngineOptions:
     ] = None
     # the server's default is True; KV that comes by itself would make tests and notebooks differ from run to run
     preprocess: Annotated[
-        bool,
-        Flag(REUSE, "leave an idle server idle: prepare no passages (docs/reuse.md)", name="no-preprocess"),
+        bool, Flag(REUSE, "leave an idle server idle: prepare no passages (docs/reuse.md)", name="no-preprocess")
     ] = False
     speculate: Annotated[
         int | str,
@@ -269,11 +268,7 @@ class EngineOptions:
     ] = "flat"
     index_dir: Annotated[
         Place | None,
-        Flag(
-            FIRST,
-            "where chunks, index and uploads are kept (default: $RAGJAX_CACHE, no uploads)",
-            "DIR",
-        ),
+        Flag(FIRST, "where chunks, index and uploads are kept (default: $RAGJAX_CACHE, no uploads)", "DIR"),
     ] = None
     watch: Annotated[bool, Flag(RETRIEVAL, "read files of --knowledge that come or change while it serves")] = False
     strict_documents: Annotated[

@@ -49,15 +49,7 @@ from ragjax.reuse import compaction
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.naive import PACKET
-from ragjax.runner.device import (
-    cpu_features,
-    is_wide,
-    packs,
-    platform,
-    precision,
-    room_for,
-    widening_pays,
-)
+from ragjax.runner.device import cpu_features, is_wide, packs, platform, precision, room_for, widening_pays
 from ragjax.runner.mesh import copies_of, host_memory, make_mesh
 from ragjax.runner.programs import Name
 from ragjax.runner.runner import Runner

@@ -321,12 +321,7 @@ class Watch:
     """Looks after requests that wait too long: for KV that is loaded, or for any progress."""
 
     def __init__(
-        self,
-        requests: Requests,
-        cache: KnowledgeCache,
-        runner: Runner,
-        load_timeout: float,
-        request_timeout: float,
+        self, requests: Requests, cache: KnowledgeCache, runner: Runner, load_timeout: float, request_timeout: float
     ):
         self.request_timeout = request_timeout
         self._requests = requests

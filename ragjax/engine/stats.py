@@ -115,8 +115,5 @@ def _shared(shared: SharedTier, loop: Loop) -> Stats:
         "remote_kept_total": counts.get("kept", 0),
         "remote_evicted_total": counts.get("evicted", 0),
         "remote_dropped_total": dict(standing.dropped),
-        "remote_errors_total": {
-            "unanswered": counts.get("failures", 0),
-            "refused": counts.get("refused", 0),
-        },
+        "remote_errors_total": {"unanswered": counts.get("failures", 0), "refused": counts.get("refused", 0)},
     }

@@ -14,15 +14,7 @@ from pathlib import Path
 
 from ragjax.core import ConfigError
 from ragjax.models.config import ModelConfig
-from ragjax.models.hub import (
-    ADAPTED,
-    PACKAGED,
-    SNAPSHOT,
-    LocalModel,
-    NotHereError,
-    is_repository,
-    resolve,
-)
+from ragjax.models.hub import ADAPTED, PACKAGED, SNAPSHOT, LocalModel, NotHereError, is_repository, resolve
 from ragjax.models.huggingface import read_config, read_json, weight_files
 from ragjax.models.tensors import expected_shapes
 from ragjax.models.tokenizer import Tokenizer

@@ -20,12 +20,7 @@ from ragjax.core import ConfigError
 from ragjax.core.file import atomic_path
 from ragjax.models.gguf import open_gguf
 from ragjax.models.hub import cache_writes, locked
-from ragjax.models.huggingface import (
-    SAFETENSORS_DTYPES,
-    open_directory,
-    storage_note,
-    weight_files,
-)
+from ragjax.models.huggingface import SAFETENSORS_DTYPES, open_directory, storage_note, weight_files
 from ragjax.models.tensors import Array, Checkpoint
 
 if TYPE_CHECKING:

@@ -43,9 +43,7 @@ def read_docx(data: bytes, limits: ReadingLimits) -> Reading:
             part = read()
             archive.writestr(name, _without_hidden(part) if b":vanish" in part and name.endswith(".xml") else part)
     told = mammoth.convert_to_html(
-        shown,
-        convert_image=mammoth.images.img_element(lambda image: {}),
-        style_map="p[style-name='Title'] => h1:fresh",
+        shown, convert_image=mammoth.images.img_element(lambda image: {}), style_map="p[style-name='Title'] => h1:fresh"
     )
     return _page(told.value)
 

@@ -213,11 +213,7 @@ class KnowledgeBase:
         return finish(self.add_steps(documents))
 
     def add_steps(
-        self,
-        documents: Iterable[Document],
-        *,
-        max_tokens: int | None = None,
-        check: Callable[[], None] = lambda: None,
+        self, documents: Iterable[Document], *, max_tokens: int | None = None, check: Callable[[], None] = lambda: None
     ) -> Generator[None, None, AddReport]:
         """Add documents (see `add`) in steps, each cutting some text or embedding some chunks.
 

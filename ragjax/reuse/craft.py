@@ -46,14 +46,7 @@ from ragjax.core import (
 from ragjax.core.passes import sections
 from ragjax.reuse.base import LOGITS, Allocation, indices, owner_of, segments_of
 from ragjax.reuse.fusion import METHOD as FUSED
-from ragjax.reuse.head import (
-    ChunkStrategy,
-    head_length,
-    head_part,
-    keep_head,
-    match_head,
-    system_length,
-)
+from ragjax.reuse.head import ChunkStrategy, head_length, head_part, keep_head, match_head, system_length
 from ragjax.reuse.influence import (
     VARIANT,
     ChunkVariants,

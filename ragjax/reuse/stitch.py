@@ -175,12 +175,7 @@ class Stitched:
         rows = np.union1d(chosen, self.queries).astype(np.int32)
         return Pass(rows, rows, self.mended(chosen), LOGITS, (len(self.prompt) - 1,))
 
-    def plan(
-        self,
-        spans: tuple[Span, ...],
-        logits: NDArray[np.float32],
-        recomputed: Tokens | None = None,
-    ) -> Plan:
+    def plan(self, spans: tuple[Span, ...], logits: NDArray[np.float32], recomputed: Tokens | None = None) -> Plan:
         """The account of what was carried out; `recomputed` are indexes of chunk tokens."""
         redone = indices(0, 0) if recomputed is None else recomputed
         exact_to: Exactness | None = "full" if self._exact(redone) else None

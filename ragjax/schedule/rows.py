@@ -13,19 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import (
-    NEVER,
-    Chosen,
-    Compaction,
-    Measure,
-    Move,
-    Pass,
-    Residual,
-    Results,
-    Run,
-    Span,
-    StepMeasure,
-)
+from ragjax.core import NEVER, Chosen, Compaction, Measure, Move, Pass, Residual, Results, Run, Span, StepMeasure
 from ragjax.core.passes import LayerTable
 
 if TYPE_CHECKING:

@@ -29,17 +29,7 @@ from ragjax.serve.library import LibraryEndpoints
 from ragjax.serve.messages_api import MessageReply
 from ragjax.serve.metric import ServerMetrics
 from ragjax.serve.middleware import BrowserGuard, RequestMiddleware
-from ragjax.serve.response import (
-    ChatForm,
-    EchoForm,
-    EventStream,
-    Form,
-    Json,
-    TextForm,
-    ToolForm,
-    merged,
-    respond,
-)
+from ragjax.serve.response import ChatForm, EchoForm, EventStream, Form, Json, TextForm, ToolForm, merged, respond
 from ragjax.serve.responses_api import Reply, whole
 from ragjax.serve.schema.chat import ChatBody, CompletionBody
 from ragjax.serve.schema.message import CountBody, MessageBody

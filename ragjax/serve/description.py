@@ -49,10 +49,7 @@ UPLOAD: Json = {
         ANCHOR: {"enum": ["created_at"]},
         SECONDS: {"type": "integer", "minimum": LEAST_SECONDS, "maximum": MOST_SECONDS},
     },
-    "dependentRequired": {
-        ANCHOR: [SECONDS],
-        SECONDS: [ANCHOR],
-    },
+    "dependentRequired": {ANCHOR: [SECONDS], SECONDS: [ANCHOR]},
 }
 CONTENT = ("application/pdf", "text/html", "text/markdown", "text/plain", "application/octet-stream")
 """What a file's bytes are sent as."""

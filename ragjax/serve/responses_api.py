@@ -126,11 +126,7 @@ async def whole(told: AsyncGenerator[Json, None]) -> Json:
     return response
 
 
-PARAMS: Mapping[str, str] = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
+PARAMS: Mapping[str, str] = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 """What fields are called here whose names in errors are those of chat."""
 CODES: Mapping[str, str] = {"invalid_request_error": "invalid_prompt", "rate_limit_error": "rate_limit_exceeded"}
 """Codes that a failed response may have, by the type of the error; all others are errors of the server."""

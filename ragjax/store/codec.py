@@ -349,11 +349,7 @@ def _below(x: Floats) -> NDArray[np.uint16]:
     return (bits >> np.uint32(16)).astype(np.uint16)
 
 
-ENCODINGS: Mapping[AtRest, Encoding] = {
-    "raw": Encoding(),
-    "int8": Int8(),
-    "int4": Int4(),
-}
+ENCODINGS: Mapping[AtRest, Encoding] = {"raw": Encoding(), "int8": Int8(), "int4": Int4()}
 
 
 def rest_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -117,14 +117,7 @@ def find_fault(engine: Engine) -> None:
     engine.contract.observe(PREFIX, True, Divergence(0.5, 0.1))
 
 
-@pytest.mark.parametrize(
-    "rag",
-    [
-        None,
-        Rag(),
-        Rag(graph=Graph(relation_paths=PATHS)),
-    ],
-)
+@pytest.mark.parametrize("rag", [None, Rag(), Rag(graph=Graph(relation_paths=PATHS))])
 def test_a_fault_that_one_replica_finds_has_all_run_full(rag: Rag | None) -> None:
     request = replace(asked("Whom does Ann like?"), rag=rag)
     with fleet_of_two() as (fleet, transport, engines):

@@ -117,11 +117,7 @@ def test_a_strip_shows_every_segment_as_wide_as_its_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("/dance", "there is no /dance"),
-        ("/compare full", "ask a question first"),
-    ],
+    ("line", "error"), [("/dance", "there is no /dance"), ("/compare full", "ask a question first")]
 )
 def test_a_line_that_cannot_be_is_one_error(chat: Chat, served: Served, capsys: Any, line: str, error: str) -> None:
     assert chat("--url", served.url, said=f"{line}\nOne?\n") == 1
@@ -143,11 +139,7 @@ def test_a_refused_question_is_forgotten(chat: Chat, served: Served, engine: Fak
 
 
 @pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        (("--top-k", "many"), "--top-k"),
-        (("--nonsense",), "unrecognized arguments: --nonsense"),
-    ],
+    ("flags", "error"), [(("--top-k", "many"), "--top-k"), (("--nonsense",), "unrecognized arguments: --nonsense")]
 )
 def test_a_wrong_flag_is_one_line(chat: Chat, served: Served, capsys: Any, flags: Any, error: str) -> None:
     assert chat("--url", served.url, *flags, said="One?\n") == 2

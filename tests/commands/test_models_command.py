@@ -110,11 +110,7 @@ def test_a_device_that_is_too_small_is_said(model: Path, said: Said, monkeypatch
 
 @pytest.mark.parametrize(
     ("context", "wanted"),
-    [
-        (1024, set()),
-        (300_000, {"--device-cache-gb"}),
-        (10_000_000, {"--device-cache-gb", "--max-context"}),
-    ],
+    [(1024, set()), (300_000, {"--device-cache-gb"}), (10_000_000, {"--device-cache-gb", "--max-context"})],
 )
 def test_the_flags_are_those_that_the_server_starts_with(context: int, wanted: set[str]) -> None:
     """The default pool holds a context, or the flags give one that does, or a context that it holds."""

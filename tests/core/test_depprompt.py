@@ -10,17 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ragjax.core import (
-    Kind,
-    Prompt,
-    RequestError,
-    Segment,
-    Span,
-    StepLimits,
-    Tokens,
-    Visibility,
-    VisibilityError,
-)
+from ragjax.core import Kind, Prompt, RequestError, Segment, Span, StepLimits, Tokens, Visibility, VisibilityError
 from ragjax.core.depprompt import DepPrompt, LinearNode, Positions, TreeNode, layout, merge, paths_of
 from ragjax.engine import Engine
 from ragjax.reuse import DEPENDENCY, strategies

@@ -59,8 +59,7 @@ def test_endpoints_are_told_apart_by_url_and_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "data",
-    [[], [{"index": 0, "embedding": []}], [{"index": 0, "embedding": [0.0, 0.0]}], [{"index": 0}], "text"],
+    "data", [[], [{"index": 0, "embedding": []}], [{"index": 0, "embedding": [0.0, 0.0]}], [{"index": 0}], "text"]
 )
 def test_an_answer_that_is_no_vector_is_refused(data: object) -> None:
     with pytest.raises(EndpointError, match=r"does not answer like embeddings: .*correct --encoder"):

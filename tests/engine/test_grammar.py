@@ -87,11 +87,7 @@ def test_a_greedy_answer_is_an_instance_too(engine: Engine) -> None:
 def test_an_answer_is_the_same_beside_one_that_follows_no_grammar(engine: Engine) -> None:
     free = Sampling(60, 1.0, seed=5)
     alone = begin(engine, 3).result(60), engine.answer_prompt(tiny.prompt(1), strategy="full", sampling=free)
-    futures = [
-        begin(engine, 3),
-        engine.begin_prompt(tiny.prompt(1), strategy="full", sampling=free),
-        begin(engine, 4),
-    ]
+    futures = [begin(engine, 3), engine.begin_prompt(tiny.prompt(1), strategy="full", sampling=free), begin(engine, 4)]
     both = [future.result(60) for future in futures]
     assert [answer.tokens for answer in both[:2]] == [answer.tokens for answer in alone]
 

@@ -82,7 +82,7 @@ def test_an_answer_has_a_span_with_one_for_each_part(monkeypatch: pytest.MonkeyP
         assert served.post(json=CHAT, headers={"traceparent": f"00-{trace}-b7ad6b7169203331-01"}).status_code == 200
     *parts, whole = kept.get_finished_spans()
     assert [span.name.removeprefix("ragjax.") for span in parts] == [
-        *("retrieve", "queue", "load", "compile", "prefill", "decode"),
+        *("retrieve", "queue", "load", "compile", "prefill", "decode")
     ]
     attributes: Any = whole.attributes
     assert whole.name == "ragjax.request" and attributes["gen_ai.usage.output_tokens"] == 6

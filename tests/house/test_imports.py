@@ -39,10 +39,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
 """A module belongs to the room whose folder it lies in. A module that Python runs (`python -m …`) is an entry: it only
 calls a command, and nothing imports it."""
 
-APART = {
-    "ragjax.cluster.deployment": "ray",
-    "ragjax.serve.cluster": "ray",
-}
+APART = {"ragjax.cluster.deployment": "ray", "ragjax.serve.cluster": "ray"}
 """Modules that need a package which is not a dependency; others may import them within functions only."""
 
 COMPUTE = ("compress", "kernels", "models", "runner", "store")

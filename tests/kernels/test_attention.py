@@ -42,16 +42,7 @@ from tests.support.cases import (
     rotation,
 )
 from tests.support.matrix import few, with_smoke
-from tests.support.oracle import (
-    EMPTY,
-    Keys,
-    Piece,
-    Queries,
-    is_visible,
-    keys_of,
-    lay_out,
-    lay_rows,
-)
+from tests.support.oracle import EMPTY, Keys, Piece, Queries, is_visible, keys_of, lay_out, lay_rows
 
 pytestmark = pytest.mark.slow
 

@@ -26,18 +26,7 @@ from benchmarks.baseline.attention import jax_triton as attention_jax_triton
 from benchmarks.baseline.attention.jax_triton import Launch, arguments, constants
 from ragjax.kernels.attention import split
 from ragjax.kernels.device import Device
-from tests.support.cases import (
-    FAR,
-    HOPPER,
-    SEEDS,
-    Case,
-    Request,
-    Shape,
-    budget,
-    check,
-    make_case,
-    requests_of,
-)
+from tests.support.cases import FAR, HOPPER, SEEDS, Case, Request, Shape, budget, check, make_case, requests_of
 from tests.support.compiler import MODELS, production_call
 
 SHAPES = {

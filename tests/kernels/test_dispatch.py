@@ -40,13 +40,7 @@ AMPERE, TURING, CPU = Device("gpu", (8, 0)), Device("gpu", (7, 5)), Device("cpu"
         (FITS, HOPPER, "mosaic", "triton", {"mosaic": "page size 16"}),
         (Shape(64, 64, 2, 4, 16, 48, "bfloat16"), HOPPER, "mosaic", "mosaic", {}),
         (Shape(64, 64, 2, 4, 16, 48, "bfloat16"), AMPERE, "mosaic", "triton", {"mosaic": "capability 9.0"}),
-        (
-            Shape(16, 16, 2, 4, 8, 48),
-            HOPPER,
-            None,
-            "xla",
-            {"triton": "head dimension 16"},
-        ),
+        (Shape(16, 16, 2, 4, 8, 48), HOPPER, None, "xla", {"triton": "head dimension 16"}),
         (replace(FITS, cap=50.0), HOPPER, None, "xla", {"triton": "capped"}),
         (
             Shape(64, 64, 2, 4, 16, 48, "bfloat16", cap=50.0),

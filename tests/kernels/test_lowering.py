@@ -158,8 +158,7 @@ STEPS = [(*measured, bucket) for measured in MEASURED for bucket in (1, 3, -1)]
 
 @pytest.mark.parametrize(("what", "kernel", "bucket"), few(STEPS, [STEPS[0], STEPS[2], STEPS[4], STEPS[8]]))
 @pytest.mark.parametrize(
-    "config",
-    [pytest.param(LLAMA, id="llama-3-8b"), pytest.param(QWEN, id="qwen2.5-7b", marks=pytest.mark.long)],
+    "config", [pytest.param(LLAMA, id="llama-3-8b"), pytest.param(QWEN, id="qwen2.5-7b", marks=pytest.mark.long)]
 )
 def test_stage_of_a_model_lowers(
     config: ModelConfig, bucket: int, what: Measure | None, kernel: list[str], monkeypatch: pytest.MonkeyPatch

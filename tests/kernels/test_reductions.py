@@ -17,13 +17,7 @@ from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.pages import Pages, from_storage
 from ragjax.kernels.reductions import triton as reductions_triton
 from ragjax.kernels.reductions import xla as reductions_xla
-from ragjax.kernels.reductions.op import (
-    key_neighbours,
-    key_score,
-    kv_deviation,
-    restrict,
-    row_segment_score,
-)
+from ragjax.kernels.reductions.op import key_neighbours, key_score, kv_deviation, restrict, row_segment_score
 from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.view import View
 from tests.support.cases import (

@@ -143,10 +143,7 @@ def test_silent_fields_take_the_reference_defaults() -> None:
 
 @pytest.mark.parametrize(
     "rope",
-    [
-        {"rope_scaling": LLAMA3_ROPE},
-        {"rope_theta": None, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0}},
-    ],
+    [{"rope_scaling": LLAMA3_ROPE}, {"rope_theta": None, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0}}],
     ids=["rope_scaling", "rope_parameters"],
 )
 def test_both_forms_of_llama3_rope_are_read(rope: dict[str, Any]) -> None:

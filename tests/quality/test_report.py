@@ -128,11 +128,7 @@ def test_bounds_hold_the_mean_19_times_of_20() -> None:
 
 @pytest.mark.parametrize(
     ("text", "budget"),
-    [
-        ("KL=0.05", Budget(0.05)),
-        ("top1 = 0.95", Budget(None, 0.95)),
-        ("KL=0, TOP1=1", Budget(0.0, 1.0)),
-    ],
+    [("KL=0.05", Budget(0.05)), ("top1 = 0.95", Budget(None, 0.95)), ("KL=0, TOP1=1", Budget(0.0, 1.0))],
 )
 def test_budgets(text: str, budget: Budget) -> None:
     assert Budget.parse(text) == budget and Budget.parse(str(budget)) == budget
@@ -310,8 +306,7 @@ def test_without_a_setting_inside_the_budget_auto_is_exact(measured: Report | No
 
 FUSION, ANCHOR = Setting("fusion"), Setting("anchor", 0.15)
 FUSED = replace(
-    REPORT,
-    measurements=(*REPORT.measurements, measurement(FUSION, 0.06, 30.0), measurement(ANCHOR, 0.02, 35.0)),
+    REPORT, measurements=(*REPORT.measurements, measurement(FUSION, 0.06, 30.0), measurement(ANCHOR, 0.02, 35.0))
 )
 
 

@@ -394,8 +394,7 @@ def test_long_headings_and_many_fences_are_read(text: str, title: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "title"),
-    [("# a ##", "a"), ("# C#", "C#"), ("# #", ""), ("## a # b #  ", "a # b"), ("#  a", "a")],
+    ("line", "title"), [("# a ##", "a"), ("# C#", "C#"), ("# #", ""), ("## a # b #  ", "a # b"), ("#  a", "a")]
 )
 def test_marks_that_close_a_heading_are_no_part_of_the_title(line: str, title: str) -> None:
     assert read_markdown(line.encode(), PATH).title == title

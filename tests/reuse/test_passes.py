@@ -18,21 +18,7 @@ import ragjax.runner.weights
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.policy.base import LRU
 from ragjax.cache.pool import PagePool
-from ragjax.core import (
-    NEVER,
-    Grid,
-    Measure,
-    Move,
-    Pass,
-    Plan,
-    Prefill,
-    Prompt,
-    Results,
-    Run,
-    Span,
-    Tokens,
-    Visibility,
-)
+from ragjax.core import NEVER, Grid, Measure, Move, Pass, Plan, Prefill, Prompt, Results, Run, Span, Tokens, Visibility
 from ragjax.reuse.base import Allocation, indices
 from ragjax.runner.runner import Runner
 from ragjax.runner.stages import OUTSIDE

@@ -159,11 +159,7 @@ def held(embeddings: int) -> Iterator[tuple[Held, Served, list[Future[httpx.Resp
         come.append(tenant)  # with its whole body: what is asked from now on stands behind it
         return await embed(self, tenant, body)
 
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        serving(engine) as served,
-        ThreadPoolExecutor(embeddings) as clients,
-    ):
+    with pytest.MonkeyPatch.context() as patch, serving(engine) as served, ThreadPoolExecutor(embeddings) as clients:
         patch.setattr(EmbeddingQueue, "embed", noted)
         asked = {"model": MODEL, "input": "a"}
         asked_of = [clients.submit(served.post, "/v1/embeddings", json=asked) for _ in range(embeddings)]

@@ -19,17 +19,7 @@ from ragjax.core import ConfigError, RagjaxError
 from ragjax.store.disk import DiskStore, Missing, WriteError
 from ragjax.store.entry import Damaged
 from tests.support import disks as shelves
-from tests.support.disks import (
-    IDENTITY,
-    adds_up,
-    continued,
-    digest,
-    flip,
-    holds,
-    open_store,
-    path_of,
-    put,
-)
+from tests.support.disks import IDENTITY, adds_up, continued, digest, flip, holds, open_store, path_of, put
 
 
 def manifest_of(store: DiskStore) -> Path:

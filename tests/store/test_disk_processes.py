@@ -18,18 +18,7 @@ import pytest
 from ragjax.store.disk import DiskStore, Missing
 from ragjax.store.folder import draft
 from tests.support import disks as shelves
-from tests.support.disks import (
-    adds_up,
-    arrays_of,
-    bounded,
-    digest,
-    holds,
-    open_store,
-    path_of,
-    put,
-    record_of,
-    same,
-)
+from tests.support.disks import adds_up, arrays_of, bounded, digest, holds, open_store, path_of, put, record_of, same
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,18 +11,7 @@ from functools import cache
 from ragjax.cluster.fleet import Fleet, Service
 from ragjax.cluster.replica import Begun, Call, Card, Item, Replica, Status
 from ragjax.cluster.router import RoundRobin, Router
-from ragjax.core import (
-    Answer,
-    Document,
-    EngineOptions,
-    Event,
-    Inventory,
-    LostError,
-    Message,
-    Rag,
-    Request,
-    Sampling,
-)
+from ragjax.core import Answer, Document, EngineOptions, Event, Inventory, LostError, Message, Rag, Request, Sampling
 from ragjax.engine import Engine
 from ragjax.engine.compose import Composer
 from ragjax.quality.contract import Contract

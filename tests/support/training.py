@@ -54,11 +54,7 @@ def adapters(seed: int = 0) -> Tree:
 
 
 def next_logits(
-    config: ModelConfig,
-    tensors: Mapping[str, np.ndarray],
-    token: np.ndarray,
-    position: np.ndarray,
-    seen: np.ndarray,
+    config: ModelConfig, tensors: Mapping[str, np.ndarray], token: np.ndarray, position: np.ndarray, seen: np.ndarray
 ) -> Float:
     """Logits behind every token, float64 [n, V], from a dense forward; seen: bool [n, n]."""
     w = {name: value.astype(np.float64) for name, value in tensors.items()}

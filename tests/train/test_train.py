@@ -251,10 +251,7 @@ def test_dev_samples_of_which_none_fits_are_an_error(home: Path, capsys: pytest.
 
 
 def test_samples_that_do_not_fit_are_counted(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_samples(
-        [Sample("a", "x " * 400, "y"), Sample("b", "x", "y")],
-        home / "long.jsonl",
-    )
+    write_samples([Sample("a", "x " * 400, "y"), Sample("b", "x", "y")], home / "long.jsonl")
     assert main(flags(home, "left-out", "--data", str(home / "long.jsonl"), "--stop-after", "1")) == 0
     assert "1 of 2 samples are left out: too long" in caplog.text
 

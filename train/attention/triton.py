@@ -234,10 +234,7 @@ def _keys_kernel(
                 seen_CB = _seen(tokens_ref, extent_ref[0], n, prob_CB.shape, rows_axis=1)
                 prob_CB = jnp.where(seen_CB, prob_CB, 0.0)
             slope_CB = prob_CB * (dot(v_CD, dout_BD, trans_b=True) - delta_1B)
-            return (
-                dk_CD + dot(slope_CB.astype(q_BD.dtype), q_BD),
-                dv_CD + dot(prob_CB.astype(dout_BD.dtype), dout_BD),
-            )
+            return (dk_CD + dot(slope_CB.astype(q_BD.dtype), q_BD), dv_CD + dot(prob_CB.astype(dout_BD.dtype), dout_BD))
 
         summed: Arrays = _sweep(list_ref, extent_ref, visit, sums, parts=block_rows // size)
         return summed

@@ -106,10 +106,7 @@ def attend(q_THD: jax.Array, view: View, *, interpret: bool = False) -> tuple[ja
         more["interpret"] = InterpretGPUParams()
     kernel = plgpu.kernel(
         functools.partial(_kernel, sizes),
-        out_type=(
-            jax.ShapeDtypeStruct(q_THD.shape, q_THD.dtype),
-            jax.ShapeDtypeStruct((n, kv_heads, m), jnp.float32),
-        ),
+        out_type=(jax.ShapeDtypeStruct(q_THD.shape, q_THD.dtype), jax.ShapeDtypeStruct((n, kv_heads, m), jnp.float32)),
         scratch_types=scratch_of(sizes),
         # last axis first: programs side by side in time read much the same pages
         grid=(kv_heads, sizes.programs, n),

@@ -141,12 +141,7 @@ def kv_deviation(k_TKD: jax.Array, v_TKD: jax.Array, view: View, slot_T: jax.Arr
 
 
 def key_neighbours(
-    k_NKD: jax.Array,
-    valid_N: jax.Array,
-    source_I: jax.Array,
-    count: int,
-    *,
-    asking_NKD: jax.Array | None = None,
+    k_NKD: jax.Array, valid_N: jax.Array, source_I: jax.Array, count: int, *, asking_NKD: jax.Array | None = None
 ) -> KeyNeighbours:
     """The `count` keys most similar to each source key: GraphKV's edges (eq. 1) and neighbourhoods (eq. 3).
 

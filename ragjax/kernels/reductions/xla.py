@@ -83,12 +83,7 @@ def _norm(tile: Tile) -> jax.Array:
 
 
 def row_segment_score(
-    q_THD: jax.Array,
-    lse_TH: jax.Array,
-    view: View,
-    row_segment_T: jax.Array,
-    key_segment_SC: jax.Array,
-    segments: int,
+    q_THD: jax.Array, lse_TH: jax.Array, view: View, row_segment_T: jax.Array, key_segment_SC: jax.Array, segments: int
 ) -> jax.Array:
     heads, b = q_THD.shape[1], view.block_rows
     in_segment_SC = (key_segment_SC >= 0) & (key_segment_SC < segments)

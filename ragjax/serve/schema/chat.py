@@ -156,8 +156,7 @@ class ChatMessage(RefusingBody):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        Annotated[list[TextPart], Field(fail_fast=True)] | None,
-        texts_as("text", str | list[TextPart] | None),
+        Annotated[list[TextPart], Field(fail_fast=True)] | None, texts_as("text", str | list[TextPart] | None)
     ] = None
     refusal: Annotated[None, BeforeValidator(_no_refusal)] = None
     tool_calls: Annotated[list[CalledTool], Field(fail_fast=True)] | None = None

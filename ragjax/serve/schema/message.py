@@ -67,10 +67,7 @@ class ToolUse(_ContentBlock):
     input: dict[str, Any]
 
 
-Texts = Annotated[
-    Annotated[list[TextBlock], Field(fail_fast=True)],
-    texts_as("text", str | list[TextBlock]),
-]
+Texts = Annotated[Annotated[list[TextBlock], Field(fail_fast=True)], texts_as("text", str | list[TextBlock])]
 
 
 class ToolResult(_ContentBlock):
@@ -107,10 +104,7 @@ class TurnBody(Body):
     """A turn of one side."""
 
     role: Literal["user", "assistant"]
-    content: Annotated[
-        Annotated[list[Block], Field(fail_fast=True)],
-        texts_as("text", str | list[Block]),
-    ]
+    content: Annotated[Annotated[list[Block], Field(fail_fast=True)], texts_as("text", str | list[Block])]
 
     def to_core(self) -> Iterator[tuple[core.Message, list[tuple[int, CacheControl]]]]:
         """Yields results of tools, each as a message, and then what is said and called.

@@ -63,10 +63,7 @@ class InputPart(Body):
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
-Parts = Annotated[
-    Annotated[list[InputPart], Field(fail_fast=True)],
-    texts_as("input_text", str | list[InputPart]),
-]
+Parts = Annotated[Annotated[list[InputPart], Field(fail_fast=True)], texts_as("input_text", str | list[InputPart])]
 
 
 class _Returned(Body):
@@ -348,10 +345,7 @@ class ResponseBody(RefusingBody):
                 raise core.RequestError(reason, param=f"rag.{name}", code="invalid_value")
         ranking = asked.ranking_options or Ranking()
         return replace(
-            rag or core.Rag(),
-            top_k=asked.max_num_results,
-            sources=sources,
-            min_score=ranking.score_threshold,
+            rag or core.Rag(), top_k=asked.max_num_results, sources=sources, min_score=ranking.score_threshold
         )
 
     def _functions(self) -> core.Tools | None:

@@ -62,8 +62,7 @@ def test_faithfulness_is_the_share_of_supported_statements_and_is_asked_once() -
 
 
 @pytest.mark.parametrize(
-    ("statements", "verdicts", "unread"),
-    [("[]", "[1]", 0), ("no", "[1]", 1), ('["a"]', "[1, 1]", 1)],
+    ("statements", "verdicts", "unread"), [("[]", "[1]", 0), ("no", "[1]", 1), ('["a"]', "[1, 1]", 1)]
 )
 def test_what_cannot_be_judged_has_no_value_and_is_counted(statements: str, verdicts: str, unread: int) -> None:
     judge = Judge(Canned(statements), Canned(verdicts))

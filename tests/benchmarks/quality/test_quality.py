@@ -53,10 +53,7 @@ def test_the_command_measures_and_reports(data: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [
-        (["--strategies", "blent"], "unknown strategy 'blent'"),
-        (["--rivals", "lingua"], "unknown rival 'lingua'"),
-    ],
+    [(["--strategies", "blent"], "unknown strategy 'blent'"), (["--rivals", "lingua"], "unknown rival 'lingua'")],
 )
 def test_the_command_refuses_unknown_names(
     data: Path, arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]

@@ -208,15 +208,11 @@ class EngineOptions:
     ] = "stored"
     top_k: Annotated[Count, Flag(FIRST, "chunks retrieved, if a request says nothing of it")] = 3
     retrieve: Annotated[
-        Retrieve, Flag(RETRIEVAL, "when requests that name no knowledge get passages (docs/recognition.md)")
+        Retrieve, Flag(RETRIEVAL, "when requests that name no knowledge get passages (docs/clients.md)")
     ] = "auto"
     deterministic: Annotated[
         bool, Flag(REUSE, "the same bits for a request alone, beside others, cold, and from any tier (docs/kernels.md)")
     ] = False
-    recognise: Annotated[
-        bool, Flag(RETRIEVAL, "find passages in messages and reuse them at any place (docs/recognition.md)")
-    ] = False
-    separators: tuple[str, ...] = ()  # texts that part passages, besides blank lines, rules, tags and labels
     device_cache_gb: Annotated[
         Positive, Flag(FIRST, "KV pool on the device, on all its devices together, units of 2^30 B")
     ] = 0.5

@@ -140,7 +140,6 @@ class Segment:
     kind: a `Kind`, or its name.
     public: whether its KV may serve every tenant, as long as all before it may.
     behind: as `Chunk` has it.
-    recognised: whether it is a chunk that a message brought, not one that was retrieved.
     depends: indices of the earlier segments that it depends on directly, where its kind does not say (None: it does; a
         node without an ancestor depends on the leading system segments).
     """
@@ -153,7 +152,6 @@ class Segment:
     public: bool = False
     behind: bytes = b""
     depends: tuple[int, ...] | None = None
-    recognised: bool = False
 
     def __post_init__(self) -> None:
         kind = self.kind if isinstance(self.kind, Kind) else Kind.__members__.get(str(self.kind).upper())
@@ -236,10 +234,6 @@ class Prompt:
         if not len(said):
             return self
         return Prompt((*self.segments, Segment("continued", Kind.QUERY, said)))
-
-    @property
-    def recognised(self) -> bool:
-        return any(s.recognised for s in self.segments)
 
     @cached_property
     def tokens(self) -> Tokens:

@@ -192,7 +192,6 @@ class Rag:
     recompute_ratio: share of the chunks' tokens, in [0, 1], that a selective strategy recomputes; None uses its own.
     graph: facts, used instead of chunks.
     compression: which of the prompt's tokens the answer sees; None uses the engine's default, "none" keeps all.
-    recognise: whether passages in the messages are recognised, and reused at any place; None uses the engine's default.
     detail: hand back the tokens of the prompt in the answer.
     sources: knowledge bases that are searched together, instead of `knowledge`; a document that several of them have is
         found in the first. min_score: the least cosine similarity of a chunk.
@@ -206,7 +205,6 @@ class Rag:
     graph: InstanceOf[Graph] | None = None
     compression: InstanceOf[Compression] | Literal["none"] | None = None
     detail: bool = False
-    recognise: bool | None = None
     sources: tuple[InstanceOf[Source], ...] = ()
     min_score: float | None = None
 
@@ -219,7 +217,6 @@ class Rag:
         beside = self.knowledge is not None or self.documents is not None
         _check(not self.sources or not beside, "give sources, or knowledge or documents, not both", "rag.knowledge")
         _check(self.documents is None or self.top_k is None, "give documents or top_k, not both", "rag.top_k")
-        _check(not self.recognise or self.graph is None, "give recognise or graph, not both", "rag.recognise")
 
     @property
     def searched(self) -> tuple[Source, ...]:

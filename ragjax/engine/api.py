@@ -370,7 +370,6 @@ class Engine:
         documents: Sequence[str | Document] | None = None,
         graph: Graph | str | None = None,
         compression: Compression | str | None = None,
-        recognise: bool | None = None,
         sampling: Sampling | None = None,
         want_logits: bool = False,
         continuation: Tokens | None = None,
@@ -380,8 +379,7 @@ class Engine:
         """Answer a question (or continue a chat); `options` are fields of `core.Sampling`, `max_tokens` for instance.
 
         graph: facts to use instead of chunks; a name stands for all that the graph of this name has to say.
-        compression: a short form, "snapkv+graph:512" for instance, or "none" (None: the engine's default). recognise:
-        whether passages in the messages are recognised (None: likewise).
+        compression: a short form, "snapkv+graph:512" for instance, or "none" (None: the engine's default).
         """
         _check_several(documents, "documents")
         rag = Rag(
@@ -392,7 +390,6 @@ class Engine:
             recompute_ratio=recompute_ratio,
             graph=Graph(graph) if isinstance(graph, str) else graph,
             compression=_compression(compression),
-            recognise=recognise,
         )
         request = Request(
             messages=(Message("user", question),) if isinstance(question, str) else tuple(question),

@@ -34,7 +34,6 @@ from ragjax.engine.grounding import BROUGHT, Grounding, overlong, too_long
 from ragjax.engine.knowledge import Knowledge, KnowledgeRegistry
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting import chat, facts
-from ragjax.prompting.recognition import Cutter, Recognition
 from ragjax.quality.contract import AUTO, Contract
 from ragjax.quality.report import PREFIX
 from ragjax.retrieval.graph import KnowledgeGraph
@@ -70,7 +69,6 @@ class Composer:
     strategies: Mapping[str, Strategy]
     contract: Contract
     limits: StepLimits  # what one step can read
-    recognise: bool = False  # whether passages in messages are recognised, for requests that say nothing of it
     check: Callable[[], None] = lambda: None  # called at each step of a loop over what a request brings; may raise
 
     @staticmethod
@@ -84,12 +82,10 @@ class Composer:
         context_length: int,
     ) -> Composer:
         share = options.storage.share_knowledge
-        cutter = Cutter(options.separators)
         grounding = Grounding(
-            knowledge.bases, knowledge.chunker, context_length, options.top_k, share, options.retrieve, cutter,
-            knowledge.fits,
+            knowledge.bases, knowledge.chunker, context_length, options.top_k, share, options.retrieve, knowledge.fits,
         )  # fmt: skip
-        return Composer(tokenizer, grounding, knowledge.graphs, strategies, contract, limits, options.recognise)
+        return Composer(tokenizer, grounding, knowledge.graphs, strategies, contract, limits)
 
     @property
     def context_length(self) -> int:
@@ -103,8 +99,7 @@ class Composer:
         """Retrieve what a request needs, and make its prompt."""
         self._check_texts(request)
         if request.prompt is not None:
-            build = partial(chat.text_prompt, self.tokenizer, request.prompt)
-            prompt = self._recognised(request, build)
+            prompt = chat.text_prompt(self.tokenizer, request.prompt)
             return Grounded(prompt, kept=tuple((len(prompt), one.seconds) for one in request.breakpoints))
         if request.rag is not None and request.rag.graph is not None:
             return self._ground_graph(request, request.rag, request.rag.graph)
@@ -135,8 +130,9 @@ class Composer:
             public=self.grounding.share,
             tools=request.tools,
         )
-        if hits is None or self._recognises(request):
-            prompt, found = self._recognised(request, partial(build, hits)), hits or ()
+        found: Sequence[Hit] = ()
+        if hits is None:
+            prompt = build(None)
         else:
             earlier = self.grounding.earlier(request)
             prompt, found = _conversation(build, hits, earlier, self.grounding.fits)
@@ -144,7 +140,7 @@ class Composer:
                 earlier = dict([*earlier.items()][(len(earlier) + 1) // 2 :])
                 prompt, found = _conversation(build, hits, earlier, self.grounding.fits)
         given = request.rag is not None and request.rag.documents is not None
-        places = (i for i, one in enumerate(prompt.segments) if one.kind is Kind.CHUNK and not one.recognised)
+        places = (i for i, one in enumerate(prompt.segments) if one.kind is Kind.CHUNK)
         pairs = zip(places, found, strict=True)
         sources = tuple(cited(hit, place, given) for place, hit in pairs)
         kept = tuple((self._before(one, request, hits, prompt), one.seconds) for one in request.breakpoints)
@@ -170,20 +166,6 @@ class Composer:
         pieces = sum(segment.kind is not Kind.NODE for segment in prompt.segments)
         length = len(prompt) + answer
         return length <= self.context_length and self.limits.holds(length, pieces)
-
-    def _recognises(self, request: Request) -> bool:
-        rag = request.rag or Rag()
-        return self.recognise if rag.recognise is None else rag.recognise
-
-    def _recognised(self, request: Request, build: Callable[..., Prompt]) -> Prompt:
-        rag = request.rag or Rag()
-        if not self._recognises(request):
-            return build()
-        entries = self.limits.room_beside(self.context_length, 0)
-        most = max(0, entries // 4 - 2)  # a passage has two pieces, of two entries beside theirs each
-        recognition = Recognition(self.grounding.cutter, most)
-        prompt = build(recognition=recognition)
-        return build() if self.choose(rag, Grounded(prompt)).strategy.exact else prompt
 
     def _ground_graph(self, request: Request, rag: Rag, asked: Graph) -> Grounded:
         began = time.perf_counter()

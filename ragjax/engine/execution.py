@@ -384,7 +384,7 @@ def _unlike_measured(state: RequestState, plan: Plan) -> Iterator[str]:
 
 def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergence | None:
     exact = state.exact_to == "full"
-    if (state.prompt.recognised or state.lossy) and not exact:
+    if state.lossy and not exact:
         return None
     return contract.predicted(state.setting, exact, state.prompt.chunks, state.prompt.preprocessed and not plan.unfused)
 

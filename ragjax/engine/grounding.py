@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from ragjax.core import Chunk, Document, Hit, Notice, Rag, Request, RequestError
+from ragjax.core import Chunk, Document, Hit, Message, Notice, Rag, Request, RequestError
 from ragjax.engine.knowledge import KnowledgeRegistry
-from ragjax.prompting.recognition import Cutter, brings_passages
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import BasePart, KnowledgeBase, Query, SearchStage, search_parts
 
 BROUGHT = Notice(
     "the messages bring passages, so none were retrieved (--retrieve auto); rag.top_k asks for some", "passages_brought"
 )
+
+PASSAGE_CHARS = 160
+"""Characters of the shortest passage that a message brings: about 40 tokens of English."""
+
+_BLANK = re.compile(r"\n\s*\n")
 
 MOST_EARLIER = 16
 """Earlier questions of a conversation whose passages stay, at most: each is searched for again."""
@@ -24,9 +29,8 @@ class Grounding:
     """Finds what requests stand on. Any thread may call it.
 
     context_length: most tokens of a prompt and its answer. top_k: chunks retrieved for requests that say nothing else.
-    share: whether tenants share the KV of knowledge bases. retrieve: as `EngineOptions` has it. cutter: finds passages
-    in messages. fits: as `Knowledge` has it. check: called for each document that a request brings; an error of it ends
-    the work.
+    share: whether tenants share the KV of knowledge bases. retrieve: as `EngineOptions` has it. fits: as
+    `Knowledge` has it. check: called for each document that a request brings; an error of it ends the work.
     """
 
     knowledge: KnowledgeRegistry[KnowledgeBase]
@@ -35,7 +39,6 @@ class Grounding:
     top_k: int
     share: bool
     retrieve: str = "auto"
-    cutter: Cutter = field(default_factory=Cutter)
     fits: float = -1.0
     check: Callable[[], None] = lambda: None
 
@@ -128,7 +131,7 @@ class Grounding:
         wanted = bool(request.question.strip()) and known and self._top_k(rag) > 0
         if not wanted or rag.named or rag.top_k is not None or self.retrieve == "always":
             return wanted
-        return self.retrieve == "auto" and not brings_passages(self.cutter, request.messages)
+        return self.retrieve == "auto" and not brings_passages(request.messages)
 
     def _top_k(self, rag: Rag) -> int:
         return self.top_k if rag.top_k is None else rag.top_k
@@ -167,6 +170,13 @@ class Grounding:
 def _query(request: Request, end: int | None = None) -> Query:
     *before, text = (one.content for one in request.messages[:end] if one.role == "user" and one.content.strip())
     return Query(text, tuple(before), request.tenant)
+
+
+def brings_passages(messages: Sequence[Message]) -> bool:
+    """True if a message of the user or a tool has a long line or paragraph before its last one, which asks."""
+    texts = [message.content.strip() for message in messages if message.role in ("user", "tool")]
+    pieces = (piece for text in texts for parts in (text.splitlines(), _BLANK.split(text)) for piece in parts[:-1])
+    return any(len(piece) >= PASSAGE_CHARS for piece in pieces)
 
 
 def dropped(turns: int, most: int) -> int:

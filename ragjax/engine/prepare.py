@@ -69,7 +69,7 @@ class Pending:
         head = self.head
         if head is None or not np.array_equal(prompt.segments[0].tokens, head):
             return False
-        return any(one.kind is Kind.CHUNK and not one.behind and not one.recognised for one in prompt.segments)
+        return any(one.kind is Kind.CHUNK and not one.behind for one in prompt.segments)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from ragjax.core import Chunk, Hit, Kind, Message, Prompt, RequestError, Segment
 from ragjax.core.depprompt import TreeNode, branches
 from ragjax.models.chat_template import CONTEXT, Pieces
 from ragjax.models.tokenizer import Tokenizer
-from ragjax.prompting.recognition import Recognition, questions, recognise
 from ragjax.prompting.tools import for_template, told
 from ragjax.retrieval.triples import Subgraph
 
@@ -39,26 +38,17 @@ def chat_prompt(
     earlier: Mapping[int, Sequence[Hit]] | None = None,
     public: bool = False,
     tools: Tools | None = None,
-    recognition: Recognition | None = None,
 ) -> Prompt:
     """The prompt of a chat; `hits` are the chunks in the order they are to stand in (None: no knowledge is used).
 
-    earlier: chunks of earlier questions, by the index of the message, ascending; not beside a recognition. public:
-    whether the KV of our own instruction may serve every tenant. recognition: of passages in the messages. Without
-    `hits` the system segment is then what the template opens with, so that a passage is found again behind any system
-    message, and in one.
+    earlier: chunks of earlier questions, by the index of the message, ascending. public: whether the KV of our own
+    instruction may serve every tenant.
     """
     _check(messages)
     if hits is None:
-        said = told(tokenizer, messages, tools)
-        pieces = _pieces(tokenizer, said, tools)
-        if recognition is not None:
-            spared = _questions(recognition, messages, said)
-            return Prompt(recognise(tokenizer, pieces, recognition, spared, opening=int(pieces[0][1])))
+        pieces = _pieces(tokenizer, told(tokenizer, messages, tools), tools)
         return Prompt((Segment("question", Kind.QUERY, _joined(tokenizer.encode_pieces(pieces))),))
-    if recognition is not None:  # the chunks are pieces too, and passages may stand on both sides of them
-        recognition = replace(recognition, most=max(0, recognition.most - len(hits)) // 2)
-    before, behind = _frame(tokenizer, messages, INSTRUCTION, public, tools, recognition, earlier)
+    before, behind = _frame(tokenizer, messages, INSTRUCTION, public, tools, earlier)
     return Prompt((*before, *map(chunk_segment, hits), *behind))
 
 
@@ -122,18 +112,12 @@ def _asked(messages: Sequence[Message]) -> int:
     return found[-1]
 
 
-def _questions(recognition: Recognition, messages: Sequence[Message], said: Sequence[Message]) -> frozenset[str]:
-    """Pieces that ask: the last of the user's last message, and of what comes last, as the template takes them."""
-    return questions(recognition.cutter, (messages[_asked(messages)].content, messages[-1].content, said[-1].content))
-
-
 def _frame(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     instruction: str,
     public: bool,
     tools: Tools | None,
-    recognition: Recognition | None = None,
     earlier: Mapping[int, Sequence[Hit]] | None = None,
 ) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
     own = messages[0].role == "system"
@@ -146,13 +130,8 @@ def _frame(
     pieces = _pieces(tokenizer, said, tools)
     *cuts, context = (i for i, piece in enumerate(pieces) if piece == (CONTEXT, False))
     system = _end_of_system(tokenizer, said, pieces, tools)
-    free = public and not own and tools is None
-    if recognition is not None:
-        spared = _questions(recognition, messages, said)
-        before = recognise(tokenizer, pieces[:context], recognition, spared, opening=system, public=free)
-        return before, recognise(tokenizer, pieces[context + 1 :], recognition, spared, continued=True)
     runs = tokenizer.encode_pieces(pieces)  # in one go: each piece goes on from the one before it
-    head = Segment("system", Kind.SYSTEM, _joined(runs[:system]), public=free)
+    head = Segment("system", Kind.SYSTEM, _joined(runs[:system]), public=public and not own and tools is None)
     front, begin = [head], system
     for end, hits in zip((*cuts, context), (*(earlier or {}).values(), ()), strict=True):
         if len(history := _joined(runs[begin:end])):
@@ -167,16 +146,8 @@ def chunk_segment(hit: Hit) -> Segment:
     return Segment(chunk.id, Kind.CHUNK, chunk.tokens, chunk.title, hit.score, hit.public, chunk.behind)
 
 
-def text_prompt(tokenizer: Tokenizer, text: str | Sequence[int], recognition: Recognition | None = None) -> Prompt:
-    """The prompt of a raw completion: one query segment. Token ids stand as they are; in front of a text comes BOS.
-
-    recognition: of passages in a text; its last piece asks.
-    """
-    if isinstance(text, str) and text and recognition is not None:
-        found = recognise(tokenizer, [(text, False)], recognition, questions(recognition.cutter, (text,)))
-        if not tokenizer.add_bos or tokenizer.bos_id is None:
-            return Prompt(found)
-        return Prompt((Segment("system", Kind.SYSTEM, np.array([tokenizer.bos_id], np.int32)), *found))
+def text_prompt(tokenizer: Tokenizer, text: str | Sequence[int]) -> Prompt:
+    """The prompt of a raw completion: one query segment. Token ids stand as they are; in front of a text comes BOS."""
     if isinstance(text, str):
         tokens = tokenizer.encode(text, special=False)
         if tokenizer.add_bos and tokenizer.bos_id is not None:

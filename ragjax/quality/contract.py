@@ -171,7 +171,7 @@ class Contract:
 
     def uncovered(self, prompt: Prompt) -> str | None:
         """The reason why `auto` has no evidence of such prompts, "" if it needs no word; None if it has some."""
-        if not prompt.chunks or not prompt.preprocessed or prompt.recognised:
+        if not prompt.chunks or not prompt.preprocessed:
             return ""
         if self._report is None or self.pick == PREFIX or prompt.chunks <= self._report.top_k:
             return None

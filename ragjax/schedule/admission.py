@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.lookahead import Look
-from ragjax.cache.node import PUBLIC, raw_of
 from ragjax.cache.stretches import MOVED
 from ragjax.core import OutOfPages, RequestError, Run, StepLimits
 from ragjax.core.tiers import Inquiry
@@ -156,9 +155,7 @@ class Admission:
     def _weigh(self, state: RequestState) -> None:
         """Serve a request that left its strategy to the engine by `prefix` where another one would compute more.
 
-        Chunks of a knowledge base are computed for later requests and do not count. Nor do passages that a message
-        brought and that stood elsewhere before. Those that are new are no reason to leave `prefix`: it is exact, costs
-        the same, and is found when the same message comes again.
+        Where both compute as much, chunks are computed for later requests by the other one.
         """
         prompt, strategy, cache, tenant = state.prompt, state.strategy, self._cache, state.request.tenant
         if state.by_default and strategy.name == MOVED and not state.times.admitted:
@@ -169,15 +166,9 @@ class Admission:
             return
         if strategy.exact or not state.by_default or not prompt.chunks or state.times.admitted:
             return
-        new = sum(
-            len(segment)
-            for segment in prompt.segments
-            if segment.recognised
-            and not any(cache.tree.places(who, raw_of(segment.tokens)) for who in (tenant, PUBLIC))
-        )
         exact = Prefix().work(state.plain, cache, tenant)
-        own = new + strategy.work(prompt, cache, tenant, state.ratio)
-        if exact > own or (exact == own and not new):
+        own = strategy.work(prompt, cache, tenant, state.ratio)
+        if exact >= own:
             return
         reason = f"{strategy.name} would have computed {own} tokens of the prompt, and prefix {exact}"
         state.strategy, state.ratio, state.prompt = Prefix(), None, state.plain

@@ -220,8 +220,6 @@ class RequestState(Waiting):
     def setting(self) -> Setting:
         """Strategy, ratio and compression that serve it, as quality reports name them."""
         kept = None if self.compression is None else str(self.compression)
-        if self.prompt.recognised and not self.strategy.exact:  # not what a report measured, or a budget is held to
-            return Setting(self.strategy.name, self.ratio, "recognised" if kept is None else f"recognised {kept}")
         return Setting(self.strategy.name, self.ratio, kept)
 
     @property

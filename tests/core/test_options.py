@@ -50,8 +50,6 @@ NAN, INF = float("nan"), float("inf")
         ({"recompute_ratio": "0.5"}, "recompute_ratio must be a valid number, not"),
         ({"recompute_ratio": 1.5}, "recompute_ratio must be less than or equal to 1, not 1.5"),
         ({"index": "hnws"}, "index must be one of flat, ivf, hnsw, not 'hnws'"),
-        ({"separators": "---"}, "separators must be a valid tuple, not '---'"),
-        ({"separators": [5]}, r"separators\[0\] must be a valid string"),
         ({"strategy": 5}, "strategy must be a valid string"),
         ({"quality_budget": 0.05}, "quality_budget must be a valid string"),
         ({"compression": 512}, "compression must be a valid string"),
@@ -80,7 +78,6 @@ def test_tiers_that_cannot_work_are_refused_by_name(given: dict[str, Any], messa
 def test_numbers_of_numpy_are_numbers() -> None:
     made = EngineOptions("m", top_k=np.int64(2), max_context=np.int32(64), device_cache_gb=np.float32(0.5))
     assert made == EngineOptions("m", top_k=2, max_context=64) and type(made.top_k) is int
-    assert EngineOptions("m", separators=["---"]).separators == ("---",)  # type: ignore[arg-type]
 
 
 def test_every_index_can_be_chosen() -> None:

@@ -163,8 +163,8 @@ def test_predictions_are_of_the_nearest_ratio_not_above() -> None:
     assert REPORT.predicted(Setting("blend", 1.0)) == Divergence(0.05, 0.9)
     assert REPORT.predicted(Setting("craft")) == Divergence(0.03, 0.95)
     unknown = (Setting("blend"), Setting("craft", 0.3), Setting("random", 0.1), Setting("fusion", 0.3))
-    compressed = (Setting("blend", 0.2, "snapkv:64"), Setting("craft", None, "recognised"))
-    assert [REPORT.predicted(setting) for setting in (*unknown, *compressed)] == [None] * 6
+    compressed = Setting("blend", 0.2, "snapkv:64")
+    assert [REPORT.predicted(setting) for setting in (*unknown, compressed)] == [None] * 5
 
 
 # -------------------------------------------------------------------------------------------- report
@@ -314,8 +314,7 @@ def test_auto_has_evidence_of_preprocessed_chunks_alone() -> None:
     contract, bare = automatic(FUSED), tiny.prompt(chunks=(20,) * 3)
     assert contract.pick == FUSION
     assert contract.uncovered(marked(bare)) is None
-    found = Prompt(tuple(replace(s, recognised=s.kind is Kind.CHUNK) for s in marked(bare).segments))
-    for other in (bare, tiny.prompt(chunks=()), found):
+    for other in (bare, tiny.prompt(chunks=())):
         assert contract.uncovered(other) == ""
     many = contract.uncovered(marked(tiny.prompt(chunks=(20,) * 4)))
     assert many is not None and "up to 3 chunks, and here are 4" in many

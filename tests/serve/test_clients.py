@@ -16,9 +16,10 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from tests.support import client_program, tiny
+from tests.support import client_program, stuff_program, tiny
 from tests.support.fakes import FakeEngine
 from tests.support.serving import TEXT, serving
+from tests.support.stuffed import DOCUMENTS
 
 TOKENS = {
     "chat": ("The", " light", "house", " is", " red", "."),
@@ -103,3 +104,25 @@ def test_openai_against_an_engine_in_miniature() -> None:
         batch = client.completions.create(model="tiny", prompt=[[65, 66], [67]], n=2, max_tokens=3)
         assert batch.usage.prompt_tokens == 3 and batch.choices[0].text == batch.choices[1].text
         assert len(client.embeddings.create(model=engine.embedding_model, input="a").data[0].embedding) == 32
+
+
+@pytest.mark.parametrize("chain", ["stuff", "system"])
+def test_passages_that_langchain_puts_into_messages_are_warm(chain: str) -> None:
+    """Over FAISS, in its own environment; nothing is set but base URL and model."""
+    python = os.environ.get("RAGJAX_CLIENTS_PYTHON")
+    if not python:
+        pytest.skip("RAGJAX_CLIENTS_PYTHON names no Python with client packages")
+    if subprocess.run([python, "-c", stuff_program.NEEDS], capture_output=True, check=False).returncode:
+        pytest.skip("langchain, langchain-openai, langchain-community and faiss-cpu are not installed there")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with tiny.engine(strategy="moved") as engine, serving(engine) as served:
+        run = [python, str(Path(stuff_program.__file__)), chain, served.url + "/v1"]
+        given = json.dumps(DOCUMENTS)
+        done = subprocess.run(
+            run, input=given, capture_output=True, text=True, env=environment, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        cached, *later = json.loads(done.stdout.splitlines()[-1])
+    assert cached == 0
+    whole = sum(map(len, DOCUMENTS))
+    assert len(later) == 2 and min(later) > 0.8 * whole, "most of every passage is warm from the second question on"

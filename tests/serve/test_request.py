@@ -115,6 +115,35 @@ def test_completion_reaches_engine(caught: Caught) -> None:
     assert [request.prompt for request in caught.engine.requests[-2:]] == ["a", "b"]
 
 
+def test_a_knowledge_base_is_named_with_the_model(caught: Caught) -> None:
+    assert caught.request(model="fake:demo").rag == core.Rag(knowledge="demo")
+    assert caught.request(model="fake:demo", rag={"top_k": 2}).rag == core.Rag(knowledge="demo", top_k=2)
+    assert caught.request(model="fake:demo", rag={"knowledge": "demo"}).rag == core.Rag(knowledge="demo")
+    listed = [model.id for model in caught.served.client().models.list().data]
+    assert listed == ["fake", "fake:demo", "fake-encoder"]
+    assert caught.served.client().models.retrieve("fake:demo").id == "fake:demo"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("chat/completions", {"model": "fake:other"}, 404),
+        ("chat/completions", {"model": "fake:"}, 404),
+        ("chat/completions", {"model": "demo"}, 404),
+        ("chat/completions", {"model": "fake:demo", "rag": None}, 400),
+        ("chat/completions", {"model": "fake:demo", "rag": {"knowledge": "other"}}, 400),
+        ("chat/completions", {"model": "fake:demo", "rag": {"graph": "facts"}}, 400),
+        ("completions", {"model": "fake:demo", "prompt": "a"}, 400),
+    ],
+)
+def test_a_models_name_that_contradicts_the_request_is_refused(
+    caught: Caught, path: str, body: dict[str, Any], status: int
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "?"}]} if "chat" in path else {}
+    response = caught.served.post(f"/v1/{path}", json={**asked, **body})
+    assert response.status_code == status and error_of(response)["message"]
+
+
 def _with(path: str, value: Any) -> dict[str, Any]:
     """The plain chat body with one field replaced or added; `path` is dotted, numbers index lists."""
     body = json.loads(

@@ -21,8 +21,8 @@ class ChatRagjax(ChatOpenAI):
         ChatRagjax(model="smollm2-135m-instruct").invoke("Who keeps the lighthouse?", documents=documents)
 
     A call takes `documents` (LangChain's, or ids of the server's knowledge base) and `rag`, further fields of the
-    request's `rag`. Documents given so have KV of their own, which is reused at any place of any later prompt; text
-    inside a message has only where the server recognises it. Without documents the server may retrieve by itself.
+    request's `rag`. Documents given so have KV of their own, which is reused at any place of any later prompt; of
+    text inside a message, the strategy `moved` reuses most. Without documents the server may retrieve by itself.
 
     Streams, tools (`bind_tools`) and structured output (`with_structured_output`) are those of `ChatOpenAI`.
     """

@@ -17,8 +17,8 @@ class Ragjax(OpenAILike):  # type: ignore[misc]  # its base is not typed
         Ragjax(model="smollm2-135m-instruct").chat([ChatMessage("Who keeps the lighthouse?")], documents=nodes)
 
     A call takes `documents` (nodes, or ids of the server's knowledge base) and `rag`, further fields of the request's
-    `rag`. Documents given so have KV of their own, which is reused at any place of any later prompt; text inside a
-    message has only where the server recognises it. Without documents the server may retrieve by itself.
+    `rag`. Documents given so have KV of their own, which is reused at any place of any later prompt; of text
+    inside a message, the strategy `moved` reuses most. Without documents the server may retrieve by itself.
     """
 
     is_chat_model: bool = True

@@ -513,7 +513,6 @@ class CompletionBody(GenerationBody):
             recompute_ratio=given.recompute_ratio,
             compression=given.compressed(),
             detail=bool(given.detail),
-            recognise=given.recognise,
         )
         scored = bool(self.echo) and self.logprobs is not None
         if self.max_tokens == 0 and not self.echo:

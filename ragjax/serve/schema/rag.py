@@ -56,7 +56,6 @@ class TextRag(ClosedBody):
     recompute_ratio: float | None = None
     compression: Name | None = None  # tokens that the answer sees: "snapkv+graph:512", or "none"
     detail: bool | None = None  # the account names the tokens of each segment
-    recognise: bool | None = None  # find passages in the messages or the prompt, and reuse them at any place
 
     def compressed(self) -> core.Compression | Literal["none"] | None:
         """Raises core.RequestError for a compression that cannot be."""
@@ -128,7 +127,6 @@ class ChatRag(TextRag):
             graph=graph,
             compression=self.compressed(),
             detail=bool(self.detail),
-            recognise=self.recognise,
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -51,7 +52,7 @@ class Weights:
             if mesh.size > 1:
                 _divide(decoder, mesh)
             layer_def, layers = split_layers(decoder)
-            ends_def, ends = nnx.split(without_layers(decoder))
+            ends_def, ends = split_ends(decoder)
             stages = [layers[i : i + depth] for i in range(0, len(layers), depth)]
             placed = [_place(_stack(stage) if scanned else tuple(stage), mesh) for stage in stages]
             leaves = tuple(tuple(jax.tree.leaves(stage)) for stage in placed)
@@ -63,10 +64,11 @@ def split_layers(decoder: Decoder) -> tuple[nnx.GraphDef[Layer], list[Parameters
     return pairs[0][0], [state for _, state in pairs]
 
 
-def without_layers(decoder: Decoder) -> Decoder:
-    ends = Decoder.abstract(decoder.config)
-    ends.embedding, ends.soft, ends.norm, ends.head = decoder.embedding, decoder.soft, decoder.norm, decoder.head
-    ends.layers = nnx.List([])
+def split_ends(decoder: Decoder) -> tuple[nnx.GraphDef[Decoder], Parameters]:
+    """The decoder without its layers."""
+    layers, decoder.layers = decoder.layers, nnx.List([])
+    ends = nnx.split(decoder)
+    decoder.layers = layers
     return ends
 
 
@@ -74,7 +76,7 @@ def _stack(states: Sequence[Parameters]) -> Parameters:
     def stack(*weights: Weight) -> Weight:
         value: Any = weights[0].get_value()
         if not isinstance(value, PackedMatrix) or value.layer is None:  # else it is in a stack of all layers
-            value = jax.tree.map(lambda *parts: jnp.stack(parts), *(w.get_value() for w in weights))
+            value = jax.tree.map(lambda *parts: np.stack(parts), *(w.get_value() for w in weights))
         return Weight(value, axes=("layers", *weights[0].axes))
 
     stacked: Parameters = jax.tree.map(stack, *states, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 from ragjax.core import Grid, Measure
 from ragjax.kernels.attention import mosaic as attention_mosaic
@@ -29,7 +28,7 @@ from ragjax.kernels.rope import Rotation
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.runner import stages
-from ragjax.runner.weights import split_layers, without_layers
+from ragjax.runner.weights import split_ends, split_layers
 from tests.support.cases import HOPPER
 from tests.support.compiler import (
     MODELS,
@@ -199,7 +198,7 @@ def check_stage(
     pool = Pages(*[jax.ShapeDtypeStruct((pool_layers, 4096, config.num_kv_heads, slots, 128), jnp.bfloat16)] * 2)  # type: ignore[arg-type]
     decoder = Decoder.abstract(config)
     layer, states = split_layers(decoder)
-    ends_def, ends = nnx.split(without_layers(decoder))
+    ends_def, ends = split_ends(decoder)
     leaves, stage_def = jax.tree.flatten(tuple(states[:layers]))
     spec = stages.Spec(layer, stage_def, ends_def, hopper_mesh(), False, config.head_dim**-0.5)  # type: ignore[arg-type]
     begin = partial(stages.begin, spec, row_shape)

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -29,7 +28,7 @@ from ragjax.runner import programs as runner_programs
 from ragjax.runner.mesh import POOL
 from ragjax.runner.programs import Name, Programs
 from ragjax.runner.stages import Spec
-from ragjax.runner.weights import Weights, split_layers, without_layers
+from ragjax.runner.weights import Weights, split_ends, split_layers
 from ragjax.store import device as page_store
 from tests.support.cases import HOPPER
 from tests.support.compiler import custom_calls, hopper, hopper_mesh, kernels
@@ -68,7 +67,7 @@ def programs(layers: int = LAYERS) -> Programs:
     mesh = hopper_mesh()
     decoder = Decoder.abstract(CONFIG, jnp.dtype("bfloat16"))
     layer_def, states = split_layers(decoder)
-    ends_def, ends = nnx.split(without_layers(decoder))
+    ends_def, ends = split_ends(decoder)
     leaves, stage_def = jax.tree.flatten(tuple(states))
     weights = Weights(ends_def, layer_def, stage_def, ends, (tuple(leaves),), LAYERS)
     pool = jax.eval_shape(partial(page_store.create, CONFIG, layers, 2048, PAGE_SIZE, jnp.dtype("bfloat16")))

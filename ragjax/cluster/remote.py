@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -14,16 +15,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from numpy.typing import NDArray
 
-from ragjax.cluster.exchange import Breaker, Directory, Outbox, TierCounts, by_key
-from ragjax.cluster.redis import (
-    Parcel,
-    RedisServer,
-    RefusedError,
-    RemoteError,
-    chunk_place,
-    continuation_place,
-    place_of,
-)
+from ragjax.cluster.exchange import Directory, Link, Outbox, by_key
+from ragjax.cluster.redis import Parcel, RedisServer, RemoteError, chunk_place, continuation_place, place_of
 from ragjax.core import AtRest, ConfigError
 from ragjax.core.tiers import Record, first_of
 from ragjax.store import entry
@@ -54,23 +47,20 @@ class RemoteTier(SharedTier):
         identity: bytes,
         disk: DiskStore | None = None,
         *,
-        max_bytes: int,
         timeout: float,
-        breaker: Breaker | None = None,
+        link: Link | None = None,
     ):
         self.patience = timeout
         self._remote = remote
         self._identity = identity
         self._disk = disk
-        self._max_bytes = max_bytes
-        self._breaker = breaker or Breaker(remote.address)
-        self._counts = TierCounts()
+        self._link = link or Link(remote.address)
         try:
             remote.ping()
         except RemoteError as error:  # the tier is off, and the server is probed again
-            self._breaker.failed(error)
-        self._directory = Directory(remote, identity, self._breaker, self._counts)
-        self._outbox = Outbox(remote, identity, self._breaker, self._counts)
+            self._link.fail(error)
+        self._directory = Directory(remote, identity, self._link)
+        self._outbox = Outbox(remote, identity, self._link)
 
     def listen(self, notify: Callable[[], None]) -> None:
         self._directory.notify = notify
@@ -90,8 +80,6 @@ class RemoteTier(SharedTier):
     def touch(self, keys: Sequence[bytes]) -> None:
         if self._disk is not None:
             self._disk.touch(keys)
-        if self._breaker.on:
-            self._outbox.touch(keys)
 
     def asked(self) -> Collection[str]:
         return self._directory.asked()
@@ -123,10 +111,12 @@ class RemoteTier(SharedTier):
             yield from self._fetch(key, count, expected)
 
     def standing(self) -> Standing:
-        breaker = self._breaker
-        entries, size = self._directory.size
-        limits = self._max_bytes, breaker.changes
-        return Standing(self._remote.address, breaker.on, breaker.error, entries, size, *limits, *self._counts.read())
+        room, on = self._directory.room, self._directory.is_on()
+        counts, dropped = self._link.counts()
+        counts = {**counts, "evicted": room.evicted}
+        return Standing(
+            self._remote.address, on, self._link.error, room.entries, room.bytes, room.max_bytes, counts, dropped
+        )
 
     def flush(self, seconds: float = CLOSING) -> bool:
         return self._outbox.flush(seconds)
@@ -139,14 +129,14 @@ class RemoteTier(SharedTier):
     def _offer(self, record: Record, arrays: Arrays) -> tuple[int, str | None]:
         """Queue an entry if the server answers and has room; returns its bytes, and the reason if it is not queued."""
         size = sum(array.nbytes for array in arrays.values())
-        if not self._breaker.on:
-            self._counts.drop("off")
-            return 0, f"the server is off ({self._breaker.error})"
-        if size > min(self._max_bytes, LARGEST):
-            self._counts.drop("large")
-            return 0, f"it takes {size} bytes, and the limit is {min(self._max_bytes, LARGEST)}"
+        if not self._link.on:
+            self._link.drop("off")
+            return 0, f"the server is off ({self._link.error})"
+        if size > LARGEST:
+            self._link.drop("large")
+            return 0, f"it takes {size} bytes, and the limit is {LARGEST}"
         if not self._outbox.has_room(size):
-            self._counts.drop("full")
+            self._link.drop("full")
             return 0, "too many wait to be written"
         head, *data = entry.encode(record, arrays, self._identity)
         parcel = Parcel(record.key, place_of(record) or "", head.tobytes(), b"".join(piece.data for piece in data))
@@ -154,20 +144,13 @@ class RemoteTier(SharedTier):
         return parcel.size, None
 
     def _fetch(self, key: bytes, count: int, expected: Record | None) -> Iterator[dict[str, NDArray[Any]]]:
-        if not self._breaker.on:
-            raise RemoteError(f"the shared cache is off: {self._breaker.error}")
-        try:
-            [found] = self._remote.fetch([key])
-        except RefusedError:
-            self._counts.add(refused=1)
-            raise
-        except RemoteError as error:
-            self._counts.add(failures=1)
-            self._breaker.failed(error)
-            raise
+        if not self._link.on:
+            raise RemoteError(f"the shared cache is off: {self._link.error}")
+        with self._link.call():
+            found = self._remote.fetch(key)
         if found is None:
             self._directory.forget(key)
-            self._counts.add(missing=1)
+            self._link.count(missing=1)
             raise Missing(f"{key.hex()}: there is no such entry in the shared cache")
         try:
             reader = entry.Reader(BytesIO(found[0] + found[1]), self._identity)
@@ -180,14 +163,12 @@ class RemoteTier(SharedTier):
             yield from reader.shares(count)
         except Damaged as error:
             _log.warning("entry %s of the shared cache is not used: %s", key.hex(), error)
-            self._counts.add(damaged=1)
+            self._link.count(damaged=1)
             self._directory.forget(key)
-            try:
-                self._remote.delete([key])  # for all
-            except RemoteError as failure:
-                self._breaker.failed(failure)
+            with suppress(RemoteError), self._link.call():
+                self._remote.delete(key)  # for all
             raise
-        self._counts.add(reads=1, read_bytes=reader.size)
+        self._link.count(reads=1, read_bytes=reader.size)
 
 
 def _together(near: Sequence[Record], far: Sequence[Record]) -> Sequence[Record]:
@@ -198,7 +179,6 @@ def _together(near: Sequence[Record], far: Sequence[Record]) -> Sequence[Record]
 
 @dataclass(frozen=True)
 class _Limits:
-    gb: float = 8.0  # 2^30 bytes of all entries of a model and encoding, whoever wrote them
     days: float = 7.0  # days without a use after which an entry expires
     timeout: float = 0.25  # seconds that a request waits for the server, and that it may take to answer
 
@@ -207,13 +187,13 @@ class _Limits:
 def open_tier(url: str, identity: bytes, kind: AtRest, disk: DiskStore | None) -> RemoteTier:
     """The shared tier of a model.
 
-    url: redis://[[user]:password@]host[:port][/db][?gb=8&days=7&timeout=0.25], or rediss:// for TLS. disk: the tier
+    url: redis://[[user]:password@]host[:port][/db][?days=7&timeout=0.25], or rediss:// for TLS. disk: the tier
     before it.
     """
     address, limits = _parsed(url)
-    size, life = int(limits.gb * 2**30), max(1, int(limits.days * 86400))
-    remote = RedisServer.open(address, identity, kind, max_bytes=size, life=life, timeout=limits.timeout)
-    return RemoteTier(remote, identity, disk, max_bytes=size, timeout=limits.timeout)
+    life = max(1, int(limits.days * 86400))
+    remote = RedisServer.open(address, identity, kind, life=life, timeout=limits.timeout)
+    return RemoteTier(remote, identity, disk, timeout=limits.timeout)
 
 
 def _parsed(url: str) -> tuple[str, _Limits]:
@@ -224,6 +204,8 @@ def _parsed(url: str) -> tuple[str, _Limits]:
         raise ConfigError(f"the address of the shared cache cannot be used: {error}") from None
     others, limits = [], dict[str, float]()
     for name, text in given:
+        if name == "gb":
+            raise ConfigError("--remote-cache: the server bounds itself: leave gb out, and set its maxmemory")
         if name not in _Limits.__dataclass_fields__:
             others.append((name, text))
             continue

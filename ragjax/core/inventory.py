@@ -60,8 +60,8 @@ class SharedTierState:
     address: str
     on: bool  # whether its server answers
     error: str | None  # why it does not
-    entries: int  # of this model
-    bytes: int  # of this model
+    entries: int  # of the whole server
+    bytes: int  # likewise
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class StorageOptions:
     # any tier that is registered (`store.shared`); `ragjax.cluster.remote` registers Redis
     remote: Annotated[
         str | None,
-        Flag(CACHE, "server that others share: redis://host/0?gb=8&days=7 (docs/scale.md)", "URL", "remote-cache"),
+        Flag(CACHE, "server that others share: redis://host/0?days=7 (docs/scale.md)", "URL", "remote-cache"),
     ] = None
     at_rest: Annotated[AtRest, Flag(CACHE, "KV below the device; only raw is exact (docs/cache.md)")] = "raw"
     keep: Annotated[

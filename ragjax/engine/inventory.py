@@ -109,6 +109,6 @@ def _used(
     used = cache.used
     if disk is not None:
         used[Tier.DISK.label] = disk.stats().bytes / (storage.disk_gb * 2**30)
-    if shared is not None:
+    if shared is not None and shared.max_bytes:
         used[Tier.REMOTE.label] = shared.bytes / shared.max_bytes
     return used

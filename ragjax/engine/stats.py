@@ -100,7 +100,7 @@ def _shared(shared: SharedTier, loop: Loop) -> Stats:
     counts = standing.counts
     return {
         "remote_up": float(standing.on),
-        "remote_changes_total": standing.changes,
+        "remote_changes_total": counts.get("changes", 0),
         "remote_entries": standing.entries,
         "remote_bytes": standing.bytes,
         "remote_questions_total": counts.get("asked", 0),

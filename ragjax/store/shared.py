@@ -24,10 +24,9 @@ class Standing:
     address: str
     on: bool  # whether it is used
     error: str | None  # why it is not
-    entries: int  # as last heard
+    entries: int  # of the whole server, as last heard
     bytes: int
-    max_bytes: int
-    changes: int  # how often it went off or came back
+    max_bytes: int  # 0: it has no bound
     counts: Mapping[str, int]
     dropped: Mapping[str, int]  # entries that were not written, by reason
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragjax.cluster.exchange import Breaker
-from ragjax.cluster.redis import Parcel, RedisServer, RemoteError
+from ragjax.cluster import exchange
+from ragjax.cluster.exchange import Link
+from ragjax.cluster.redis import MOST, Parcel, RedisServer, RemoteError
 from ragjax.cluster.remote import RemoteTier
 from ragjax.core import ConfigError
 from ragjax.core.tiers import Record
@@ -123,10 +124,10 @@ def test_two_models_and_a_replaced_entry_never_meet() -> None:
 # --------------------------------------------------------------------------------------- queue and breaker
 
 
-def test_the_queue_is_bounded_and_what_it_drops_is_counted() -> None:
+def test_the_queue_is_bounded_and_what_it_drops_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     remote = FakeRemote()
     shared = tier(remote)
-    shared._outbox._room = 3 * SIZE
+    monkeypatch.setattr(exchange, "WAITING_BYTES", 3 * SIZE)
     remote.held.clear()
     written = 0
     for i in range(8):
@@ -155,22 +156,18 @@ def test_a_full_server_is_still_read_from() -> None:
     shared.close()
 
 
-def test_breaker(caplog: pytest.LogCaptureFixture) -> None:
-    now = 100.0
-    breaker = Breaker("redis://x", pause=5.0, clock=lambda: now)
-    assert breaker.on and breaker.probe_in() is None
-    breaker.failed(OSError("gone"))
-    breaker.failed(OSError("still gone"))
-    assert not breaker.on and breaker.error == "still gone" and breaker.probe_in() == 5.0
-    now = 103.0
-    assert breaker.probe_in() == 2.0
-    now = 105.5
-    assert breaker.probe_in() == 0.0
-    breaker.failed(OSError("and again"))
-    assert breaker.probe_in() == 5.0 and breaker.changes == 1
-    breaker.worked()
-    breaker.worked()
-    assert breaker.on and breaker.error is None and breaker.changes == 2
+def test_a_server_that_failed_is_probed_once_in_each_pause(caplog: pytest.LogCaptureFixture) -> None:
+    link = Link("redis://x", pause=0.05)
+    assert link.on and not link.takes_probe()
+    with pytest.raises(OSError, match="gone"), link.call():
+        raise OSError("gone")
+    link.fail(OSError("still gone"))
+    assert not link.on and link.error == "still gone" and not link.takes_probe()
+    eventually(link.takes_probe)
+    assert not link.takes_probe() and link.counts()[0]["changes"] == 1
+    link.recover()
+    link.recover()
+    assert link.on and link.error is None and link.counts()[0] == {"changes": 2, "failures": 1}
     assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [
         "the shared cache redis://x is off: gone",
         "the shared cache redis://x is on again",
@@ -204,7 +201,7 @@ def test_a_dead_server_is_not_asked_until_it_is_back() -> None:
     eventually(lambda: shared.standing().on)
     shared.write(record("a"), ARRAYS)
     assert shared.flush(60) and remote.parcels
-    assert shared.standing().changes == 2 and shared.standing().dropped["off"] == 1
+    assert shared.standing().counts["changes"] == 2 and shared.standing().dropped["off"] == 1
     shared.close()
 
 
@@ -233,9 +230,9 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
         yield number
 
 
-def redis_of(port: int, identity: bytes = b"tiny", kind: str = "raw", max_bytes: int = GIGA, life: int = 100):
+def redis_of(port: int, identity: bytes = b"tiny", kind: str = "raw", life: int = 100):
     url = f"redis://127.0.0.1:{port}/0"
-    return RedisServer.open(url, identity, kind, max_bytes=max_bytes, life=life, timeout=20.0)
+    return RedisServer.open(url, identity, kind, life=life, timeout=20.0)
 
 
 def parcel(name: str, size: int = 100) -> Parcel:
@@ -246,65 +243,46 @@ def test_redis_keeps_entries_by_key_and_place(port: int) -> None:
     remote = redis_of(port)
     remote.ping()
     a, b = parcel("a"), parcel("b")
-    assert remote.put([a, b]) == 0
+    remote.put([a, b])
     assert remote.members(["c:aa:1", "c:aa:2"]) == [[b.key, a.key], []]
     assert remote.heads([a.key, b"?" * 32]) == [a.head, None]
-    assert remote.fetch([b"?" * 32, b.key]) == [None, (b.head, b.body)]
-    assert remote.size() == (2, a.size + b.size)
+    assert remote.fetch(b"?" * 32) is None and remote.fetch(b.key) == (b.head, b.body)
     remote.put([a])
-    assert remote.size() == (2, a.size + b.size), "an entry that is put again counts once"
+    assert remote.members(["c:aa:1"]) == [[a.key, b.key]], "the one that was put again is the newest"
     for other in (redis_of(port, b"other model"), redis_of(port, kind="int8")):
-        assert other.heads([a.key]) == [None] and other.members(["c:aa:1"]) == [[]] and other.size() == (0, 0)
+        assert other.heads([a.key]) == [None] and other.members(["c:aa:1"]) == [[]]
         other.close()
-    remote.delete([a.key, b"?" * 32])
-    assert remote.heads([a.key]) == [None] and remote.size() == (1, b.size)
+    remote.delete(a.key)
+    assert remote.heads([a.key]) == [None] and remote.fetch(b.key) is not None
     remote.close()
 
 
-def test_redis_bounds_the_bytes_of_all_writers_by_recency(port: int) -> None:
-    size = parcel("0").size
-    one, other = redis_of(port, max_bytes=3 * size), redis_of(port, max_bytes=3 * size)
-    for i in range(3):
-        (one, other)[i % 2].put([parcel(str(i))])
-    one.touch([parcel("0").key])
-    assert other.put([parcel("3"), parcel("4")]) == 2
-    there = [head is not None for head in one.heads([parcel(str(i)).key for i in range(5)])]
-    assert there == [True, False, False, True, True]
-    assert one.size() == other.size() == (3, 3 * size)
-    one.close()
-    other.close()
-
-
-def test_redis_forgets_the_places_of_what_is_gone(port: int) -> None:
-    size = parcel("0").size
-    remote = redis_of(port, max_bytes=2 * size)
-    remote.put([parcel(str(i)) for i in range(4)])
-    assert remote.members(["c:aa:1"]) == [[parcel("3").key, parcel("2").key]], "the evicted ones are not named"
-    remote.delete([parcel("3").key])
-    assert remote.members(["c:aa:1"]) == [[parcel("2").key]]
-    remote._client.zadd(f"{remote._prefix}p:c:aa:1", {"00" * 32: 1.0})  # as one that expired
-    remote.touch([parcel("2").key])
-    assert remote.members(["c:aa:1"]) == [[parcel("2").key]]
-    remote.close()
-
-
-def test_redis_lets_entries_expire_and_the_books_follow(port: int) -> None:
-    remote = redis_of(port, life=1)
-    remote.put([parcel("a")])
-    eventually(lambda: remote.heads([parcel("a").key]) == [None])
-    time.sleep(0.2)
-    assert remote.put([parcel("b")]) == 1 and remote.size() == (1, parcel("b").size)
-    remote.close()
-
-
-def test_a_touched_entry_stays_findable(port: int) -> None:
+def test_a_place_names_its_newest_entries(port: int) -> None:
     remote = redis_of(port)
-    a, b = parcel("a"), parcel("b")
-    remote.put([a])
-    remote._client.delete(f"{remote._prefix}p:{a.place}")
-    remote.touch([a.key, b.key])
-    assert remote.members([a.place]) == [[a.key]] and remote.size() == (1, a.size)
+    parcels = [parcel(str(i)) for i in range(MOST + 3)]
+    remote.put(parcels)
+    assert remote.members(["c:aa:1"]) == [[one.key for one in parcels[:2:-1]]]
     remote.close()
+
+
+def test_redis_lets_entries_expire_unless_they_are_used(port: int) -> None:
+    remote = redis_of(port, life=2)
+    remote.put([parcel("a"), parcel("b"), parcel("c")])
+    for _ in range(6):
+        time.sleep(0.5)
+        assert remote.fetch(parcel("b").key) is not None
+        remote.renew([parcel("c")])
+    assert [head is None for head in remote.heads([parcel(name).key for name in "abc"])] == [True, False, False]
+    remote.close()
+
+
+def test_redis_tells_its_room() -> None:
+    with real_server("--maxmemory", "64mb") as number:
+        remote = redis_of(number)
+        remote.put([parcel("a")])
+        room = remote.room()
+        assert (room.entries, room.max_bytes, room.evicted) == (2, 64 * 2**20, 0) and room.bytes > 0
+        remote.close()
 
 
 def test_a_password(caplog: pytest.LogCaptureFixture) -> None:
@@ -325,22 +303,23 @@ def tier_of(url: str) -> SharedTier:
 
 
 def test_limits_are_parameters_of_the_address() -> None:
-    for query, gigabytes, timeout in (
-        ("", 8, 0.25),
-        ("?gb=2&days=1&timeout=3", 2, 3.0),
-        ("?health_check_interval=9&gb=1", 1, 0.25),
-    ):
+    for query, timeout in (("", 0.25), ("?days=1&timeout=3", 3.0), ("?health_check_interval=9&days=1", 0.25)):
         shared = tier_of(f"redis://127.0.0.1:1/0{query}")
-        assert (shared.standing().max_bytes, shared.patience) == (gigabytes * GIGA, timeout)
+        assert shared.patience == timeout
         assert shared.standing().address == "redis://127.0.0.1:1/0"
         shared.close()
 
 
-@pytest.mark.parametrize("limit", ["gb=0", "days=-1", "timeout=soon", "gb=", "gb=inf", "days=nan"])
+@pytest.mark.parametrize("limit", ["days=0", "days=-1", "timeout=soon", "days=", "days=inf", "days=nan"])
 def test_a_limit_that_cannot_work_is_an_error(limit: str) -> None:
     name, _, value = limit.partition("=")
     with pytest.raises(ConfigError, match=f"--remote-cache: {name} must be a number above 0, up to 1e9, not '{value}'"):
         tier_of(f"redis://127.0.0.1:1/0?{limit}")
+
+
+def test_a_bound_is_the_servers_own() -> None:
+    with pytest.raises(ConfigError, match="leave gb out, and set its maxmemory"):
+        tier_of("redis://127.0.0.1:1/0?gb=4")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragjax.cluster.exchange import Breaker
+from ragjax.cluster.exchange import Link
 from ragjax.cluster.redis import RedisServer
 from ragjax.cluster.remote import RemoteTier
 from ragjax.core import Answer, AtRest
@@ -127,7 +127,7 @@ def test_kv_that_vanishes_after_it_was_found_is_computed() -> None:
         cold = ask(first, 0)
         settle(first)
     with tiny.engine(shared=tier(remote)) as second:
-        remote.fetch = lambda keys: [None for _ in keys]  # type: ignore[method-assign]
+        remote.fetch = lambda key: None  # type: ignore[method-assign]
         answer = ask(second, 0)
         assert answer.tokens == cold.tokens and "computed instead" in answer.notices[0]
         second.audit()
@@ -195,5 +195,5 @@ def test_a_redis_that_is_killed_and_comes_back_empty_under_load() -> None:
 
 
 def over(port: int) -> RemoteTier:
-    remote = RedisServer.open(f"redis://127.0.0.1:{port}", b"tiny", "raw", max_bytes=GIGA, life=100, timeout=0.5)
-    return RemoteTier(remote, b"tiny", max_bytes=GIGA, timeout=0.5, breaker=Breaker(remote.address, 0.1))
+    remote = RedisServer.open(f"redis://127.0.0.1:{port}", b"tiny", "raw", life=100, timeout=0.5)
+    return RemoteTier(remote, b"tiny", timeout=0.5, link=Link(remote.address, 0.1))

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from ragjax.cluster.exchange import Breaker
-from ragjax.cluster.redis import MOST, Parcel, RedisServer, RefusedError, RemoteError
+from ragjax.cluster.exchange import Link
+from ragjax.cluster.redis import MOST, Parcel, RedisServer, RefusedError, RemoteError, ServerRoom
 from ragjax.cluster.remote import RemoteTier
 from ragjax.core import ConfigError
 from ragjax.engine import Engine
@@ -32,7 +32,6 @@ class FakeRemote(RedisServer):
     def __init__(self) -> None:
         self.address = "fake://server"
         self.parcels: dict[bytes, Parcel] = {}
-        self.touched: list[bytes] = []
         self.calls: list[str] = []
         self.down = False
         self.full = False
@@ -59,34 +58,31 @@ class FakeRemote(RedisServer):
         with self._lock:
             return [self.parcels[key].head if key in self.parcels else None for key in keys]
 
-    def fetch(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes] | None]:
+    def fetch(self, key: bytes) -> tuple[bytes, bytes] | None:
         self._call("fetch")
         with self._lock:
-            found = [self.parcels.get(key) for key in keys]
-        return [None if parcel is None else (parcel.head, parcel.body) for parcel in found]
+            parcel = self.parcels.get(key)
+        return None if parcel is None else (parcel.head, parcel.body)
 
-    def put(self, parcels: Sequence[Parcel]) -> int:
+    def put(self, parcels: Sequence[Parcel]) -> None:
         self._call("put")
         if self.full:
             raise RefusedError("OOM command not allowed when used memory > 'maxmemory'.")
         with self._lock:
             self.parcels |= {parcel.key: parcel for parcel in parcels}
-        return 0
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._call("touch")
-        self.touched += keys
+    def renew(self, parcels: Sequence[Parcel]) -> None:
+        self._call("renew")
 
-    def delete(self, keys: Sequence[bytes]) -> None:
+    def delete(self, key: bytes) -> None:
         self._call("delete")
         with self._lock:
-            for key in keys:
-                self.parcels.pop(key, None)
+            self.parcels.pop(key, None)
 
-    def size(self) -> tuple[int, int]:
-        self._call("size")
+    def room(self) -> ServerRoom:
+        self._call("room")
         with self._lock:
-            return len(self.parcels), sum(parcel.size for parcel in self.parcels.values())
+            return ServerRoom(len(self.parcels), sum(parcel.size for parcel in self.parcels.values()), GIGA)
 
     def close(self) -> None:
         pass
@@ -142,8 +138,7 @@ def tier(
     pause: float = 0.05,
 ) -> RemoteTier:
     """A shared tier over a server; the next probe comes soon."""
-    breaker = Breaker(remote.address, pause)
-    return RemoteTier(remote, identity, disk, max_bytes=GIGA, timeout=timeout, breaker=breaker)
+    return RemoteTier(remote, identity, disk, timeout=timeout, link=Link(remote.address, pause))
 
 
 def settle(engine: Engine) -> None:
@@ -212,7 +207,7 @@ def real_server(*arguments: str, port: int = 0) -> Iterator[int]:
 
 def _answers(port: int) -> bool:
     try:
-        RedisServer.open(f"redis://127.0.0.1:{port}", b"x", "raw", max_bytes=1, life=1, timeout=1).ping()
+        RedisServer.open(f"redis://127.0.0.1:{port}", b"x", "raw", life=1, timeout=1).ping()
     except RemoteError:
         return False
     except ConfigError:  # it wants a password

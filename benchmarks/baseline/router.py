@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from ragjax.cluster.router import ROUTERS, Learn, Need, Router, digest_of, forget
+from ragjax.cluster.router import ROUTERS, Need, Router, digest_of
 
 BLOCK = 16
 """Tokens of a block of a prompt."""
@@ -50,7 +50,7 @@ class PrefixRouter(Router):
         self._sent: dict[str, OrderedDict[bytes, None]] = {}
 
     def order(self, need: Need, loads: Mapping[str, int]) -> Sequence[str]:
-        forget(self._sent, loads)
+        self._sent = {name: sent for name, sent in self._sent.items() if name in loads}
         by_load = self._by_load.order(need, loads)
         if not loads or max(loads.values()) - min(loads.values()) > IMBALANCE:
             return by_load
@@ -62,11 +62,10 @@ class PrefixRouter(Router):
             return sorted(by_load, key=lambda name: -matches[name])
         return sorted(by_load, key=lambda name: len(self._sent.get(name, ())))
 
-    def sent(self, need: Need, replica: str) -> Learn:
+    def sent(self, need: Need, replica: str) -> None:
         kept = self._sent.setdefault(replica, OrderedDict())
         for block in _blocks(need):
             keep(kept, block, None, MOST_BLOCKS)
-        return super().sent(need, replica)
 
 
 def _blocks(need: Need) -> list[bytes]:

@@ -44,20 +44,20 @@ from ragjax.core import ConfigError
 
 WORKLOADS = {"zipf": 1, "temporal": 1, "zipf-topics": 8, "temporal-topics": 8}  # chunks of a topic, by workload
 COLUMNS = (
-    *("workload", "replicas", "router", "delay_s", "found", "over_round_robin", "ttft_p50_s", "ttft_p95_s"),
+    *("workload", "replicas", "router", "found", "over_round_robin", "ttft_p50_s", "ttft_p95_s"),
     *("uneven_p50", "uneven_p99", "decide_p50_us", "decide_p99_us", "state_bytes"),
 )
 TRACED = 2_000  # requests of a trace, at most
 
 
-def row(workload: str, replicas: int, router: str, outcome: Outcome, delay_s: float = 0.0) -> dict[str, Any]:
+def row(workload: str, replicas: int, router: str, outcome: Outcome) -> dict[str, Any]:
     """One line of the report. found: share of tokens; uneven: fullest queue over the mean, while requests wait."""
 
     def at(values: Sequence[float], share: float) -> float | None:
         return float(np.quantile(values, share)) if values else None
 
     return {
-        "workload": workload, "replicas": replicas, "router": router, "delay_s": delay_s,
+        "workload": workload, "replicas": replicas, "router": router,
         "found": outcome.found / outcome.asked, "ttft_p50_s": at(outcome.waits_s, 0.5),
         "ttft_p95_s": at(outcome.waits_s, 0.95), "uneven_p50": at(outcome.uneven, 0.5),
         "uneven_p99": at(outcome.uneven, 0.99), "decide_p50_us": at(outcome.decide_us, 0.5),
@@ -86,11 +86,6 @@ def measure(counts: Sequence[int], requests: int, data: Path | None) -> Iterator
             base = base or made["found"]
             yield {**made, "over_round_robin": made["found"] / base if base else None}
             print(f"{workload}, {count} replicas, {name}: {made['found']:.3f} found", file=sys.stderr)
-        if count == min(counts):
-            for delay_s in (1.0, 30.0):
-                late = simulate(setting, served, ROUTERS["knowledge"](), delay_s=delay_s)
-                made = row(workload, count, "knowledge", late, delay_s)
-                yield {**made, "over_round_robin": made["found"] / base if base else None}
 
 
 def serve(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
@@ -125,16 +120,15 @@ def serve(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
 
 def draw(made: Sequence[Row], file: Path) -> None:
     """Tokens found, one panel for each workload; then what routers cost, as the worst of the workloads."""
-    kept = [r for r in made if not r["delay_s"]]
     costs = {"uneven_p99": "fullest queue over the mean, 99%", "decide_p50_us": "a decision, median, µs",
              "state_bytes": "bytes that a router keeps"}  # fmt: skip
     found = [
-        plot.lines([r for r in kept if r["workload"] == name], name, "replicas", "found", "router",
+        plot.lines([r for r in made if r["workload"] == name], name, "replicas", "found", "router",
                    y_label="share of tokens found", logarithmic="x")
-        for name in dict.fromkeys(r["workload"] for r in kept)
+        for name in dict.fromkeys(r["workload"] for r in made)
     ]  # fmt: skip
     found += [
-        plot.lines(kept, "the worst workload", "replicas", column, "router", y_label=text, most=True,
+        plot.lines(made, "the worst workload", "replicas", column, "router", y_label=text, most=True,
                    logarithmic="x" if column == "uneven_p99" else "xy")
         for column, text in costs.items()
     ]  # fmt: skip

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.baseline.router import keep
 from benchmarks.policies.source import Pattern, Workload
-from ragjax.cluster.router import DIGEST, Learn, Need, Router
+from ragjax.cluster.router import DIGEST, Need, Router
 
 
 @dataclass(frozen=True)
@@ -112,25 +112,21 @@ def size_of(value: object, seen: set[int]) -> int:
     return sys.getsizeof(value) + sum(size_of(part, seen) for part in parts)
 
 
-def simulate(setting: Setting, served: Sequence[Need], router: Router, seed: int = 0, delay_s: float = 0.0) -> Outcome:
-    """Serve the requests, as `needs` makes them. delay_s: seconds from an answer until the router learns of it."""
+def simulate(setting: Setting, served: Sequence[Need], router: Router, seed: int = 0) -> Outcome:
+    """Serve the requests, as `needs` makes them."""
     random = np.random.default_rng(seed + 1)
     names = [f"replica-{i}" for i in range(setting.replicas)]
     replicas = {name: Replica(setting.room) for name in names}
     loads, outcome = dict.fromkeys(names, 0), Outcome()
     ends: list[tuple[float, int, str]] = []
-    told: list[tuple[float, int, Learn, list[int]]] = []
     now, half, interval_s = 0.0, len(served) // 2, setting.interval_s(served)
     for number, need in enumerate(served):
         now += random.exponential(interval_s)
         while ends and ends[0][0] <= now:
             loads[heapq.heappop(ends)[2]] -= 1
-        while told and told[0][0] <= now:
-            *_, learn, seen = heapq.heappop(told)
-            learn(seen)
         began = time.perf_counter()
         name = router.order(need, loads)[0]
-        learn = router.sent(need, name)
+        router.sent(need, name)
         spent = time.perf_counter() - began
         replica = replicas[name]
         found = replica.look_up(need)
@@ -138,7 +134,6 @@ def simulate(setting: Setting, served: Sequence[Need], router: Router, seed: int
         replica.free_at = start + setting.base_s + (need.total - sum(found)) * setting.token_s
         loads[name] += 1
         heapq.heappush(ends, (replica.free_at, number, name))
-        heapq.heappush(told, (replica.free_at + delay_s, number, learn, found))
         if number >= half:
             outcome.found += sum(found)
             outcome.asked += need.total

@@ -20,18 +20,14 @@ from heapq import nlargest
 from typing import TypeVar
 
 from ragjax.cluster.replica import Begun, Call, Card, Status, Transport
-from ragjax.cluster.router import ROUTERS, Need, Router, forget, found_of
+from ragjax.cluster.router import ROUTERS, Need, Router
 from ragjax.core import (
-    Answer,
-    CallForm,
     ClosedError,
     CraftVariants,
     Divergence,
-    Embedded,
     EngineOptions,
     Event,
     Grounded,
-    Indexing,
     Inventory,
     LostError,
     OverloadError,
@@ -39,13 +35,13 @@ from ragjax.core import (
     RagjaxError,
     Replicas,
     Request,
-    Tokens,
 )
 from ragjax.core.cancellation import Cancellation
 from ragjax.core.overload import Overload
 from ragjax.engine import Engine
 from ragjax.engine.build import contract_of, strategies_of
 from ragjax.engine.compose import Composer
+from ragjax.engine.front import Front
 from ragjax.engine.knowledge import Knowledge, check_documents
 from ragjax.engine.stats import Stats
 from ragjax.models.hub import resolve
@@ -85,6 +81,7 @@ class _Attempts:
 
     def lose(self, error: RagjaxError) -> None:
         """A replica went away, and has told the client nothing yet."""
+        self.losers.add(self.counted)
         self.lost += 1
         if self.lost > RESENDS:
             raise LostError(f"{self.lost} replicas in a row were lost with the request; try again later") from error
@@ -125,7 +122,7 @@ class Preparers:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-class Fleet:
+class Fleet(Front):
     """Serves as an engine does: it has the members of `Engine` that the HTTP server uses. Its close ends the transport.
 
     Requests are answered from `knowledge`, which the replicas do not have. max_queue: requests that may wait at each.
@@ -137,8 +134,7 @@ class Fleet:
         self.model_name = card.model_name
         self.context_length = card.context_length
         self.knowledge = knowledge
-        self.library = knowledge.library
-        self._composer = composer
+        self.composer = composer
         self._transport = transport
         self._max_queue = max_queue
         self._router = router
@@ -156,56 +152,12 @@ class Fleet:
         self._thread.start()
 
     @property
-    def embedding_model(self) -> str:
-        return self.knowledge.encoder_name
-
-    @property
-    def indexing(self) -> Indexing | None:
-        return self.knowledge.indexing
-
-    @property
-    def knowledge_names(self) -> tuple[str, ...]:
-        return self.knowledge.bases.names
-
-    @property
-    def graph_names(self) -> tuple[str, ...]:
-        return self.knowledge.graphs.names
-
-    @property
-    def strategies(self) -> tuple[str, ...]:
-        return (AUTO, *self._composer.strategies)
-
-    @property
-    def selective(self) -> tuple[str, ...]:
-        return tuple(name for name, strategy in self._composer.strategies.items() if strategy.selective)
-
-    @property
     def default_setting(self) -> Setting:
-        return FULL if self._fault is not None else self._composer.contract.setting
+        return FULL if self._fault is not None else super().default_setting
 
     @property
     def strategy_summary(self) -> str:
-        return str(FULL) if self._fault is not None else self._composer.contract.summary
-
-    @property
-    def default_strategy(self) -> str:
-        return self.default_setting.strategy
-
-    @property
-    def call_form(self) -> CallForm:
-        return self._composer.tokenizer.call_form
-
-    def prompt_tokens(self, request: Request) -> int:
-        return len(self._composer.ground(request).prompt)
-
-    def token_bytes(self, token: int) -> bytes:
-        return self._composer.tokenizer.token_bytes(token)
-
-    def pieces(self, tokens: Tokens) -> list[str]:
-        return self._composer.tokenizer.pieces(tokens)
-
-    def embed(self, texts: Sequence[str | Sequence[int]], check: Callable[[], None] = lambda: None) -> Embedded:
-        return self.knowledge.embed(texts, check)
+        return str(FULL) if self._fault is not None else super().strategy_summary
 
     def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:
         self._observer = observer
@@ -259,28 +211,49 @@ class Fleet:
                 _log.warning("the replicas cannot be asked how they are", exc_info=True)
 
     async def submit(self, request: Request) -> AsyncGenerator[Event, None]:
-        """See `Engine.submit`. A request without text yet goes to another replica if its own is lost."""
+        """See `Engine.submit`. A request without text yet goes to another replica if its own is lost, or refuses it."""
         arrival = time.perf_counter()
         asked, made = await self._ground(request)
         need = Need.of(made.prompt, asked.tenant, self._is_exact(asked.rag, made))
-        attempts, told = _Attempts(), False
+        attempts, told, served = _Attempts(), False, False
         try:
-            while True:
+            while not served:
+                grounded = replace(made, spent_ms=(time.perf_counter() - arrival) * 1e3)
+                call = Call(replace(asked, grounded=grounded), lambda names: self._order(need, names, attempts))
+                served = True
                 try:
-                    spent_ms = (time.perf_counter() - arrival) * 1e3
-                    async with aclosing(self._send(asked, replace(made, spent_ms=spent_ms), need, attempts)) as events:
-                        async for event in events:
-                            told = True
-                            yield event
-                    return
+                    async with aclosing(self._transport.serve(call)) as items:
+                        async for item in items:
+                            if isinstance(item, Begun):
+                                self._note_begun(need, item.replica, attempts)
+                            elif isinstance(item, OverloadError):
+                                attempts.refuse(attempts.counted, item)
+                                served = False
+                            elif isinstance(item, RagjaxError):
+                                raise item
+                            else:
+                                told = True
+                                yield item
                 except (LostError, ClosedError) as error:
                     if told:
                         raise LostError("the replica that gave this answer was lost; send the request again") from error
                     attempts.lose(error)
+                    served = False
+                finally:
+                    with self._lock:
+                        self._count_in(attempts, "")
         finally:
             with self._lock:  # the transport may still be choosing, in a thread of its own
                 attempts.ended = True
                 self._count_in(attempts, "")
+
+    def _note_begun(self, need: Need, replica: str, attempts: _Attempts) -> None:
+        with self._lock:
+            self._count_in(attempts, replica)
+            count, seconds = self._routing.get(replica, (0, 0.0))
+            self._routing[replica] = count + 1, seconds + attempts.routing_s
+            attempts.routing_s = 0.0
+            self._router.sent(need, replica)
 
     async def _ground(self, request: Request) -> tuple[Request, Grounded]:
         if self._closed.is_set():
@@ -289,7 +262,7 @@ class Fleet:
         rag = self._after_fault(request.rag)
         asked = request if rag is request.rag else replace(request, rag=rag)
         try:
-            work = partial(self._composer.checked(cancellation.check).ground, asked)
+            work = partial(self.composer.checked(cancellation.check).ground, asked)
             room = max(self._count.up, 1) * (self._max_queue + 1)  # as many as idle replicas take
             made = await self._preparers.run(work, room)
         finally:
@@ -308,47 +281,10 @@ class Fleet:
         return replace(rag or Rag(top_k=0), strategy=FULL.strategy)
 
     def _is_exact(self, rag: Rag | None, made: Grounded) -> bool:
-        chosen = self._composer.choose(rag or Rag(), made)
+        chosen = self.composer.choose(rag or Rag(), made)
         if chosen.picked and self._statuses:
-            return self._composer.strategies[self._statuses[0].pick.strategy].exact
+            return self.composer.strategies[self._statuses[0].pick.strategy].exact
         return chosen.strategy.exact
-
-    async def _send(
-        self, asked: Request, made: Grounded, need: Need, attempts: _Attempts
-    ) -> AsyncGenerator[Event, None]:
-        """The events of one attempt; nothing, if a replica refused and another one is to be asked."""
-        request = replace(asked, grounded=made)
-        while True:
-            call, refused = Call(request, lambda names: self._order(need, names, attempts)), False
-            try:
-                async with aclosing(self._transport.serve(call)) as items:
-                    async for item in items:
-                        if isinstance(item, Begun):
-                            with self._lock:
-                                self._count_in(attempts, item.replica)
-                                count, seconds = self._routing.get(item.replica, (0, 0.0))
-                                self._routing[item.replica] = count + 1, seconds + attempts.routing_s
-                                attempts.routing_s = 0.0
-                                learn = self._router.sent(need, item.replica)
-                        elif isinstance(item, OverloadError):
-                            attempts.refuse(attempts.counted, item)
-                            refused = True
-                        elif isinstance(item, RagjaxError):
-                            raise item
-                        else:
-                            if isinstance(item, Answer):
-                                found = found_of(made.prompt, item.segments)[: len(need.pieces)]
-                                with self._lock:
-                                    learn(found)
-                            yield item
-            except (LostError, ClosedError):
-                attempts.losers.add(attempts.counted)
-                raise
-            finally:
-                with self._lock:
-                    self._count_in(attempts, "")
-            if not refused:
-                return
 
     def _order(self, need: Need, names: Collection[str], attempts: _Attempts) -> Sequence[str]:
         """The replicas that run, as they are to be tried: those that lost it come late, and those that refused last.
@@ -362,7 +298,7 @@ class Fleet:
             order = self._router.order(need, {name: self._loads[name] for name in names})
             order = sorted(order, key=lambda name: (name in attempts.refusals, name in attempts.losers))
             self._count_in(attempts, order[0] if order and not attempts.ended else "")
-            forget(self._routing, names)
+            self._routing = {name: told for name, told in self._routing.items() if name in names}
         attempts.routing_s += time.perf_counter() - begin
         return order
 

@@ -24,20 +24,17 @@ from typing import Any, Literal
 
 from ragjax.core import (
     Answer,
-    CallForm,
     ClosedError,
     Compression,
     ConfigError,
     Divergence,
     Document,
-    Embedded,
     EngineOptions,
     Event,
     Graph,
     Grounded,
     Guesses,
     Hit,
-    Indexing,
     Inventory,
     Message,
     Plan,
@@ -55,6 +52,7 @@ from ragjax.core.registry import meant, strategy_named
 from ragjax.engine.build import Parts, build
 from ragjax.engine.compose import Composer
 from ragjax.engine.depkv import DepKV, Keeping, Resumed
+from ragjax.engine.front import Front, check_several
 from ragjax.engine.inventory import inventory_of
 from ragjax.engine.knowledge import Knowledge, check_documents
 from ragjax.engine.kv_events import TokenBlock, blocks, places
@@ -66,7 +64,6 @@ from ragjax.engine.replay import Replays
 from ragjax.engine.speculation import Pipeline
 from ragjax.engine.stats import Stats, passages_of, stats_of
 from ragjax.quality.contract import AUTO
-from ragjax.quality.report import Setting
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
 from ragjax.retrieval.triples import Alias, Triple
@@ -81,7 +78,7 @@ from ragjax.schedule.state import Sink
 _log = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(Front):
     """A model, its cache and its knowledge bases. Use `load`, and `close` when done, or `with`.
 
     One that is not closed keeps its thread and its memory until the process ends, also if nothing refers to it; then
@@ -138,15 +135,14 @@ class Engine:
         eos_ids = frozenset(parts.runner.config.eos_ids) | frozenset(parts.tokenizer.eos_ids)
         self._opened.callback(parts.knowledge.close)
         self.knowledge: Knowledge = parts.knowledge
-        self.library = parts.knowledge.library
         self.limits = self._loop.limits
         strategies, context = parts.strategies, parts.context_length
         try:
-            composer = Composer.of(
+            self.composer = Composer.of(
                 options, parts.knowledge, parts.tokenizer, strategies, parts.contract, self.limits, context
             )
             self._preparation = replays.preparation = Preparation(
-                composer,
+                self.composer,
                 parts.cache,
                 parts.vocabulary,
                 eos_ids,
@@ -193,62 +189,13 @@ class Engine:
     def dtype(self) -> str:
         return self._runner.dtype
 
-    @property
-    def default_setting(self) -> Setting:
-        """Strategy and recompute ratio of requests that name no strategy; `auto` is one of others."""
-        return self.contract.setting
-
-    @property
-    def default_strategy(self) -> str:
-        return self.contract.setting.strategy
-
-    @property
-    def strategy_summary(self) -> str:
-        return self.contract.summary
-
     def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:
         """Call `observer` with strategy and divergence of each request replayed, in the engine's thread."""
         self.contract.observer = observer
 
     @property
-    def strategies(self) -> tuple[str, ...]:
-        """Names of the reuse strategies a request may ask for."""
-        return (AUTO, *self._strategies)
-
-    @property
-    def call_form(self) -> CallForm:
-        return self.tokenizer.call_form
-
-    def prompt_tokens(self, request: Request) -> int:
-        """The number of tokens of a request's prompt, what it retrieves included. Raises RequestError as `submit`."""
-        return len(self._preparation.composer.ground(request).prompt)
-
-    def token_bytes(self, token: int) -> bytes:
-        """Bytes that a token stands for; it may be a piece of a character."""
-        return self.tokenizer.token_bytes(token)
-
-    def pieces(self, tokens: Tokens) -> list[str]:
-        """The text that each token of a prompt (int32 [n]) completes, control tokens by name; joined they are the
-        prompt's text. A token that ends within a character has none, and nor has one that no text has.
-        """
-        return self.tokenizer.pieces(tokens)
-
-    @property
-    def selective(self) -> tuple[str, ...]:
-        """Names of those that take a recompute ratio."""
-        return tuple(name for name, strategy in self._strategies.items() if strategy.selective)
-
-    @property
     def share_knowledge(self) -> bool:
         return self.options.storage.share_knowledge
-
-    @property
-    def knowledge_names(self) -> tuple[str, ...]:
-        return self.knowledge.bases.names
-
-    @property
-    def graph_names(self) -> tuple[str, ...]:
-        return self.knowledge.graphs.names
 
     @property
     def closed(self) -> bool:
@@ -269,10 +216,6 @@ class Engine:
     def starting(self) -> bool:
         """True while programs are made, or steps are measured, for all that the default strategy needs."""
         return bool(self.programs_left) or not self._loop.tuned
-
-    @property
-    def indexing(self) -> Indexing | None:
-        return self.knowledge.indexing
 
     def inventory(self, tenant: str = "", most: int = 200) -> Inventory:
         """List a tenant's KV in the cache, its `most` largest nodes, and what of it left and which requests ran lately.
@@ -297,17 +240,8 @@ class Engine:
         """Add or replace documents by id; the named knowledge base is made if need be."""
         return self.knowledge.bases.make(knowledge).add(documents)
 
-    @property
-    def embedding_model(self) -> str:
-        return self.knowledge.encoder_name
-
-    def embed(self, texts: Sequence[str | Sequence[int]], check: Callable[[], None] = lambda: None) -> Embedded:
-        """Vectors of texts, by the encoder of the knowledge bases. check: called before each batch of texts."""
-        _check_several(texts, "texts")
-        return self.knowledge.embed(texts, check)
-
     def delete_documents(self, ids: Sequence[str], knowledge: str | None = None) -> int:
-        _check_several(ids, "ids")
+        check_several(ids, "ids")
         return self.knowledge.bases.get(knowledge).delete(ids)
 
     def search(self, question: str, *, knowledge: str | None = None, top_k: int | None = None) -> tuple[Hit, ...]:
@@ -381,7 +315,7 @@ class Engine:
         graph: facts to use instead of chunks; a name stands for all that the graph of this name has to say.
         compression: a short form, "snapkv+graph:512" for instance, or "none" (None: the engine's default).
         """
-        _check_several(documents, "documents")
+        check_several(documents, "documents")
         rag = Rag(
             knowledge=knowledge,
             top_k=top_k,
@@ -618,9 +552,3 @@ def _future() -> tuple[Future[Answer], Sink]:
                 future.set_result(event)
 
     return future, sink
-
-
-def _check_several(given: object, what: str) -> None:
-    """Raise RequestError for one text where a list is meant: its letters would be taken for the items."""
-    if isinstance(given, str):
-        raise RequestError(f"{what} must be a list, such as [{given!r}], not one text", param=what)

@@ -71,4 +71,4 @@ def test_the_command_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert main(["--quick", "--replicas", "2,3", *files]) == 0
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
-    assert {row["router"] for row in rows} == set(ROUTERS) and len(rows) == 4 * (2 * len(ROUTERS) + 2)
+    assert {row["router"] for row in rows} == set(ROUTERS) and len(rows) == 4 * 2 * len(ROUTERS)

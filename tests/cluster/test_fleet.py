@@ -149,7 +149,7 @@ def test_facts_are_told_in_full_once_trees_are_not_served() -> None:
 def test_a_setting_that_shadow_replay_changed_is_what_the_fleet_routes_by() -> None:
     with fleet_of_two(contract=budgeted) as (fleet, _, engines):
         assert fleet.default_setting == Setting(AUTO) and answer(fleet, asked()).strategy == "prefix"
-        bare = fleet._composer.ground(asked())
+        bare = fleet.composer.ground(asked())
         marked = [replace(s, behind=b"x" * 32) if s.kind is Kind.CHUNK else s for s in bare.prompt.segments]
         made = Grounded(Prompt(tuple(marked)))
         assert fleet._is_exact(asked().rag, bare) and not fleet._is_exact(asked().rag, made)
@@ -165,7 +165,7 @@ def test_a_setting_that_shadow_replay_changed_is_what_the_fleet_routes_by() -> N
 
 def test_requests_that_are_placed_at_once_see_each_other() -> None:
     with fleet_of_two(TwoChoices()) as (fleet, _, _):
-        need, names = Need.of(fleet._composer.ground(asked()).prompt, "", True), ("replica 0", "replica 1")
+        need, names = Need.of(fleet.composer.ground(asked()).prompt, "", True), ("replica 0", "replica 1")
         tries = [_Attempts() for _ in range(4)]
         first = [fleet._order(need, names, one)[0] for one in tries]
         assert sorted(first) == ["replica 0", "replica 0", "replica 1", "replica 1"]

@@ -3,9 +3,10 @@
 Cached KV is warm, but was made in other prompts: before a question is measured, its chunks are asked for in reversed
 order. Each setting is a tenant of its own. For strategies that take preprocessed chunks the documents are preprocessed
 first, as the server's must be for their figures to hold. Divergence is over the positions that predict the reference
-answer. An answer that is labelled exact and is not, and logits that are no finite numbers, mean that the cache is
-broken: no report is written then. Each question is also asked with its best chunk alone, where isolated chunks are
-exact.
+answer. `moved` is measured on conversations: each question's passages as text, in their order, behind a header and a
+history that they have not stood behind before. An answer that is labelled exact and is not, and logits that are no
+finite numbers, mean that the cache is broken: no report is written then. Each question is also asked with its best
+chunk alone, where isolated chunks are exact.
 
 Exit codes: 0, or 1 if no setting lies inside the budget or an exact one is wrong, or 2 if it cannot run as asked.
 """
@@ -44,7 +45,7 @@ from ragjax.engine.measurement import report_path
 from ragjax.engine.preprocessing import preprocess
 from ragjax.engine.replay import recomputed_share
 from ragjax.prompting.chat import chat_prompt
-from ragjax.quality.report import EXACT, Budget, Measurement, Report, Setting, divergence
+from ragjax.quality.report import EXACT, MOVED, PREFIX, Budget, Measurement, Report, Setting, divergence
 from ragjax.reuse import DEPENDENCY, strategies
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.naive import PACKET
@@ -78,13 +79,19 @@ class BrokenCache(RagjaxError):
 
 @dataclass(frozen=True)
 class Question:
-    """A question: its prompt, and tokens of the answer it should get, int32 [n]."""
+    """A question: its prompt, and tokens of the answer it should get, int32 [n].
+
+    before: what is asked first (None: the same with its chunks reversed).
+    """
 
     prompt: Prompt
     reference: Tokens
+    before: Prompt | None = None
 
     @property
     def turned(self) -> Prompt:
+        if self.before is not None:
+            return self.before
         chunks = [segment for segment in self.prompt.segments if segment.kind is Kind.CHUNK]
         return Prompt(tuple(chunks.pop() if s.kind is Kind.CHUNK else s for s in self.prompt.segments))
 
@@ -96,21 +103,46 @@ class Question:
 
 
 def demo_questions(engine: Engine, limit: int | None = None, file: Path = BUNDLED) -> tuple[Question, ...]:
+    def made(text: str, answer: str) -> Question:
+        message = Message("user", text)
+        prompt = chat_prompt(engine.tokenizer, (message,), engine.search(text), public=engine.share_knowledge)
+        return Question(prompt, _reference(engine, answer))
+
+    return tuple(made(*entry) for entry in _entries(file, limit))
+
+
+def conversations(engine: Engine, limit: int | None = None, file: Path = BUNDLED) -> tuple[Question, ...]:
+    """Each question as a turn: its passages as text with another question, then behind a header and a history."""
+
+    def made(number: int, earlier: tuple[str, str], entry: tuple[str, str]) -> Question:
+        texts = [hit.chunk.text for hit in engine.search(entry[0])]
+        before = (Message("user", "\n\n".join((*texts, earlier[0]))),)
+        header = Message("system", f"This is request {number} of the day.")
+        history = (Message("user", earlier[0]), Message("assistant", earlier[1]))
+        turn = (header, *history, Message("user", "\n\n".join((*texts, entry[0]))))
+        prompt, first = (chat_prompt(engine.tokenizer, messages, None) for messages in (turn, before))
+        return Question(prompt, _reference(engine, entry[1]), first)
+
+    entries = _entries(file, limit)
+    return tuple(made(number, entries[number - 1], entry) for number, entry in enumerate(entries))
+
+
+def _reference(engine: Engine, answer: str) -> Tokens:
+    return engine.tokenizer.encode(answer, special=False)[:REFERENCE]
+
+
+def _entries(file: Path, limit: int | None) -> list[tuple[str, str]]:
+    """Questions and their first answers."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        entries = [json.loads(line) for line in lines[:limit]]
-        return tuple(_question(engine, entry) for entry in entries)
+        entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:limit]]
+        for entry in entries:
+            answers = entry["answers"]
+            if not isinstance(answers, list) or not all(isinstance(one, str) and one.strip() for one in answers):
+                raise ValueError("answers must be a list of texts that are not empty")
+        return [(str(entry["question"]), entry["answers"][0]) for entry in entries]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         shape = '{"question": "…", "answers": ["…"]}'
         raise ConfigError(f"{file}: each line must be {shape}: {error!r}") from error
-
-
-def _question(engine: Engine, entry: dict[str, list[str]]) -> Question:
-    text, answers = str(entry["question"]), entry["answers"]
-    if not isinstance(answers, list) or not all(isinstance(answer, str) and answer.strip() for answer in answers):
-        raise ValueError("answers must be a list of texts that are not empty")
-    prompt = chat_prompt(engine.tokenizer, (Message("user", text),), engine.search(text), public=engine.share_knowledge)
-    return Question(prompt, engine.tokenizer.encode(answers[0], special=False)[:REFERENCE])
 
 
 def settings_of(
@@ -155,7 +187,7 @@ def measure(
             shares[setting].append(recomputed_share(question.prompt, answer))
             step()
     # with one chunk alone the isolated KV that was made and used so far has to be exact
-    for question in [question.alone for question in questions[:ALONE]]:
+    for question in [question.alone for question in questions[:ALONE] if question.before is None]:
         full = _ask(engine, question, Setting("full"))
         step()
         for setting in settings:
@@ -180,7 +212,7 @@ def _ask(engine: Engine, question: Question, setting: Setting, turned: bool = Fa
         recompute_ratio=setting.ratio,
         continuation=None if turned else question.reference,
         max_tokens=1,
-        tenant="" if turned else str(setting),
+        tenant="" if turned and question.before is None else str(setting),
     )
 
 
@@ -248,8 +280,12 @@ def _measured(options: argparse.Namespace) -> Report:
         questions = demo_questions(engine, options.limit, options.questions)
         if len(questions) < LEAST:
             raise ConfigError(f"{options.questions}: a report takes at least {LEAST} questions, not {len(questions)}")
-        with tqdm(total=count_answers(len(questions), settings), desc="measuring", unit="answer") as bar:
+        talks = conversations(engine, options.limit, options.questions) if MOVED in settings else ()
+        settings = tuple(setting for setting in settings if setting != MOVED)
+        total = count_answers(len(questions), settings) + 3 * len(talks)
+        with tqdm(total=total, desc="measuring", unit="answer") as bar:
             measurements = measure(engine, questions, settings, bar.update)
+            moved = measure(engine, talks, (MOVED,), bar.update) if talks else (None,)
         report = Report(
             identity=engine.identity.hex(),
             model=engine.model_name,
@@ -258,6 +294,7 @@ def _measured(options: argparse.Namespace) -> Report:
             questions=digest(questions),
             top_k=engine.top_k,
             measurements=measurements,
+            conversations=moved[0],
         )
         report.save(report_path(engine.identity))
         return report
@@ -272,15 +309,18 @@ def _known(engine: Engine, settings: tuple[Setting, ...], named: bool) -> tuple[
 
 
 def _table(report: Report, budget: Budget, chosen: Setting | None) -> Iterator[str]:
-    yield f"{report.model}, {report.dtype}, {report.measurements[0].n} questions of {report.top_k} chunks"
+    measured = [*report.measurements, *filter(None, [report.conversations])]
+    yield f"{report.model}, {report.dtype}, {measured[0].n} questions of {report.top_k} chunks"
     yield f"{'setting':24} {'KL':>9} {'at most':>9} {'top-1':>6} {'at least':>8} {'TTFT ms':>8} {'share':>6}"
-    for one in sorted(report.measurements, key=lambda one: one.ttft_ms):
+    for one in sorted(measured, key=lambda one: one.ttft_ms):
         mark = "  <- chosen" if one.setting == chosen else ""
         yield (
             f"{one.setting!s:24} {one.kl:9.2e} {one.kl_hi:9.2e} {one.top1:6.3f} {one.top1_lo:8.3f} "
             f"{one.ttft_ms:8.1f} {one.share:6.3f}{mark}"
         )
     yield f"the budget {budget} picks {chosen}" if chosen else f"nothing lies inside the budget {budget}"
+    if (said := report.conversations) is not None:
+        yield f"conversations get {MOVED if budget.holds(said.kl_hi, said.top1_lo) else PREFIX}"
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -48,6 +48,7 @@ from ragjax.reuse import strategies
 from ragjax.reuse.base import Allocation
 from ragjax.reuse.craft import Craft
 from ragjax.reuse.exact import Full, Prefix
+from ragjax.reuse.moved import Moved
 from ragjax.reuse.naive import Naive
 from tests.support import tiny
 from tests.support.pace import until
@@ -1033,13 +1034,18 @@ def test_the_command_keeps_its_report_where_a_start_looks(tmp_path: Path, monkey
         return made
 
     monkeypatch.setattr(gate.Engine, "load", load)
-    assert gate.main(["--budget", "KL=0.5", "--strategies", "prefix,naive", "--top-k", "2", "--dtype", "float32"]) == 0
+    assert (
+        gate.main(["--budget", "KL=0.5", "--strategies", "prefix,naive,moved", "--top-k", "2", "--dtype", "float32"])
+        == 0
+    )
     assert loaded["knowledge"] == knowledge("demo") and loaded["dtype"] == "float32"
-    found = report_of(b"\xab\x12", {"prefix": Prefix(), "naive": Naive()})
+    found = report_of(b"\xab\x12", {"prefix": Prefix(), "naive": Naive(), "moved": Moved()})
     assert found is not None and (found.model, found.dtype, found.top_k) == ("tiny", "float32", 2)
     prefix, naive = found.measurements
     assert (prefix.setting, prefix.n, naive.setting) == (PREFIX, 2, NAIVE)
     assert prefix.kl < 1e-9 < naive.kl
+    assert found.conversations is not None and (found.conversations.setting, found.conversations.n) == (MOVED, 2)
+    assert found.conversations.kl > 1e-9, "no text of the earlier turn was reused"
     assert loaded["compile"] and loaded["storage"].host_gb == gate.HOST_GB
 
 
@@ -1061,6 +1067,11 @@ def test_the_command_tells_what_fails(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(gate, "_measured", lambda options: approximate)
     assert gate.main(["--budget", "KL=0"]) == 1
     assert "nothing lies inside" in capsys.readouterr().out
+    talks = replace(REPORT, conversations=measurement(MOVED, 0.02, 5.0))
+    monkeypatch.setattr(gate, "_measured", lambda options: talks)
+    assert [gate.main(["--budget", budget]) for budget in ("KL=0.05", "KL=0.001")] == [0, 0]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("conversations")]
+    assert said == ["conversations get moved", "conversations get prefix"]
 
     def broken(options: object) -> Report:
         raise gate.BrokenCache("an answer of prefix is labelled exact")

@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
@@ -29,7 +28,7 @@ from ragjax.serve.library import LibraryEndpoints
 from ragjax.serve.messages_api import MessageReply
 from ragjax.serve.metric import ServerMetrics
 from ragjax.serve.middleware import BrowserGuard, RequestMiddleware
-from ragjax.serve.response import ChatForm, EchoForm, EventStream, Form, Json, TextForm, ToolForm, merged, respond
+from ragjax.serve.response import ChatForm, EchoForm, EventStream, Form, Json, TextForm, merged, respond
 from ragjax.serve.responses_api import Reply, whole
 from ragjax.serve.schema.chat import ChatBody, CompletionBody
 from ragjax.serve.schema.message import CountBody, MessageBody
@@ -333,12 +332,8 @@ class _Endpoints:
         asked = [replace(one, tenant=request.state.tenant) for one in body.to_core()]
         asked = asked if knowledge is None else [_grounded(one, knowledge) for one in asked]
         await self._use_stores(asked[0])
-        form_of = ToolForm if asked[0].tools is not None else form_of
         form_of = EchoForm if isinstance(body, CompletionBody) and body.echo else form_of
-        form = form_of(self._engine, asked[0].sampling.logprobs is not None, len(asked), body.n or 1, notices)
-        if isinstance(form, EchoForm):
-            texts = (one.prompt or "" for one in asked)
-            form.prompts = [t if isinstance(t, str) else "".join(self._engine.pieces(np.array(t))) for t in texts]
+        form = form_of(self._engine, asked, body.n or 1, notices)
         silent = isinstance(body, CompletionBody) and body.max_tokens == 0
         events = merged([self._scored(x, request, silent) if x.echo else self._events(x, request) for x in asked])
         if body.stream:

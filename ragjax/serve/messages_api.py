@@ -21,7 +21,7 @@ class MessageReply:
         self._engine = engine
         self._notices = notices
         self._marked = bool(request.breakpoints)
-        self._reader = CallReader(engine.call_form) if request.tools is not None else None
+        self._reader = CallReader.of(engine.call_form, request)
         self._content: list[Json] = []
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
 
@@ -55,11 +55,7 @@ class MessageReply:
                     yield {"type": "message_stop"}
 
     def _told(self, event: core.Event) -> Iterator[Json]:
-        if isinstance(event, core.Delta):
-            pieces = [Piece(said=event.text)] if self._reader is None else self._reader.push(event.text)
-        else:
-            pieces = [] if self._reader is None else self._reader.finish()
-        for piece in pieces:
+        for piece in self._reader.push(event.text) if isinstance(event, core.Delta) else self._reader.finish():
             yield from self._put(piece)
         if isinstance(event, core.Answer) and self._content:
             yield self._at("content_block_stop")
@@ -92,7 +88,7 @@ class MessageReply:
         if answer is not None:
             written = answer.written if self._marked else 0
             usage = _usage(answer.prompt_tokens, answer.cached_tokens, written, len(answer.tokens))
-            called = self._reader is not None and self._reader.ended and answer.finish_reason == "stop"
+            called = self._reader.ended and answer.finish_reason == "stop"
             reason = "tool_use" if called else "max_tokens" if answer.finish_reason == "length" else "end_turn"
             reason = "stop_sequence" if answer.stop is not None else reason
             rag = account(answer, self._engine.pieces, self._notices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -117,38 +118,22 @@ class ServerMetrics:
     def __init__(self, engine: Service):
         self._registry = registry = CollectorRegistry()
         registry.register(_EngineCollector(engine))
-        self.requests = Counter(
-            "ragjax_http_requests", "HTTP requests, by route and status.", ["route", "status"], registry=registry
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self.requests = counter("ragjax_http_requests", "HTTP requests, by route and status.", ["route", "status"])
+        self.connections_ended = counter(
+            "ragjax_http_connections_ended", "Connections that the server ended, by reason.", ["reason"]
         )
-        self.request_seconds = Histogram(
-            "ragjax_http_request_seconds", "Arrival to end of response.", ["route"], buckets=_LONG, registry=registry
+        self.request_seconds = histogram(
+            "ragjax_http_request_seconds", "Arrival to end of response.", ["route"], buckets=_LONG
         )
-        self.connections_ended = Counter(
-            "ragjax_http_connections_ended",
-            "Connections that the server ended, by reason.",
-            ["reason"],
-            registry=registry,
+        self.ttft_seconds = histogram("ragjax_ttft_seconds", "Arrival to first text.", ["strategy"], buckets=_LONG)
+        self.inter_token_seconds = histogram(
+            "ragjax_inter_token_seconds", "Between two deltas of one answer.", buckets=_SHORT
         )
-        self.ttft_seconds = Histogram(
-            "ragjax_ttft_seconds", "Arrival to first text.", ["strategy"], buckets=_LONG, registry=registry
-        )
-        self.inter_token_seconds = Histogram(
-            "ragjax_inter_token_seconds", "Between two deltas of one answer.", buckets=_SHORT, registry=registry
-        )
-        self.shadow_kl = Histogram(
-            "ragjax_shadow_kl",
-            "KL from full attention of a replayed request, nats a token.",
-            ["strategy"],
-            buckets=_NATS,
-            registry=registry,
-        )
-        self.shadow_top1 = Histogram(
-            "ragjax_shadow_top1",
-            "Share of a replayed request's tokens that full attention likes best, too.",
-            ["strategy"],
-            buckets=_SHARES,
-            registry=registry,
-        )
+        nats = "KL from full attention of a replayed request, nats a token."
+        self.shadow_kl = histogram("ragjax_shadow_kl", nats, ["strategy"], buckets=_NATS)
+        shares = "Share of a replayed request's tokens that full attention likes best, too."
+        self.shadow_top1 = histogram("ragjax_shadow_top1", shares, ["strategy"], buckets=_SHARES)
         engine.observe_shadows(self._note_shadow)
 
     def _note_shadow(self, strategy: str, seen: core.Divergence) -> None:

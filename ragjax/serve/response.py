@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import numpy as np
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
@@ -19,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from ragjax import core
 from ragjax.serve.error import ApiError, api_error
-from ragjax.serve.tool_calls import CallReader, Piece
+from ragjax.serve.tool_calls import CallReader
 
 if TYPE_CHECKING:
     from ragjax.cluster.fleet import Service
@@ -30,18 +31,18 @@ Numbered = tuple[int, core.Event]
 
 
 class Form(ABC):
-    """Writes one response, whole or in chunks. choices: of all prompts. n: choices of each, one behind another."""
+    """Writes one response, whole or in chunks. requests: one for each choice. n: choices of each prompt, in a row."""
 
     prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    def __init__(self, engine: Service, want_logprobs: bool, choices: int, n: int, notices: Sequence[str]):
+    def __init__(self, engine: Service, requests: Sequence[core.Request], n: int, notices: Sequence[str]):
         number = f"{self.prefix}-{uuid.uuid4().hex}"
         self._engine = engine
         self._head: Json = {"id": number, "created": int(time.time()), "model": engine.model_name}
-        self._want_logprobs = want_logprobs
-        self._choices = choices
+        self._want_logprobs = requests[0].sampling.logprobs is not None
+        self._choices = len(requests)
         self._n = n
         self._notices = tuple(notices)
 
@@ -150,28 +151,17 @@ class Form(ABC):
 
 
 class ChatForm(Form):
+    """Chat completions; a call of a tool stands in `tool_calls`, and not in the content."""
+
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, engine: Service, requests: Sequence[core.Request], n: int, notices: Sequence[str]):
+        super().__init__(engine, requests, n, notices)
+        self._readers = [CallReader.of(engine.call_form, request) for request in requests]
 
     def opening(self) -> list[Json]:
         said = {"delta": {"role": "assistant", "content": "", "refusal": None}}
         return [self._object(self.chunk_kind, [self._choice(i, said)]) for i in range(self._choices)]
-
-    def _message(self, number: int, answer: core.Answer) -> Json:
-        return {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-
-    def _delta(self, text: str | None) -> Json:
-        return {"delta": {} if text is None else {"content": text}}
-
-    def _logprobs(self, tokens: Sequence[core.TokenLogprob]) -> Json:
-        return {"content": logprobs_of(tokens, self._engine.token_bytes), "refusal": None}
-
-
-class ToolForm(ChatForm):
-    """Chat completions that may call a tool: a call stands in `tool_calls`, and not in the content."""
-
-    def __init__(self, engine: Service, want_logprobs: bool, choices: int, n: int, notices: Sequence[str]):
-        super().__init__(engine, want_logprobs, choices, n, notices)
-        self._readers = [CallReader(engine.call_form) for _ in range(choices)]
 
     def _message(self, number: int, answer: core.Answer) -> Json:
         reader = self._readers[number]
@@ -181,8 +171,7 @@ class ToolForm(ChatForm):
         calls: list[Json] = []
         for piece in pieces:
             if piece.name:
-                function = {"name": piece.name, "arguments": ""}
-                calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
+                calls.append(_called(piece.name))
             elif calls:
                 calls[-1]["function"]["arguments"] += piece.arguments
         if calls:
@@ -195,27 +184,31 @@ class ToolForm(ChatForm):
 
     def _deltas(self, number: int, text: str) -> list[Json]:
         reader = self._readers[number]
-        before = len(reader.names)
-        return self._put(before, reader.push(text))
-
-    def _left(self, number: int) -> list[Json]:
-        return self._put(0, self._readers[number].finish())
-
-    def _put(self, calls: int, pieces: Sequence[Piece]) -> list[Json]:
-        """Makes deltas of pieces; calls: how many came before."""
+        calls = len(reader.names)
         made = []
-        for piece in pieces:
+        for piece in reader.push(text):
             if piece.said:
                 made.append(self._delta(piece.said))
             elif piece.name:
-                function = {"name": piece.name, "arguments": ""}
-                call = {"index": calls, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+                made.append({"delta": {"tool_calls": [{"index": calls, **_called(piece.name)}]}})
                 calls += 1
-                made.append({"delta": {"tool_calls": [call]}})
             else:
                 said = {"index": calls - 1, "function": {"arguments": piece.arguments}}
                 made.append({"delta": {"tool_calls": [said]}})
         return made
+
+    def _left(self, number: int) -> list[Json]:
+        return [self._delta(piece.said) for piece in self._readers[number].finish()]
+
+    def _delta(self, text: str | None) -> Json:
+        return {"delta": {} if text is None else {"content": text}}
+
+    def _logprobs(self, tokens: Sequence[core.TokenLogprob]) -> Json:
+        return {"content": logprobs_of(tokens, self._engine.token_bytes), "refusal": None}
+
+
+def _called(name: str) -> Json:
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 class TextForm(Form):
@@ -240,13 +233,18 @@ class TextForm(Form):
 class EchoForm(TextForm):
     """Text completions that begin with their prompts."""
 
-    prompts: Sequence[str] = ()
+    def __init__(self, engine: Service, requests: Sequence[core.Request], n: int, notices: Sequence[str]):
+        super().__init__(engine, requests, n, notices)
+        texts = (one.prompt or "" for one in requests)
+        self._prompts = [text if isinstance(text, str) else "".join(engine.pieces(np.array(text))) for text in texts]
 
     def opening(self) -> list[Json]:
-        return [self._object(self.chunk_kind, [self._choice(i, {"text": text})]) for i, text in enumerate(self.prompts)]
+        return [
+            self._object(self.chunk_kind, [self._choice(i, {"text": text})]) for i, text in enumerate(self._prompts)
+        ]
 
     def _message(self, number: int, answer: core.Answer) -> Json:
-        return {"text": self.prompts[number] + answer.text}
+        return {"text": self._prompts[number] + answer.text}
 
     def _logprobs(self, tokens: Sequence[core.TokenLogprob]) -> Json:
         told = super()._logprobs(tokens)

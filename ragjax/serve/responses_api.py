@@ -139,7 +139,7 @@ class Reply:
         self._request = request
         self._notices = notices
         self._output = Output()
-        self._reader = CallReader(engine.call_form) if request.tools is not None else None
+        self._reader = CallReader.of(engine.call_form, request)
         self._unsaid: list[Json] = []  # log-probabilities of tokens that the reader holds back
         self._number = 0
         self._head = {"id": new_id("resp"), "object": "response", "created_at": int(time.time())}
@@ -180,11 +180,7 @@ class Reply:
                 yield from self._output.found(None)
 
     def _going_on(self, delta: core.Delta) -> Iterator[Json]:
-        found = logprobs_of(delta.logprobs, self._engine.token_bytes)
-        if self._reader is None:
-            yield from self._output.say(delta.text, found)
-            return
-        self._unsaid += found
+        self._unsaid += logprobs_of(delta.logprobs, self._engine.token_bytes)
         for piece in self._reader.push(delta.text):
             yield from self._put(piece)
 
@@ -193,8 +189,6 @@ class Reply:
         yield from self._output.put(piece, found)
 
     def _left(self) -> Iterator[Json]:
-        if self._reader is None:
-            return
         for piece in self._reader.finish():
             yield from self._put(piece)
         if self._unsaid and not self._reader.names:  # of tokens without a text of their own

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ragjax.core import CALL_ID, CallForm
+from ragjax.core import CALL_ID, CallForm, Request
 
 
 class Piece(NamedTuple):
@@ -29,6 +29,11 @@ class CallReader:
     _depth: int = 0
     _quoted: bool = False
     _escaped: bool = False
+
+    @staticmethod
+    def of(form: CallForm, request: Request) -> CallReader:
+        """The reader of a request's answer: without tools all of it is said."""
+        return CallReader(form, _says=request.tools is None)
 
     def push(self, text: str) -> list[Piece]:
         if self._says:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import ragjax.cluster.remote  # noqa: F401 # registers the shared tier
 from ragjax.core import (
     CHUNK_TOKENS,
     ENCODER,

@@ -158,7 +158,6 @@ class StorageOptions:
         Flag(FIRST, "folder where KV outlives the process; servers may share it (docs/cache.md)", "DIR", "disk-cache"),
     ] = None
     disk_gb: Annotated[Positive, Flag(CACHE, "limit of the disk cache, units of 2^30 B", name="disk-cache-gb")] = 8.0
-    # any tier that is registered (`store.shared`); `ragjax.cluster.remote` registers Redis
     remote: Annotated[
         str | None,
         Flag(CACHE, "server that others share: redis://host/0?days=7 (docs/scale.md)", "URL", "remote-cache"),

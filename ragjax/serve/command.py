@@ -282,8 +282,6 @@ def _load(options: argparse.Namespace) -> Service:
     for place in (options.engine.index_dir, options.engine.graph_dir, options.engine.storage.disk):
         _make_private(place)
     # Imported late: a wrong flag should not wait for JAX.
-    if options.engine.storage.remote is not None:
-        import ragjax.cluster.remote  # noqa: F401 # registers the shared tier
     if options.replicas is not None:
         return _start(options)
     from ragjax.engine import Engine

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragjax.cluster.exchange import Link
-from ragjax.cluster.redis import RedisServer
-from ragjax.cluster.remote import RemoteTier
 from ragjax.core import Answer, AtRest
 from ragjax.engine import Engine
 from ragjax.schedule.admission import Admission
 from ragjax.store.disk import DiskStore
+from ragjax.store.exchange import Link
+from ragjax.store.redis import RedisServer
+from ragjax.store.shared import SharedTier
 from tests.support import tiny
 from tests.support.remotes import GIGA, FakeRemote, Unreliable, free_port, real_server, settle, tier
 
@@ -194,6 +194,6 @@ def test_a_redis_that_is_killed_and_comes_back_empty_under_load() -> None:
                 assert check(third, [11]) == 1, "what was computed since is there"
 
 
-def over(port: int) -> RemoteTier:
+def over(port: int) -> SharedTier:
     remote = RedisServer.open(f"redis://127.0.0.1:{port}", b"tiny", "raw", life=100, timeout=0.5)
-    return RemoteTier(remote, b"tiny", timeout=0.5, link=Link(remote.address, 0.1))
+    return SharedTier(remote, b"tiny", timeout=0.5, link=Link(remote.address, 0.1))

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from ragjax.cluster.exchange import Link
-from ragjax.cluster.redis import MOST, Parcel, RedisServer, RefusedError, RemoteError, ServerRoom
-from ragjax.cluster.remote import RemoteTier
 from ragjax.core import ConfigError
 from ragjax.engine import Engine
 from ragjax.store.disk import DiskStore
+from ragjax.store.exchange import Link
+from ragjax.store.redis import MOST, Parcel, RedisServer, RefusedError, RemoteError, ServerRoom
+from ragjax.store.shared import SharedTier
 
 GIGA = 2**30
 
@@ -136,15 +136,15 @@ def tier(
     identity: bytes = b"tiny",
     timeout: float = 5.0,
     pause: float = 0.05,
-) -> RemoteTier:
+) -> SharedTier:
     """A shared tier over a server; the next probe comes soon."""
-    return RemoteTier(remote, identity, disk, timeout=timeout, link=Link(remote.address, pause))
+    return SharedTier(remote, identity, disk, timeout=timeout, link=Link(remote.address, pause))
 
 
 def settle(engine: Engine) -> None:
     """Wait until what the engine computed is on the server."""
     shared = engine._parts.shared
-    assert isinstance(shared, RemoteTier) and engine._transfer is not None
+    assert isinstance(shared, SharedTier) and engine._transfer is not None
     deadline = time.monotonic() + 60
     while engine._cache._hierarchy._new or engine._cache._hierarchy._hot:
         assert time.monotonic() < deadline

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Literal, get_args
 
-from ragjax.cluster.redis import Parcel, RedisServer, RefusedError, ServerRoom, place_of
 from ragjax.core.tiers import Record
 from ragjax.store.entry import Damaged, record_of
+from ragjax.store.redis import Parcel, RedisServer, RefusedError, ServerRoom, place_of
 
 _log = logging.getLogger(__name__)
 

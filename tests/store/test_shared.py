@@ -12,14 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragjax.cluster import exchange
-from ragjax.cluster.exchange import Link
-from ragjax.cluster.redis import MOST, Parcel, RedisServer, RemoteError
-from ragjax.cluster.remote import RemoteTier
 from ragjax.core import ConfigError
 from ragjax.core.tiers import Record
+from ragjax.store import exchange
 from ragjax.store.disk import DiskStore, Missing, WriteError
 from ragjax.store.entry import Damaged, encode
+from ragjax.store.exchange import Link
+from ragjax.store.redis import MOST, Parcel, RedisServer, RemoteError
 from ragjax.store.shared import SharedTier, open_shared
 from tests.support.remotes import GIGA, FakeRemote, answering, eventually, real_server, tier
 
@@ -35,12 +34,12 @@ ARRAYS = {"k": np.arange(96, dtype=np.float32).reshape(2, 3, 4, 4), "v": np.ones
 SIZE = sum(piece.nbytes for piece in encode(record("a"), ARRAYS, b"tiny"))
 
 
-def read(shared: RemoteTier, key: bytes, count: int = 2, expected: Record | None = None) -> dict[str, np.ndarray]:
+def read(shared: SharedTier, key: bytes, count: int = 2, expected: Record | None = None) -> dict[str, np.ndarray]:
     shares = list(shared.read_shares(key, count, expected))
     return {name: np.concatenate([share[name] for share in shares]) for name in shares[0]}
 
 
-def known(shared: RemoteTier, look: Callable[[], object]) -> object:
+def known(shared: SharedTier, look: Callable[[], object]) -> object:
     """What a look-up finds once its questions are answered."""
     shared.asked()
     look()

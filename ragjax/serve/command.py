@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import uvicorn
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator
 
 from ragjax import core
 from ragjax.cluster.router import DEFAULT_ROUTER, ROUTERS
 from ragjax.commands.flags import DEFAULTS, Parser, engine_options, exit_code
+from ragjax.core.check import check_fields
 from ragjax.core.options import CACHE, FIRST, LOAD, RETRIEVAL, REUSE, Flag, Positive
 from ragjax.core.papers import PAPERS, PaperName
 from ragjax.core.registry import meant
@@ -190,12 +191,21 @@ def _check_replicas(options: argparse.Namespace) -> None:
         raise core.ConfigError("--record-trace: replicas cannot share a file; leave it out, or --replicas")
 
 
+def _named(name: str) -> str:
+    if not name.strip() or not core.is_unicode(name):
+        raise ValueError("must be a name, of valid Unicode")
+    return name
+
+
 @dataclass(frozen=True)
 class Tenant:
     """Whom an API key belongs to. quota_gb: 2^30 bytes of KV on the device, and as many in host memory."""
 
-    name: str
-    quota_gb: float | None = None
+    name: Annotated[str, AfterValidator(_named)]
+    quota_gb: Annotated[float, Gt(0), Le(1e9)] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, lambda _, reason: core.ConfigError(reason))
 
 
 def _tenants(path: str) -> dict[str, Tenant]:
@@ -222,15 +232,12 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _tenant(key: str, entry: object) -> Tenant:
     _check_key(key, "--tenants")
     shown = f"--tenants: the entry of key {key[:4]}…"
-    if not isinstance(entry, dict) or not set(entry) <= {"name", "quota_gb"}:
+    if not isinstance(entry, dict) or "name" not in entry or not set(entry) <= {"name", "quota_gb"}:
         raise core.ConfigError(f'{shown} must be {{"name": …, "quota_gb": …}}, and no more')
-    name, quota = entry.get("name"), entry.get("quota_gb")
-    if not isinstance(name, str) or not name.strip() or not core.is_unicode(name):
-        raise core.ConfigError(f"{shown} needs a name, of valid Unicode")
-    number = isinstance(quota, int | float) and not isinstance(quota, bool)
-    if quota is not None and not (number and 0 < quota <= 1e9):
-        raise core.ConfigError(f"{shown}: quota_gb must be a number above 0, up to 1e9, not {quota!r}")
-    return Tenant(name, quota)
+    try:
+        return Tenant(**entry)
+    except core.ConfigError as error:
+        raise core.ConfigError(f"{shown}: {error}") from error
 
 
 def _check_key(key: str, where: str) -> None:
@@ -280,29 +287,19 @@ def _cannot_listen(host: str, port: int, error: Exception) -> core.ConfigError:
 
 def _load(options: argparse.Namespace) -> Service:
     for place in (options.engine.index_dir, options.engine.graph_dir, options.engine.storage.disk):
-        _make_private(place)
+        if place is not None:
+            with suppress(OSError):  # who opens it says what is wrong; one that is there keeps its mode
+                Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
     # Imported late: a wrong flag should not wait for JAX.
-    if options.replicas is not None:
-        return _start(options)
-    from ragjax.engine import Engine
+    if options.replicas is None:
+        from ragjax.engine import Engine
 
-    return Engine.load(options.engine, early=True)
-
-
-def _start(options: argparse.Namespace) -> Service:
+        return Engine.load(options.engine, early=True)
     if importlib.util.find_spec("ray") is None:
         raise core.ConfigError("--replicas needs Ray, which is not installed: pip install '.[ray]' in ragjax's folder")
     from ragjax.cluster.deployment import start
 
     return start(options.engine, options.replicas, os.environ.get("RAY_ADDRESS"), options.grace, options.router)
-
-
-def _make_private(place: str | Path | None) -> None:
-    """Make a folder of state for this user alone. One that is there keeps its mode: the operator may share it."""
-    if place is None:
-        return
-    with suppress(OSError):  # who opens it says what is wrong
-        Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _open_many() -> None:

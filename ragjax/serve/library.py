@@ -84,9 +84,9 @@ FOUND = 10
 class ListPage:
     """The part of a list that is asked for: the first entries behind `after`, or else the last ones before `before`."""
 
-    order: Order  # by time of creation
-    limit: int
-    after: str | None
+    limit: Limit = 20
+    order: Order = "desc"  # by time of creation
+    after: str | None = None
     before: str | None = None
 
     def of(
@@ -171,7 +171,7 @@ class LibraryEndpoints:
         """List files."""
         library = self._engine.library
         read, look = partial(library.files, tenant, purpose), partial(library.file, tenant)
-        return ListPage(order, limit, after).of(read, look, _file)
+        return ListPage(limit, order, after).of(read, look, _file)
 
     def file(self, tenant: Tenant, file_id: str) -> Json:
         """One file."""
@@ -209,18 +209,11 @@ class LibraryEndpoints:
             raise
         return self._store(tenant, store)
 
-    def stores(
-        self,
-        tenant: Tenant,
-        limit: Limit = 20,
-        order: Order = "desc",
-        after: str | None = None,
-        before: str | None = None,
-    ) -> Json:
+    def stores(self, tenant: Tenant, page: Annotated[ListPage, Depends()]) -> Json:
         """List stores."""
         library = self._engine.library
         read, look = partial(library.stores, tenant), partial(library.store, tenant)
-        return ListPage(order, limit, after, before).of(read, look, partial(self._store, tenant))
+        return page.of(read, look, partial(self._store, tenant))
 
     def store(self, tenant: Tenant, vector_store_id: str) -> Json:
         """One store."""
@@ -267,18 +260,15 @@ class LibraryEndpoints:
         self,
         tenant: Tenant,
         vector_store_id: str,
+        page: Annotated[ListPage, Depends()],
         filter: core.State | None = None,
-        limit: Limit = 20,
-        order: Order = "desc",
-        after: str | None = None,
-        before: str | None = None,
     ) -> Json:
         """List the files of a store."""
         library = self._engine.library
         library.store(tenant, vector_store_id)
         read = partial(library.attachments, tenant, vector_store_id, filter)
         look = partial(library.attachment, tenant, vector_store_id)
-        return ListPage(order, limit, after, before).of(read, look, self._attachment)
+        return page.of(read, look, self._attachment)
 
     def attachment(self, tenant: Tenant, vector_store_id: str, file_id: str) -> Json:
         """One file of a store."""

@@ -233,11 +233,11 @@ def test_folders_of_state_are_made_for_the_servers_user_alone(tmp_path: Path) ->
             assert stat.S_IMODE(folder.stat().st_mode) == mode
 
 
-def test_a_folder_that_cannot_be_made_is_its_owners_to_tell(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_its_owners_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    command._make_private(str(tmp_path / "file"))
-    command._make_private(str(tmp_path / "file" / "below"))
-    command._make_private(None)
+    monkeypatch.setattr("ragjax.engine.Engine.load", lambda options, early: options)
+    options = parse_options(["--index-dir", str(tmp_path / "file"), "--disk-cache", str(tmp_path / "file" / "below")])
+    assert command._load(options) is options.engine
 
 
 def test_a_server_may_open_as_many_files_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:

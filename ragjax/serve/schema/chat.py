@@ -506,14 +506,7 @@ class CompletionBody(GenerationBody):
     rag: TextRag | None = None
 
     def to_core(self) -> tuple[core.Request, ...]:
-        given = self.rag or TextRag()
-        rag = core.Rag(
-            top_k=0,
-            strategy=given.strategy,
-            recompute_ratio=given.recompute_ratio,
-            compression=given.compressed(),
-            detail=bool(given.detail),
-        )
+        rag = replace((self.rag or TextRag()).to_core(), top_k=0)
         scored = bool(self.echo) and self.logprobs is not None
         if self.max_tokens == 0 and not self.echo:
             raise core.RequestError("max_tokens is 0 beside echo alone", param="max_tokens", code="invalid_value")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Annotated
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
@@ -57,9 +58,13 @@ class TextRag(ClosedBody):
     compression: Name | None = None  # tokens that the answer sees: "snapkv+graph:512", or "none"
     detail: bool | None = None  # the account names the tokens of each segment
 
-    def compressed(self) -> core.Compression | Literal["none"] | None:
-        """Raises core.RequestError for a compression that cannot be."""
-        return None if self.compression is None else core.Compression.asked(self.compression)
+    def to_core(self) -> core.Rag:
+        return core.Rag(
+            strategy=self.strategy,
+            recompute_ratio=self.recompute_ratio,
+            compression=None if self.compression is None else core.Compression.asked(self.compression),
+            detail=bool(self.detail),
+        )
 
 
 class GraphRag(ClosedBody):
@@ -118,16 +123,7 @@ class ChatRag(TextRag):
     def to_core(self) -> core.Rag:
         documents = None if self.documents is None else tuple(_passage(document) for document in self.documents)
         graph = None if self.graph is None else self.graph.to_core()
-        return core.Rag(
-            knowledge=self.knowledge,
-            top_k=self.top_k,
-            strategy=self.strategy,
-            documents=documents,
-            recompute_ratio=self.recompute_ratio,
-            graph=graph,
-            compression=self.compressed(),
-            detail=bool(self.detail),
-        )
+        return replace(super().to_core(), knowledge=self.knowledge, top_k=self.top_k, documents=documents, graph=graph)
 
 
 def _passage(document: str | InlineDocument) -> str | core.Document:

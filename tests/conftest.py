@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.audit import audit_engine
+
 if TYPE_CHECKING:
     from ragjax.engine import Engine
 
@@ -110,7 +112,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with tiny.engine(**(mark.kwargs if mark else {})) as made:
         yield made
         if not made.closed:
-            made.audit()
+            audit_engine(made)
 
 
 @pytest.fixture(scope="session")

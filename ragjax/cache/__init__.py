@@ -7,7 +7,6 @@ from ragjax.cache.match import Candidate as Candidate
 from ragjax.cache.match import Match as Match
 from ragjax.cache.match import Totals as Totals
 from ragjax.cache.policy.base import LRU as LRU
-from ragjax.cache.pool import AuditError as AuditError
 from ragjax.cache.pool import PagePool as PagePool
 from ragjax.cache.tree import KnowledgeTree as KnowledgeTree
 from ragjax.cache.tree import Node as Node

@@ -19,10 +19,10 @@ from ragjax.cache.loader import Loader
 from ragjax.cache.lookahead import Look, Outlook
 from ragjax.cache.match import CacheMetrics
 from ragjax.cache.matcher import Matcher
-from ragjax.cache.node import PUBLIC, Provenance, context_digest, name, raw_of
+from ragjax.cache.node import PUBLIC, Provenance, context_digest, raw_of
 from ragjax.cache.node import neighbours_digest as neighbours_digest
 from ragjax.cache.policy.base import Policy
-from ragjax.cache.pool import AuditError, PagePool
+from ragjax.cache.pool import PagePool
 from ragjax.cache.tree import KnowledgeTree
 from ragjax.cache.variant import Variants
 from ragjax.core import OutOfPages, Run, Tokens
@@ -216,38 +216,3 @@ class KnowledgeCache:
         if matches or self._reserved:
             raise ValueError(f"{len(matches)} matches and {len(self._reserved)} reservations are outstanding")
         self._hierarchy.lose_device()
-
-    # ------------------------------------------------------------------------------------------- audit
-
-    def audit(self, live: Collection[str] | None = None) -> None:
-        """Check every book against every other; O(everything). live: labels that may hold something now (None: all)."""
-        matches = self.matcher.matches
-        for match in matches:
-            if live is not None and match.label not in live:
-                raise AuditError(f"the match of {match.label!r} on {match.length} tokens was never released")
-        for run, label in self._reserved.items():
-            if live is not None and label not in live:
-                raise AuditError(f"the {run.length} tokens reserved by {label!r} were never freed")
-        self.tree.audit()
-        nodes = list(self.tree.nodes())
-        known = {*nodes, *(node for node in self._hierarchy.dead if node.run is not None), self.tree.root}
-        deepest = [*(match.node for match in matches), *self._hierarchy.loads.pinned()]
-        pins = Counter(step for node in deepest for step in node.path())
-        for match in matches:
-            if match.node not in known:
-                raise AuditError(f"the node under the match of {match.label!r} left the tree")
-        for node in known:
-            if node.pins != pins[node]:
-                raise AuditError(f"node {name(node)} counts {node.pins} pins, {pins[node]} matches and loads need it")
-        runs = [(node.run, node.pins) for node in known if node.run is not None]
-        self.pool.audit(
-            held=[*(run for run, _ in runs), *self._reserved],
-            pinned=[*(run for run, pins in runs if pins), *self._reserved],
-        )
-        self._hierarchy.audit(nodes)
-
-    def audit_counts(self) -> None:
-        """Check what can be checked after every operation: capacities, and the queues' tops."""
-        self._hierarchy.audit_counts()
-        if self.pool.free_pages > self.pool.reclaimable_pages or self.pool.reclaimable_pages > self.pool.capacity:
-            raise AuditError(f"{self.pool.free_pages} pages are free, {self.pool.reclaimable_pages} can be had")

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from ragjax.cache.host_memory import HostMemory
 from ragjax.cache.match import CacheMetrics, Loads
-from ragjax.cache.node import Node, Provenance, context_of, name
+from ragjax.cache.node import Node, Provenance, context_of
 from ragjax.cache.policy.base import Policy, Victims
-from ragjax.cache.pool import AuditError, PagePool
+from ragjax.cache.pool import PagePool
 from ragjax.cache.tree import KnowledgeTree
 from ragjax.core.tiers import DiskIndex, Inquiry, Record, Tier, TransferEngine
 
@@ -484,24 +484,3 @@ class Hierarchy:
         if self.storage is not None and self.storage.quota(tenant) is not None:
             self.device.own(tenant)
             self.host.own(tenant)
-
-    # ------------------------------------------------------------------------------------------ audit
-
-    def audit(self, nodes: Sequence[Node]) -> None:
-        may = {n for n in nodes if n.run is not None and not (n.on_device or n.pins or n.loading)}
-        if may != self.device.nodes():
-            raise AuditError("the device's queue of victims is not the set of unpinned leaves")
-        may = {n for n in nodes if n.host is not None and not (n.on_host or n.loading)}
-        if may != self.host.nodes():
-            raise AuditError("the host's queue of victims is not the set of its leaves")
-        self.host_memory.audit(nodes)
-        self.audit_counts()
-        for node in nodes:
-            if node.loading and node not in self.loads.under_way[node.loading].nodes:
-                raise AuditError(f"node {name(node)} waits for a load that does not bring it")
-
-    def audit_counts(self) -> None:
-        self.host_memory.audit_counts()
-        used = self.host_memory.used
-        if self.storage is not None and used > self.storage.host_bytes:
-            raise AuditError(f"{used} bytes are in host memory, which has {self.storage.host_bytes}")

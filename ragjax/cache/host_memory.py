@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ragjax.cache.node import Node
-from ragjax.cache.pool import AuditError
 from ragjax.core import Run
 from ragjax.core.tiers import Copy, Record, Save, TransferEngine, Write
 
@@ -67,18 +64,6 @@ class HostMemory:
             self._engine.write(writes)
         if forgotten:
             self._engine.forget(forgotten)
-
-    def audit(self, nodes: Sequence[Node]) -> None:
-        copies = Counter(node.host.entry for node in nodes if node.host is not None)
-        if copies != {number: entry.nodes for number, entry in self.entries.items()}:
-            raise AuditError("host entries are not those that nodes lie in")
-
-    def audit_counts(self) -> None:
-        held = Counter[str]()
-        for entry in self.entries.values():
-            held[entry.tenant] += entry.size
-        if self.used != held.total() or self.held != held:
-            raise AuditError(f"{self.used} bytes of host memory are counted, and by tenant {dict(self.held)}")
 
     def _count(self, tenant: str, size: int) -> None:
         self.used += size

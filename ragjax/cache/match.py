@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -193,6 +193,3 @@ class Loads:
 
     def idle(self) -> list[int]:
         return [number for number, load in self.under_way.items() if all(match.released for match in load.matches)]
-
-    def pinned(self) -> Iterable[Node]:
-        return [loading.nodes[-1] for loading in self.under_way.values()]

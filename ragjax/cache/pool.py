@@ -8,17 +8,10 @@ reservation can succeed at all.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError, OutOfPages, Run
-
-
-class AuditError(Exception):
-    """The cache's books do not add up; the message names the page, node or match."""
 
 
 class PagePool:
@@ -101,21 +94,6 @@ class PagePool:
     def all_pinned(self, run: Run) -> bool:
         """True if dropping a reference to this run can free no page, now or later."""
         return all(self._pinned[page] for page in run.pages)
-
-    def audit(self, held: Iterable[Run], pinned: Iterable[Run]) -> None:
-        references, pins = (Counter(page for run in runs for page in run.pages) for runs in (held, pinned))
-        free = set(self._free)
-        if len(free) != len(self._free):
-            raise AuditError("a page is in the free list twice")
-        for page in range(self.num_pages):
-            if self._counts[page] != references[page]:
-                raise AuditError(f"page {page} counts {self._counts[page]} references, {references[page]} runs hold it")
-            if self._pinned[page] != pins[page]:
-                raise AuditError(f"page {page} counts {self._pinned[page]} pins, {pins[page]} pinned runs hold it")
-            if (page in free) != (references[page] == 0 and page != 0):
-                raise AuditError(f"page {page} is {'free and held' if page in free else 'neither free nor held'}")
-        if self._reclaimable != sum(p == 0 for p in self._pinned[1:]):
-            raise AuditError(f"reclaimable pages are counted as {self._reclaimable}")
 
     def _require_held(self, run: Run) -> None:
         for page in run.pages:

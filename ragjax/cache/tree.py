@@ -15,11 +15,11 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator
 
 from ragjax.cache.node import PUBLIC as PUBLIC
-from ragjax.cache.node import RADIX, Steps, context_of, digest, edge_of, name, radix_tag
+from ragjax.cache.node import RADIX, Steps, context_of, digest, edge_of, radix_tag
 from ragjax.cache.node import Node as Node
 from ragjax.cache.node import Provenance as Provenance
 from ragjax.cache.node import common_prefix as common_prefix
-from ragjax.cache.pool import AuditError, PagePool
+from ragjax.cache.pool import PagePool
 from ragjax.cache.stretches import Stretches
 from ragjax.core import Run
 from ragjax.core.tiers import Copy, Tier
@@ -285,36 +285,6 @@ class KnowledgeTree:
         if len(found) == 1:
             self._by_content[content] = next(iter(found))
 
-    # --------------------------------------------------------------------------------------------- audit
-
-    def audit(self) -> None:
-        held = 0
-        _audit_children(self.root)
-        for node in self.nodes():
-            held += 1
-            _audit_node(node)
-            _audit_children(node)
-            if node.key != self.key_of(node):
-                raise AuditError(f"node {name(node)} does not have the key of its path")
-            if self._by_key.get(node.key) is not node:
-                raise AuditError(f"node {name(node)} is not found by its key")
-            if node not in self.places(node.tenant, node.raw):
-                raise AuditError(f"node {name(node)} is not found by its content")
-        for tier, place in ((Tier.DEVICE, "run"), (Tier.HOST, "host")):
-            tokens = Counter[str]()
-            for node in self.nodes():
-                tokens[node.tenant] += len(node) if getattr(node, place) is not None else 0
-            if any(tokens[t] > self.held[tier][t] for t in tokens):  # dead nodes are held besides
-                raise AuditError(f"{dict(self.held[tier])} tokens are counted on tier {tier.label}: {dict(tokens)}")
-        touched: defaultdict[str, Counter[int]] = defaultdict(Counter)
-        for node in self.nodes():
-            touched[node.tenant].update(() if node.run is None else node.run.pages)
-        if not all(pages <= self.pages[tenant] for tenant, pages in touched.items()):
-            raise AuditError("a node's pages are not counted as its tenant's")
-        contents = sum(len(n) if isinstance(n, dict) else 1 for n in self._by_content.values())
-        if held != len(self._by_key) or held != contents:
-            raise AuditError("an index holds a node that the root does not lead to")
-
     def key_of(self, node: Node) -> bytes:
         return self.key(node.tenant, node.provenance, node.method, context_of(node.parent), node.raw, node.behind)
 
@@ -367,32 +337,3 @@ def _alike(upper: Node, lower: Node) -> bool:
         and (upper.host is None) == (lower.host is None)
         and lower.local_start == upper.local_start + len(upper)
     )
-
-
-def _audit_node(node: Node) -> None:
-    if node.run is None and node.host is None:
-        raise AuditError(f"node {name(node)} is kept nowhere")
-    if node.run is not None and node.run.length != len(node):
-        raise AuditError(f"node {name(node)} of {len(node)} tokens has the run {node.run}")
-    if node.host is not None and node.host.length != len(node):
-        raise AuditError(f"node {name(node)} of {len(node)} tokens has the copy {node.host}")
-    if node.parent is not None and node.start != node.parent.end:
-        raise AuditError(f"node {name(node)} starts at {node.start}, its parent ends at {node.parent.end}")
-    if node.provenance is Provenance.CAUSAL and node.local_start != node.start:
-        raise AuditError(f"causal node {name(node)} is rotated from {node.local_start} on, not {node.start}")
-    if node.dead:
-        raise AuditError(f"node {name(node)} is in the tree and dead")
-
-
-def _audit_children(node: Node) -> None:
-    for edge, child in (node.edges or {}).items():
-        if child.parent is not node or not len(child) or edge != edge_of(child):
-            raise AuditError(f"node {name(child)} is on a wrong edge below {name(node)}")
-        if node.tenant not in (PUBLIC, child.tenant):
-            raise AuditError(f"node {name(child)} hangs under another tenant's {name(node)}")
-        if child.run is not None and node.run is None and node.parent is not None:
-            raise AuditError(f"node {name(child)} is on the device, its parent {name(node)} is not")
-    if node.on_device != sum(child.run is not None for child in node.children()):
-        raise AuditError(f"node {name(node)} counts {node.on_device} children on the device")
-    if node.on_host != sum(child.host is not None for child in node.children()):
-        raise AuditError(f"node {name(node)} counts {node.on_host} children in host memory")

@@ -482,10 +482,6 @@ class Engine(Front):
     def vacate_device(self) -> None:
         self._loop.call(self._cache.vacate)
 
-    def audit(self) -> None:
-        """Check every page, pin and key; raises `cache.pool.AuditError` naming what is wrong, leaks included."""
-        self._loop.call(lambda: self._cache.audit(self._loop.holders()))
-
     def close(self) -> None:
         """Stop: running requests end with an error. Safe to call twice, and again if a call was interrupted."""
         self._loop.close()

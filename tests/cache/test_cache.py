@@ -10,8 +10,8 @@ from ragjax.cache import tree
 from ragjax.cache.lookahead import Causal, Outlook
 from ragjax.cache.node import Node, Provenance, context_digest, raw_of
 from ragjax.cache.policy.base import LRU, Access, Victims
-from ragjax.cache.pool import AuditError
 from ragjax.core import OutOfPages
+from tests.support.audit import AuditError, audit_cache
 from tests.support.transfers import PAGE, Bench, causal_content, keyed_content, match_segment, tokens
 
 # ------------------------------------------------------------------------------------ one case at a time
@@ -22,7 +22,7 @@ def test_prefixes_are_found_at_token_granularity():
     bench.put([1, 2, 3, 4, 5, 6])
     bench.put([1, 2, 3, 9, 9])
     assert [bench.length(p) for p in ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 9], [1, 2], [2], [])] == [6, 4, 2, 0, 0]
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
 
 
 def test_cuts_and_splits_in_one_run_give_one_span():
@@ -51,7 +51,7 @@ def test_a_second_admission_keeps_the_first():
     for run in runs:
         bench.cache.free(run)
     assert bench.cache.metrics.pages_used == 3
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
 
 
 def test_a_longer_admission_adds_only_what_is_new():
@@ -67,7 +67,7 @@ def test_a_longer_admission_adds_only_what_is_new():
     bench.cache.free(run)
     assert bench.length(long) == 7 and bench.length(short) == 6
     assert bench.cache.metrics.admitted_tokens == 9
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
 
 
 def test_a_lease_inside_a_node_survives_its_split():
@@ -78,11 +78,11 @@ def test_a_lease_inside_a_node_survives_its_split():
     bench.put([0, 1, 2, 66])
     bench.cache.clear()
     assert np.array_equal(bench.read(match), causal_content("", range(5)))
-    bench.cache.audit(live={"a"})
+    audit_cache(bench.cache, live={"a"})
     match.release()
     bench.cache.clear()
     assert bench.pool.free_pages == bench.pool.capacity
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
 
 
 def test_a_segment_is_found_under_exactly_its_context():
@@ -108,7 +108,7 @@ def test_a_segment_is_found_under_exactly_its_context():
     assert not find([1, 2, 3], [7])
     assert not find([1, 2, 3], [7, 8], method="craft")
     assert not find([1, 2, 3], [7, 8], provenance=Provenance.APPROXIMATE)
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
 
 
 def test_a_segment_admitted_inside_a_node_splits_it():
@@ -122,7 +122,7 @@ def test_a_segment_admitted_inside_a_node_splits_it():
     bench.cache.admitter.admit_segment(match, tokens(7, 7), run, 0, Provenance.ISOLATED, "naive")
     bench.cache.free(run)
     match.release()
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
     with bench.cache.matcher.match_prefix(tokens(1, 2, 3)) as match:
         found = match_segment(bench.cache, match, tokens(7, 7), Provenance.ISOLATED, "naive")
         assert found is not None and found.node.parent.end == 3
@@ -153,7 +153,7 @@ def test_tenants_share_nothing():
         with bench.cache.matcher.match_prefix(tokens(*context), "b") as match:
             assert match_segment(bench.cache, match, tokens(4, 5), Provenance.ISOLATED, "naive") is None
     assert all(n.tenant == "a" for n in bench.cache.tree.places("a", tokens(4, 5).tobytes()))
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
 
 
 def test_exact_and_approximate_hits_are_counted_apart():
@@ -219,7 +219,7 @@ def test_least_recently_used_leaves_first_and_parents_after_children():
     bench.cache.free(bench.cache.reserve(8))
     assert bench.length([3] * 4 + [4] * 4) == 4
     assert bench.length([1] * 4) == 4
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
 
 
 def test_nodes_whose_pages_are_in_use_anyway_leave_last():
@@ -233,11 +233,11 @@ def test_nodes_whose_pages_are_in_use_anyway_leave_last():
     bench.put([60, 61])
     bench.cache.free(bench.cache.reserve(8))
     assert bench.length(range(8)) == 8  # older than both, but evicting it frees nothing
-    bench.cache.audit(live={""})
+    audit_cache(bench.cache, live={""})
     bench.cache.free(run)
     bench.cache.free(bench.cache.reserve(16))
     assert bench.length(range(8)) == 0
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
 
 
 def test_a_node_that_frees_nothing_leaves_if_it_stands_before_one_that_does():
@@ -249,7 +249,7 @@ def test_a_node_that_frees_nothing_leaves_if_it_stands_before_one_that_does():
     match.release()
     bench.cache.reserve(4, "b")
     assert bench.length([1] * 4) == 0
-    bench.cache.audit(live={"", "b"})
+    audit_cache(bench.cache, live={"", "b"})
 
 
 def test_out_of_pages_changes_nothing_and_says_what_is_pinned():
@@ -267,7 +267,7 @@ def test_out_of_pages_changes_nothing_and_says_what_is_pinned():
     for held in (run, other):
         bench.cache.free(held)
     match.release()
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
 
 
 def test_leases_and_reservations_end_exactly_once():
@@ -287,15 +287,15 @@ def test_the_audit_names_what_leaked():
     bench.put([1, 2, 3])
     match = bench.cache.matcher.match_prefix(tokens(1, 2), label="request-7")
     run = bench.cache.reserve(5, label="request-8")
-    bench.cache.audit()
-    bench.cache.audit(live={"request-7", "request-8"})
+    audit_cache(bench.cache)
+    audit_cache(bench.cache, live={"request-7", "request-8"})
     with pytest.raises(AuditError, match=r"request-7.*never released"):
-        bench.cache.audit(live={"request-8"})
+        audit_cache(bench.cache, live={"request-8"})
     match.release()
     with pytest.raises(AuditError, match=r"request-8.*never freed"):
-        bench.cache.audit(live=())
+        audit_cache(bench.cache, live=())
     bench.cache.free(run)
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
 
 
 def test_the_audit_sees_a_wrong_pin_and_a_lost_victim():
@@ -305,12 +305,12 @@ def test_the_audit_sees_a_wrong_pin_and_a_lost_victim():
     victims = bench.cache._hierarchy.device
     victims.discard(node)
     with pytest.raises(AuditError, match="victims"):
-        bench.cache.audit()
+        audit_cache(bench.cache)
     victims.push(node)
-    bench.cache.audit()
+    audit_cache(bench.cache)
     bench.cache.tree.pin(node)
     with pytest.raises(AuditError, match="counts 1 pins, 0 matches"):
-        bench.cache.audit()
+        audit_cache(bench.cache)
 
 
 def test_a_lease_keeps_its_tokens_when_the_callers_array_changes():
@@ -506,7 +506,7 @@ class Against(RuleBasedStateMachine):
 
     @invariant()
     def books_add_up(self):
-        self.cache.audit(live={"r"})
+        audit_cache(self.cache, live={"r"})
 
     @invariant()
     def nodes_are_the_reference(self):
@@ -542,9 +542,9 @@ class Against(RuleBasedStateMachine):
             match.release()
         for run, *_ in self.runs:
             self.cache.free(run)
-        self.cache.audit(live=())
+        audit_cache(self.cache, live=())
         self.cache.clear()
-        self.cache.audit(live=())
+        audit_cache(self.cache, live=())
         assert self.bench.pool.free_pages == self.bench.pool.capacity
 
     # ---- the reference

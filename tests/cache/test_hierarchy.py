@@ -26,11 +26,11 @@ from ragjax.cache.node import raw_of
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import LRU
 from ragjax.cache.policy.lacr import LACR
-from ragjax.cache.pool import AuditError
 from ragjax.cache.profile import Profile
 from ragjax.cache.tree import Provenance, common_prefix
 from ragjax.core import OutOfPages
 from ragjax.core.tiers import Load, Tier
+from tests.support.audit import AuditError, audit_cache, audit_counts
 from tests.support.transfers import (
     BYTES,
     GARBAGE,
@@ -1133,7 +1133,7 @@ def test_the_audit_sees_what_is_wrong_below_the_device(damage, message):
     bench.audit()
     damage(bench.cache._hierarchy, bench.node(A))
     with pytest.raises(AuditError, match=message):
-        bench.cache.audit()
+        audit_cache(bench.cache)
 
 
 def test_the_audit_sees_host_memory_that_is_too_full_and_a_load_that_does_not_bring_its_nodes():
@@ -1146,10 +1146,10 @@ def test_the_audit_sees_host_memory_that_is_too_full_and_a_load_that_does_not_br
         bench.cache.tree.unpin(nodes[-1])
         bench.cache.tree.pin(bench.cache.tree.root)
         with pytest.raises(AuditError, match="a load that does not bring it"):
-            bench.cache.audit()
+            audit_cache(bench.cache)
     object.__setattr__(bench.cache._hierarchy.storage, "host_bytes", 1)
     with pytest.raises(AuditError, match="which has 1"):
-        bench.cache.audit_counts()
+        audit_counts(bench.cache)
 
 
 def test_a_leaked_lease_is_named_and_a_context_manager_does_not_leak():
@@ -1160,7 +1160,7 @@ def test_a_leaked_lease_is_named_and_a_context_manager_does_not_leak():
     bench.audit()
     bench.cache.matcher.match_prefix(tokens(*A), label="careless")
     with pytest.raises(AuditError, match="the match of 'careless' on 4 tokens was never released"):
-        bench.cache.audit(live=("careful",))
+        audit_cache(bench.cache, live=("careful",))
 
 
 # --------------------------------------------------------------------------------------- who waits for what
@@ -1638,7 +1638,7 @@ class Tiers(RuleBasedStateMachine):
             return
         type(self).operations += 1
         self.steps += 1
-        self.cache.audit_counts()
+        audit_counts(self.cache)
         self.transfer.check()
         for held in self.held:
             if held.match.ready and held.match.broken is None:
@@ -1649,7 +1649,7 @@ class Tiers(RuleBasedStateMachine):
             self.check_everything()
 
     def check_everything(self):
-        self.cache.audit(live={"r"})
+        audit_cache(self.cache, live={"r"})
         nodes = list(self.cache.tree.nodes())
         for node in nodes:
             if node.run is not None and not node.loading:
@@ -1683,11 +1683,11 @@ class Tiers(RuleBasedStateMachine):
             return
         self.bench.settle()
         self.end()
-        self.cache.audit(live=())
+        audit_cache(self.cache, live=())
         assert not any(node.pins for node in self.cache.tree.nodes())
         self.cache.clear()
         self.bench.settle()
-        self.cache.audit(live=())
+        audit_cache(self.cache, live=())
         assert self.bench.pool.free_pages == self.bench.pool.capacity
         assert self.cache.metrics.host_bytes == 0 and not self.transfer.entries and not len(self.cache.tree)
         if self.policy == "s3fifo":  # it counts what stands in its queues: it must hear of all that leaves

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragjax.cache.pool import AuditError, PagePool
+from ragjax.cache.pool import PagePool
 from ragjax.core import ConfigError, OutOfPages, Run
+from tests.support.audit import AuditError, audit_pool
 
 
 def test_a_run_takes_whole_pages_and_never_page_zero():
@@ -76,14 +77,14 @@ def test_a_pool_without_room_is_refused():
 def test_the_audit_sees_what_the_books_do_not():
     pool = PagePool(4, 4)
     run = pool.allocate(4)
-    pool.audit([run], [])
+    audit_pool(pool, [run], [])
     with pytest.raises(AuditError, match=r"counts 1 references, 0 runs"):
-        pool.audit([], [])
+        audit_pool(pool, [], [])
     with pytest.raises(AuditError, match=r"counts 0 pins, 1 pinned"):
-        pool.audit([run], [run])
+        audit_pool(pool, [run], [run])
     pool._free.append(run.pages[0])
     with pytest.raises(AuditError, match="free and held"):
-        pool.audit([run], [])
+        audit_pool(pool, [run], [])
 
 
 ACTIONS = ["allocate", "retain", "pin", "unpin", "release"]
@@ -113,7 +114,7 @@ def test_random_use_keeps_the_books(actions):
                 refs.append((run, not pinned))
             else:
                 refs.append((run, pinned))
-        pool.audit([run for run, _ in refs], [run for run, pinned in refs if pinned])
+        audit_pool(pool, [run for run, _ in refs], [run for run, pinned in refs if pinned])
         held = {page for run, _ in refs for page in run.pages}
         assert pool.free_pages == pool.capacity - len(held)
         assert pool.reclaimable_pages == pool.capacity - len({p for run, pinned in refs if pinned for p in run.pages})

@@ -9,9 +9,9 @@ import pytest
 from ragjax.cache import node as node_module
 from ragjax.cache import tree as tree_module
 from ragjax.cache.admitter import Admitter
-from ragjax.cache.pool import AuditError
 from ragjax.cache.tree import PUBLIC, KnowledgeTree, Provenance, common_prefix
 from ragjax.core.tiers import Tier
+from tests.support.audit import AuditError
 from tests.support.transfers import BYTES, Bench, FakeDiskIndex, causal_content, keyed_content, match_segment, tokens
 
 SYSTEM = [1] * 4

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragjax.cache.node import Node, Provenance, context_digest, context_of
-from ragjax.cache.pool import AuditError, PagePool
+from ragjax.cache.pool import PagePool
 from ragjax.cache.tree import KnowledgeTree, common_prefix, join_runs
 from ragjax.core import Run
 from ragjax.core.tiers import Copy, Tier
+from tests.support.audit import AuditError, audit_pool, audit_tree
 
 PAGE = 4
 CAUSAL, DEPENDENCY = Provenance.CAUSAL, Provenance.DEPENDENCY
@@ -49,9 +50,9 @@ def grow(pool, tree, parent, ids, cuts=(), tenant="", provenance=CAUSAL, method=
 
 
 def books(pool, tree):
-    tree.audit()
+    audit_tree(tree)
     nodes = [n for n in tree.nodes() if n.run is not None]
-    pool.audit([n.run for n in nodes], [n.run for n in nodes if n.pins])
+    audit_pool(pool, [n.run for n in nodes], [n.run for n in nodes if n.pins])
 
 
 # ------------------------------------------------------------------------------------------ walks
@@ -299,7 +300,7 @@ def test_what_is_detached_is_found_no_more_and_keeps_its_pages_until_it_is_lifte
     for dead in (chunk, node):
         tree.store(dead, None)
         tree.lift(dead)
-    tree.audit()
+    audit_tree(tree)
     tree.lift(top)
     assert tree.held[Tier.DEVICE].total() == tree.held[Tier.HOST].total() == 0
     assert tree.detach(top) is tree.root
@@ -407,10 +408,10 @@ def test_the_audit_sees_damage(damage, message):
     pool, tree = make()
     [node] = grow(pool, tree, tree.root, [1, 2, 3])
     grow(pool, tree, tree.root, [4, 5])
-    tree.audit()
+    audit_tree(tree)
     damage(tree, node)
     with pytest.raises(AuditError, match=message):
-        tree.audit()
+        audit_tree(tree)
 
 
 def test_the_audit_sees_a_child_that_is_warmer_than_its_parent_and_a_node_that_is_nowhere():
@@ -419,10 +420,10 @@ def test_the_audit_sees_a_child_that_is_warmer_than_its_parent_and_a_node_that_i
     tree.store(upper, Copy(1, 0, 1))
     tree.lift(upper)
     with pytest.raises(AuditError, match=r"its parent .* is not"):
-        tree.audit()
+        audit_tree(tree)
     tree.lift(lower)
     with pytest.raises(AuditError, match="kept nowhere"):
-        tree.audit()
+        audit_tree(tree)
 
 
 def test_places_of_many_are_in_order_of_arrival_when_some_are_gone():
@@ -432,4 +433,4 @@ def test_places_of_many_are_in_order_of_arrival_when_some_are_gone():
     for gone in (3, 0, 6):
         tree.detach(nodes[gone])
     assert tree.places("", raw(5, 6)) == tuple(nodes[i] for i in (1, 2, 4, 5))
-    tree.audit()
+    audit_tree(tree)

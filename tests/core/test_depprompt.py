@@ -17,6 +17,7 @@ from ragjax.reuse import DEPENDENCY, strategies
 from ragjax.reuse.dependency import Dependency
 from ragjax.schedule.rows import SpanTable
 from tests.support import tiny
+from tests.support.audit import audit_cache
 from tests.support.executor import Done, Executor, Keys, model
 
 SYSTEM, QUESTION = np.arange(200, 207, dtype=np.int32), np.arange(100, 105, dtype=np.int32)
@@ -169,7 +170,7 @@ def test_cold_is_dense_attention_under_the_ancestor_mask(scheme: Positions, tree
     for found, what in zip(kept(executor, done), (k, v), strict=True):
         np.testing.assert_allclose(found, what, atol=1e-9)
     assert done.plan.exact_to == "dependency" and len(done.passes) == 1
-    executor.cache.audit(())
+    audit_cache(executor.cache, ())
 
 
 @CALM
@@ -190,7 +191,7 @@ def test_path_positions_reuse_is_computing_anew(
     seen = {owner for trees in before for owner in every(graph_prompt(trees))}
     assert sum(r.reused for r in done.plan.reports) == len(SYSTEM) + sum(o in seen for o in every(prompt) if o[0] >= 0)
     assert sum(r.tokens for r in done.plan.reports) == len(prompt)
-    executor.cache.audit(())
+    audit_cache(executor.cache, ())
     assert executor.cache.metrics.approximate_hit_tokens == 0
 
 
@@ -209,7 +210,7 @@ def test_preorder_says_whether_reuse_was_exact(before: list[list[list[list[int]]
         np.testing.assert_allclose(found_v, v, atol=1e-9)
     else:
         assert np.abs(found_v - v).max() > 1e-6, "a place was called changed that is not"
-    executor.cache.audit(())
+    audit_cache(executor.cache, ())
 
 
 def test_preorder_is_exact_where_nothing_moved_and_is_not_where_a_sibling_came() -> None:

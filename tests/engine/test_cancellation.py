@@ -12,6 +12,7 @@ import pytest
 from ragjax.core import Document, Graph, Message, Rag, Request
 from ragjax.core.cancellation import Cancellation
 from ragjax.engine import Engine
+from tests.support.audit import audit_engine
 
 WORDS = "some words of a long passage "
 ASKED = (Message("user", "Which?"),)
@@ -61,7 +62,7 @@ def test_work_ends_when_the_client_leaves(name: str, engine: Engine, monkeypatch
     gate = Gate(monkeypatch)
     asyncio.run(leave(engine, REQUESTS[name], gate))
     assert gate.checks == 1, "it goes on after the first check"
-    engine.audit()
+    audit_engine(engine)
 
 
 @pytest.mark.parametrize("name", REQUESTS)

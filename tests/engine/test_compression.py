@@ -15,6 +15,7 @@ from ragjax.engine import Engine, prepare
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Setting
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.eviction import SAID, distinct, expected, setting
 from tests.support.matrix import few
 from tests.support.pace import until
@@ -43,7 +44,7 @@ def test_an_answer_sees_what_is_kept_and_nothing_else(method: str, more: Mapping
     prompt, compression = distinct(), setting(method, **more)
     with tiny.engine() as engine:
         answer = engine.answer_prompt(prompt, strategy="full", compression=compression, continuation=SAID, max_tokens=2)
-        engine.audit()
+        audit_engine(engine)
     assert answer.scores is not None
     want = expected(tiny.decoder(), prompt.tokens, compression)
     np.testing.assert_allclose(answer.scores, want, atol=2e-3)
@@ -74,7 +75,7 @@ def test_compression_works_on_the_plan_of_any_strategy(strategy: str) -> None:
         for _ in range(2):
             plain = engine.answer_prompt(prompt, **given)
         near = engine.answer_prompt(prompt, compression=setting("snapkv", len(prompt) - 1), **given)
-        engine.audit()
+        audit_engine(engine)
     assert plain.cached_tokens and near.cached_tokens == plain.cached_tokens
     assert plain.scores is not None and near.scores is not None
     np.testing.assert_allclose(near.scores[0], plain.scores[0], atol=1e-4)
@@ -99,7 +100,7 @@ def test_the_prompts_pages_are_given_back_before_decoding(monkeypatch: pytest.Mo
         for compression in (None, setting("snapkv", 32)):
             used.append([])
             engine.answer_prompt(prompt, strategy="full", compression=compression, max_tokens=20)
-            engine.audit()
+            audit_engine(engine)
     assert min(used[0]) == pool.pages_for(len(prompt) + 1)
     assert min(used[1]) == pool.pages_for(33) and max(used[1]) == pool.pages_for(32 + 20)
 
@@ -115,7 +116,7 @@ def test_shared_pages_are_never_written() -> None:
             engine.answer_prompt(prompt, compression=setting(method, graph=graph), max_tokens=20)
         for old, new in zip(before, engine._runner.read(slots), strict=True):
             np.testing.assert_array_equal(new, old)
-        engine.audit()
+        audit_engine(engine)
 
 
 @pytest.mark.parametrize("method", ["snapkv", "cake"])
@@ -128,7 +129,7 @@ def test_the_next_turn_finds_the_prompt_and_not_the_answer(method: str) -> None:
         again = Prompt((*prompt.segments, turn))
         found = engine.answer_prompt(again, max_tokens=4)
         cold = engine.answer_prompt(again, strategy="full", max_tokens=4)
-        engine.audit()
+        audit_engine(engine)
     assert found.cached_tokens == len(prompt) and found.exact_to == "full"
     assert found.tokens == cold.tokens
 
@@ -143,7 +144,7 @@ def test_prompt_lookup_and_pauses_do_not_change_compressed_answers(method: str) 
     with tiny.engine(pages=24, lookup=6) as engine:
         futures = [engine.begin_prompt(prompt, tenant=str(i), **given) for i, prompt in enumerate(prompts)]
         answers = [future.result() for future in futures]
-        engine.audit()
+        audit_engine(engine)
         assert engine.stats()["pauses_total"] > 0
     assert [answer.tokens for answer in answers] == alone
 
@@ -156,7 +157,7 @@ def test_a_step_that_fails_while_decoding_starts_the_request_again(monkeypatch: 
         # behind three of the prompt, one of the window, and three that brought tokens
         _fail_once(monkeypatch, "step", at=8)
         answer = engine.answer_prompt(prompt, **given)
-        engine.audit()
+        audit_engine(engine)
     assert len(answer.tokens) == len(plain.tokens) and answer.tokens[:4] == plain.tokens[:4]
     assert answer.exact_to is None and answer.notices
 
@@ -178,7 +179,7 @@ def test_the_first_token_is_told_before_the_prompt_is_compressed(
 
         monkeypatch.setattr(engine._runner, "compact", watched)
         answer = engine.answer_prompt(prompt, compression=setting(method), max_tokens=tokens, want_logits=True)
-        engine.audit()
+        audit_engine(engine)
     assert seen == [(whole.tokens[:1], True)]
     assert answer.tokens[:1] == whole.tokens[:1] and len(answer.tokens) == tokens
     assert answer.logits is not None and answer.kept == 48 and answer.exact_to is None
@@ -193,7 +194,7 @@ def test_a_compaction_that_fails_starts_the_request_again_behind_its_first_token
         engine.clear_cache()
         calls = _fail_once(monkeypatch, "compact", at=1)
         answer = engine.answer_prompt(prompt, **given)
-        engine.audit()
+        audit_engine(engine)
     assert next(calls) == 3 and len(answer.tokens) == 12 and answer.tokens[0] == plain.tokens[0]
     assert answer.exact_to is None and answer.notices
 
@@ -223,7 +224,7 @@ def test_books_are_clean_whatever_is_asked_and_cancelled(seed: int) -> None:
             if random.random() < 0.25:
                 futures[int(random.integers(len(futures)))].cancel()
             if random.random() < 0.3:
-                engine.audit()
+                audit_engine(engine)
         tiny.check_ended(engine, futures)
 
 
@@ -315,7 +316,7 @@ def test_an_answer_that_is_over_gets_no_more_tokens_when_its_compaction_is_done_
         wanted = engine.answer_prompt(tiny.prompt(1), compression="snapkv:64", max_tokens=1)
         _fail_once(monkeypatch, "compact", at=1)
         found = engine.answer_prompt(tiny.prompt(1), compression="snapkv:64", max_tokens=1)
-        engine.audit()
+        audit_engine(engine)
     assert found.tokens == wanted.tokens and found.notices
 
 
@@ -326,7 +327,7 @@ def test_a_prompt_within_its_budget_stays_whole_when_it_is_computed_again(monkey
         wanted = engine.answer_prompt(prompt, **given)
         _fail_once(monkeypatch, "step", at=25)
         found = engine.answer_prompt(prompt, **given)
-        engine.audit()
+        audit_engine(engine)
     assert found.notices and (found.tokens, found.kept, found.exact_to) == (wanted.tokens, 50, "full")
 
 

@@ -11,6 +11,7 @@ from ragjax.core import Answer, Document, Message, Rag, Request
 from ragjax.engine import Engine
 from ragjax.engine.grounding import dropped
 from tests.support import tiny
+from tests.support.audit import audit_engine
 
 PEOPLE = [
     Document("mayor", "Ada Brown, mayor of Tolva, was elected mayor in 2010."),
@@ -27,7 +28,7 @@ def engine() -> Iterator[Engine]:
     with tiny.engine() as made:
         made.add_documents(PEOPLE)
         yield made
-        made.audit()
+        audit_engine(made)
 
 
 def conversation(turns: int) -> list[Message]:

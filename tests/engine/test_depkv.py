@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragjax.cache.pool import AuditError
 from ragjax.core import Grid, Kind, Prompt, RequestError, Segment
 from ragjax.core.depprompt import DepPrompt, LinearNode, Positions, TreeNode
 from ragjax.engine import Engine
 from ragjax.reuse.exact import Full
 from tests.support import tiny
+from tests.support.audit import AuditError, audit_engine
 from tests.support.pace import resting
 
 RANDOM = np.random.default_rng(4)
@@ -51,7 +51,7 @@ def test_generating_from_held_kv_computes_nothing_of_the_prompt(engine: Engine, 
             after = engine.stats()["steps_total"]
             assert isinstance(before, float | int) and isinstance(after, float | int)
             assert after - before == len(answer.tokens) - 1, "a step a token, none for the prompt"
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_it_shows_itself_in_a_line() -> None:
@@ -87,10 +87,10 @@ def test_many_generate_from_it_at_once_and_it_is_not_closed_meanwhile(engine: En
 
 def test_an_audit_would_find_it_if_nobody_knew_of_it(engine: Engine) -> None:
     kv = engine.compute_depkv(PROMPT)
-    engine.audit()
+    audit_engine(engine)
     del engine._loop.kept[kv.label]
     with pytest.raises(AuditError):
-        engine.audit()
+        audit_engine(engine)
     engine._loop.kept[kv.label] = kv
     kv.close()
 
@@ -121,7 +121,7 @@ def test_an_answer_that_finds_no_entries_fails_alone() -> None:
             assert engine.stats()["errors_total"] == 0, "the client asked for too much"
             assert engine.stats()["queue_depth"] == 0
             assert engine.generate_with_depkv(kv, max_tokens=2).tokens
-        engine.audit()
+        audit_engine(engine)
 
 
 @pytest.mark.parametrize(("strategy", "ratio"), [("full", None), ("prefix", None), ("naive", None), ("epic", 0.3)])
@@ -169,5 +169,5 @@ def test_kv_that_is_computed_twice_is_held_once(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(runner, "sample", failing)
         engine.compute_kv(tiny.prompt(1), strategy="full").close()
         engine.clear_cache()
-        engine.audit()
+        audit_engine(engine)
         assert failed and engine._cache.pool.free_pages == engine._cache.pool.capacity

@@ -44,6 +44,7 @@ from ragjax.schedule.batch import Batch
 from ragjax.schedule.generation import AnswerText
 from ragjax.store.transfer import KVTransfer
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.pace import Hold, lasting, resting, until
 
 DOCUMENTS = [
@@ -58,7 +59,7 @@ def engine() -> Iterator[Engine]:
     with tiny.engine() as made:
         made.add_documents(DOCUMENTS)
         yield made
-        made.audit()
+        audit_engine(made)
 
 
 def ask(text: str, **options: object) -> Request:
@@ -116,7 +117,7 @@ def test_concurrent_requests_answer_as_they_do_alone(seed: int) -> None:
             until(lambda: len(engine._loop.requests.limit.counted) == len(prompts))
         for thread in threads:
             thread.join()
-        engine.audit()
+        audit_engine(engine)
         steps = engine.stats()["steps_total"]
     assert [answer.tokens for answer in answers if answer] == alone
     assert steps < sum(option["max_tokens"] for option in options), "requests were batched"
@@ -143,11 +144,11 @@ def test_exact_under_eviction_pressure() -> None:
         for _ in range(3):
             for prompt, tokens in zip(prompts, expected, strict=True):
                 assert tight.answer_prompt(prompt, strategy="prefix", max_tokens=6).tokens == tokens
-                tight.audit()
+                audit_engine(tight)
         assert tight.stats()["evicted_tokens_total"] > 0
         naive = [tight.answer_prompt(p, strategy="naive", max_tokens=6).tokens for p in prompts]
         assert naive == [tight.answer_prompt(p, strategy="naive", max_tokens=6).tokens for p in prompts]
-        tight.audit()
+        audit_engine(tight)
 
 
 def test_requests_wait_for_pages_and_are_all_served() -> None:
@@ -163,7 +164,7 @@ def test_requests_wait_for_pages_and_are_all_served() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        engine.audit()
+        audit_engine(engine)
     assert len(results) == 5 and all(isinstance(r, Answer) for r in results)
 
 
@@ -204,7 +205,7 @@ def test_cancelled_requests_give_everything_back(engine: Engine) -> None:
     with resting(engine, lambda state: len(state.decoded) > 30):
         asyncio.run(abandon())
     engine.answer("Who built the tower?", max_tokens=2)  # the loop has passed a boundary since
-    engine.audit()
+    audit_engine(engine)
     stats = engine.stats()
     assert stats["cancelled_total"] == 1 and stats["running"] == 0
 
@@ -306,7 +307,7 @@ def test_the_queue_has_an_end() -> None:
         for thread in threads:
             thread.join()
         assert sorted(outcomes) == ["refused"] * 11 + ["served"]
-        engine.audit()
+        audit_engine(engine)
 
 
 @pytest.mark.slow
@@ -334,7 +335,7 @@ def test_no_more_requests_run_than_may() -> None:
             running = [engine.begin_prompt(tiny.prompt(i), max_tokens=20) for i in range(6)]
         assert [len(future.result(60).tokens) for future in running] == [20] * 6
         assert max(at_once for at_once, _ in most) == 2 and max(waiting for _, waiting in most) >= 4
-        engine.audit()
+        audit_engine(engine)
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -432,7 +433,7 @@ def test_a_strategy_that_fails_on_arrival_takes_nobody_along() -> None:
         with pytest.raises(ZeroDivisionError):
             engine.answer_prompt(tiny.prompt(0), strategy="thoughtless", max_tokens=1)
         assert engine.answer_prompt(tiny.prompt(0), max_tokens=1).tokens
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_tenants_share_no_kv(engine: Engine) -> None:
@@ -562,7 +563,7 @@ def test_a_strategy_that_ends_its_thread_ends_its_request_alone() -> None:
         with pytest.raises(RuntimeError, match="enough"):
             engine.answer_prompt(tiny.prompt(), strategy=Ends(), max_tokens=1)
         engine.answer_prompt(tiny.prompt(), max_tokens=1)
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_one_text_is_no_list_of_texts() -> None:
@@ -620,7 +621,7 @@ def test_cached_pages_are_never_written(rounds: int) -> None:
             parts = [replace(c, id=f"{c.id}{i}") for i, c in enumerate(chosen)]
             strategy = ("full", "prefix", "naive")[round_ % 3]
             engine.answer_prompt(Prompt((system, *parts, question)), strategy=strategy, max_tokens=3)
-            engine.audit()
+            audit_engine(engine)
             kept = {}
             for node in engine._cache.tree.nodes():
                 if node.run is None:

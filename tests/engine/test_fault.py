@@ -25,6 +25,7 @@ from ragjax.schedule.batch import Batch
 from ragjax.schedule.requests import Counters
 from ragjax.schedule.state import RequestState, Times
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.pace import Hold, lasting, until
 
 NAMES = ("full", "prefix", "naive", "blend", "craft")
@@ -71,7 +72,7 @@ def test_the_request_at_fault_fails_alone() -> None:
         with pytest.raises(RuntimeError, match="the step failed"):
             bad.result()
         answers = [future.result() for future in futures]
-        engine.audit()
+        audit_engine(engine)
         stats = engine.stats()
     assert [answer.tokens for answer in answers] == alone
     assert stats["errors_total"] == 1 and stats["step_failures_total"] >= 2
@@ -100,7 +101,7 @@ def test_requests_that_fail_once_go_on_where_they_were() -> None:
         with Hold(engine):
             futures = [engine.begin_prompt(prompt, **given) for prompt, given in jobs]  # type: ignore[arg-type]
         assert [future.result().tokens for future in futures] == alone
-        engine.audit()
+        audit_engine(engine)
     assert failed == 3
 
 
@@ -135,7 +136,7 @@ def test_what_is_in_the_background_is_in_no_figure_of_requests() -> None:
         stats = engine.stats()
         assert stats["step_failures_total"] and stats["overhead_ms_last"] == overhead
         assert (stats["errors_total"], stats["cancelled_total"]) == (0, 0)
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_what_is_generated_from_kept_kv_goes_on_after_a_fault() -> None:
@@ -190,7 +191,7 @@ def test_one_without_progress_is_started_again_once_and_then_ends() -> None:
         with pytest.raises(DeadlineError, match=r"no progress for 0.3 s"):
             engine.answer_prompt(tiny.prompt(1), max_tokens=3)
         assert time.perf_counter() - began >= 0.6
-        engine.audit()
+        audit_engine(engine)
         assert engine.stats()["request_timeouts_total"] == {"restarted": 1, "ended": 1}
         watch.request_timeout = 100.0
         engine._loop._scheduler.next_batch = rests  # type: ignore[method-assign]
@@ -237,7 +238,7 @@ def test_waiting_in_the_queue_has_an_end_too(monkeypatch: pytest.MonkeyPatch) ->
             assert len(long.result(60).tokens) == 200 and now > 2
             assert before == [True], "it makes progress, however long it takes"
         assert engine.stats()["request_timeouts_total"] == {"ended": 1}
-        engine.audit()
+        audit_engine(engine)
 
 
 # -------------------------------------------------------------------------------------- who leaves
@@ -303,7 +304,7 @@ def test_pages_are_free_within_one_step_after_a_client_left(where: str, monkeypa
             monkeypatch.setattr(loop, "enqueue", noted)
             monkeypatch.setattr(loop, "cancel", told)
             asyncio.run(leave())
-        engine._loop.call(lambda: engine._cache.audit(engine._loop.holders()))
+        audit_engine(engine)
         assert engine.stats()["cancelled_total"] == 1
         other.cancel()
 

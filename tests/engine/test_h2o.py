@@ -11,6 +11,7 @@ import pytest
 from ragjax.core import Compression, RequestError
 from ragjax.core.prompt import Prompt
 from tests.support import eviction, tiny
+from tests.support.audit import audit_engine
 from tests.support.executor import Array, model, softmax
 from tests.support.matrix import few
 
@@ -73,7 +74,7 @@ def test_tokens_see_what_received_most_attention_and_the_most_recent() -> None:
     prompt = tiny.prompt()
     with tiny.engine(lookup=0) as engine:
         answer = engine.answer_prompt(prompt, strategy="full", compression=H2O, max_tokens=60, logprobs=0)
-        engine.audit()
+        audit_engine(engine)
     assert len(answer.tokens) == 60 and answer.kept == BUDGET and answer.exact_to is None
     np.testing.assert_allclose(logprobs(answer), expected(prompt, answer.tokens), atol=2e-3)
 
@@ -84,7 +85,7 @@ def test_a_prompt_within_the_budget_is_left_as_it_is_however_long_the_answer() -
         plain = engine.answer_prompt(prompt, strategy="full", max_tokens=50)
         within = Compression("h2o", len(prompt), window=WINDOW)
         answer = engine.answer_prompt(prompt, strategy="full", compression=within, max_tokens=50)
-        engine.audit()
+        audit_engine(engine)
     assert answer.tokens == plain.tokens and answer.exact_to == "full"
 
 
@@ -92,7 +93,7 @@ def test_a_continuation_is_scored_over_what_is_kept_of_the_prompt() -> None:
     prompt, said = tiny.prompt(), np.random.default_rng(1).integers(0, 256, 36).astype(np.int32)
     with tiny.engine() as engine:
         answer = engine.answer_prompt(prompt, strategy="full", compression=H2O, continuation=said, max_tokens=30)
-        engine.audit()
+        audit_engine(engine)
     assert answer.scores is not None and len(answer.scores) == len(said) and len(answer.tokens) == 30
     got = np.take_along_axis(answer.scores - np.logaddexp.reduce(answer.scores, 1)[:, None], said[:, None], 1)[:, 0]
     np.testing.assert_allclose(got, expected(prompt, tuple(said.tolist())), atol=2e-3)
@@ -114,7 +115,7 @@ def test_books_are_clean_whatever_is_cancelled(seed: int) -> None:
             )
             if random.random() < 0.3:
                 futures[int(random.integers(len(futures)))].cancel()
-            engine.audit()
+            audit_engine(engine)
         tiny.check_ended(engine, futures)
 
 

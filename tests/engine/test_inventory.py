@@ -8,6 +8,7 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Document, Inventory
 from ragjax.engine import Engine
 from ragjax.engine import inventory as look
+from tests.support.audit import audit_engine
 
 pytestmark = pytest.mark.engine(pages=16, host_bytes=2**17, policy="lru")
 
@@ -42,7 +43,7 @@ def test_what_was_asked_is_there_with_its_text_and_its_hits(engine: Engine) -> N
     later, first = seen.requests
     assert first.reused == 0 < later.reused < later.prompt_tokens == first.prompt_tokens
     assert first.age >= later.age >= 0 < first.ttft and later.strategy == "prefix"
-    engine.audit()
+    audit_engine(engine)
 
 
 def test_what_leaves_is_named_with_where_it_went(engine: Engine) -> None:
@@ -57,7 +58,7 @@ def test_what_leaves_is_named_with_where_it_went(engine: Engine) -> None:
     assert ages == sorted(ages) and sum(one.tokens for one in seen.departures if one.left == "device") == int(
         engine.stats()["evicted_tokens_total"]  # type: ignore[arg-type]
     )
-    engine.audit()
+    audit_engine(engine)
 
 
 def test_a_tenant_sees_nothing_of_another(engine: Engine) -> None:

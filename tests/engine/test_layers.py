@@ -14,6 +14,7 @@ from ragjax.core.passes import LayerLayout
 from ragjax.engine import Engine
 from ragjax.runner.runner import Runner
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.eviction import SAID, budgets, dense, distinct, expected, setting
 from tests.support.pace import Hold
 
@@ -61,7 +62,7 @@ def test_a_request_holds_the_containers_of_what_its_layers_keep(
         seen = watch(engine, monkeypatch)
         given = {"strategy": "full", "compression": compression, "max_tokens": 20}
         engine.answer_prompt(prompt, **given)
-        engine.audit()
+        audit_engine(engine)
         held = list(decoding(seen, len(prompt)))
         scored = engine.answer_prompt(prompt, **given, continuation=SAID)
         tiny.check_ended(engine, [])
@@ -91,7 +92,7 @@ def test_an_ordinary_request_answers_alike_beside_one_with_budgets_by_layer(
                     engine.begin_prompt(prompts[1], max_tokens=30, compression=other),
                 ]
             mine, theirs = (future.result() for future in asked)
-            engine.audit()
+            audit_engine(engine)
         assert len(theirs.tokens) > 5
         together = [step for step, _ in seen if len(np.unique(step.request_T[step.index_T >= 0])) == 2]
         assert len(together) > 5 and any(step.by_layer is not None for step in together) == (other.method == method)

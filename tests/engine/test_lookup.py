@@ -13,6 +13,7 @@ from ragjax.engine import Engine
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.runner.runner import Runner
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.matrix import few
 from tests.support.pace import Hold
 
@@ -27,8 +28,8 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
     other = tiny.make_runner(grid=GRID)
     with tiny.engine(lookup=0) as plain, tiny.engine(other, lookup=6) as fast:
         yield plain, fast
-        plain.audit()
-        fast.audit()
+        audit_engine(plain)
+        audit_engine(fast)
 
 
 def same(one: Answer, other: Answer) -> None:
@@ -71,7 +72,7 @@ def test_proposals_in_a_pool_that_is_too_small_harm_nobody(forgetful: Runner) ->
             futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=90) for prompt in prompts]
         assert [future.result().tokens for future in futures] == alone
         stats = engine.stats()
-        engine.audit()
+        audit_engine(engine)
     assert stats["pauses_total"] and not stats["errors_total"]
 
 
@@ -130,7 +131,7 @@ def test_kept_answers_are_those_of_accepted_tokens(engines: tuple[Engine, Engine
         cold = engine.answer_prompt(Prompt((*prompt.segments, said)), strategy="full", max_tokens=8)
         assert again.tokens == cold.tokens
         found.append(again.cached_tokens)
-        engine.audit()
+        audit_engine(engine)
     assert found[0] == found[1] >= len(prompt) + TOKENS - 2
 
 

@@ -15,6 +15,7 @@ from ragjax.runner.sampling import Logits, Sampled
 from ragjax.schedule.batch import Batch
 from ragjax.schedule.state import RequestState
 from tests.support import tiny
+from tests.support.audit import audit_cache, audit_engine
 from tests.support.pace import Hold, until
 
 SAMPLED: dict[str, Any] = {
@@ -88,7 +89,7 @@ def test_a_batch_says_what_each_says_alone(options: dict[str, Any]) -> None:
         with Hold(engine):
             futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(4)]
         assert [future.result().tokens for future in futures] == expected
-        engine.audit()
+        audit_engine(engine)
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -111,7 +112,7 @@ def test_an_error_that_shows_when_tokens_are_waited_for(
         answers = [future.result() for future in futures]
         assert [answer.tokens for answer in answers] == expected
         assert engine.stats()["step_failures_total"] == 2
-        engine.audit()
+        audit_engine(engine)
     assert any("a step failed" in notice for answer in answers for notice in answer.notices)
 
 
@@ -142,7 +143,7 @@ def test_a_device_that_is_lost_while_its_tokens_are_waited_for(
             futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(3)]
         assert [future.result().tokens for future in futures] == expected
         assert engine.stats()["device_losses_total"] == 1
-        engine.audit()
+        audit_engine(engine)
 
 
 @pytest.mark.parametrize("how", ["end", "restart"])
@@ -175,7 +176,7 @@ def test_who_leaves_while_the_device_computes_is_left_out(
         for future in futures:
             error = future.exception()
             found.append(str(error) if error else future.result().tokens)
-        engine.audit()
+        audit_engine(engine)
     assert len(left) == 1 and found.count("it left") == (how == "end")
     assert all(one == other for one, other in zip(found, expected, strict=True) if one != "it left")
 
@@ -232,7 +233,7 @@ def test_a_place_that_is_free_is_taken_at_once(tokens: int, monkeypatch: pytest.
         with Hold(engine):
             futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=tokens) for prompt in prompts(6)]
         assert all(len(future.result().tokens) == tokens for future in futures)
-        engine.audit()
+        audit_engine(engine)
     assert slept and not any((*slept, *idle))
 
 
@@ -245,7 +246,7 @@ def test_what_is_called_in_the_engine_s_thread_finds_all_in_order(monkeypatch: p
 
         def audit() -> None:
             under_way.append(execution._flight is not None)
-            engine._cache.audit(loop.holders())
+            audit_cache(engine._cache, loop.holders())
 
         def launched(batch: Batch) -> None:
             launch(batch)

@@ -7,6 +7,7 @@ import pytest
 
 from ragjax.core import Kind, Prompt, RequestError, Segment
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.pace import Hold
 
 NAMES = ("full", "prefix", "naive", "blend", "craft", "set-cache")
@@ -30,7 +31,7 @@ def test_paused_requests_end_with_the_tokens_they_have_alone(sampled: bool) -> N
         with Hold(engine):
             futures = [engine.begin_prompt(prompt, tenant=f"t{i}", **given) for i, (prompt, given) in enumerate(jobs)]
         answers = [future.result() for future in futures]
-        engine.audit()
+        audit_engine(engine)
         stats = engine.stats()
     assert [answer.tokens for answer in answers] == alone
     assert stats["pauses_total"] == stats["resumes_total"] > 0 and stats["paused"] == 0
@@ -44,13 +45,13 @@ def test_what_a_paused_request_says_is_found_by_the_next_turn() -> None:
             futures = [engine.begin_prompt(tiny.prompt(i), max_tokens=90) for i in range(2)]
         first, second = (future.result() for future in futures)
         assert second.figures["pauses"] and not first.figures.get("pauses")
-        engine.audit()
+        audit_engine(engine)
         for prompt, answer in ((tiny.prompt(0), first), (tiny.prompt(1), second)):
             turn = Segment("turn", Kind.QUERY, np.array(answer.tokens, np.int32))
             again = engine.answer_prompt(Prompt((*prompt.segments, turn)), strategy="full", max_tokens=4)
             found = engine.answer_prompt(Prompt((*prompt.segments, turn)), max_tokens=4)
             assert found.tokens == again.tokens
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_scores_and_answer_of_a_paused_request_are_those_it_has_alone() -> None:
@@ -63,7 +64,7 @@ def test_scores_and_answer_of_a_paused_request_are_those_it_has_alone() -> None:
             scored = engine.begin_prompt(asked(0), continuation=continuation, max_tokens=90)
         answer = scored.result()
         assert other.result().tokens and engine.stats()["pauses_total"]
-        engine.audit()
+        audit_engine(engine)
     assert answer.tokens == alone.tokens
     assert answer.scores is not None and alone.scores is not None
     assert abs(answer.scores - alone.scores).max() < 1e-3
@@ -78,7 +79,7 @@ def test_a_paused_request_may_leave() -> None:
         with paused:
             young.cancel()
         assert len(old.result().tokens) == 120
-        engine.audit()
+        audit_engine(engine)
         assert engine.stats()["cancelled_total"] == 1 and engine.stats()["paused"] == 0
 
 
@@ -93,7 +94,7 @@ def test_paused_requests_survive_a_lost_device() -> None:
             engine._loop._inbox.put(lambda: engine._loop._execution.recover(RuntimeError("lost")))
         assert [future.result(60).tokens for future in futures] == alone
         assert engine.stats()["device_losses_total"] == 1
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_one_whose_answer_never_has_room_says_what_to_change() -> None:
@@ -102,7 +103,7 @@ def test_one_whose_answer_never_has_room_says_what_to_change() -> None:
             engine.answer_prompt(tiny.prompt(1, 5, (), 9), max_tokens=300)
         assert refused.value.code == "context_length_exceeded"
         assert len(engine.answer_prompt(tiny.prompt(1, 5, (), 9), max_tokens=30).tokens) == 30
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_a_request_is_one_look_up_however_often_there_is_no_room_for_it() -> None:
@@ -116,7 +117,7 @@ def test_a_request_is_one_look_up_however_often_there_is_no_room_for_it() -> Non
         ]
         answers = [future.result(60) for future in futures]
         after = engine.stats()
-        engine.audit()
+        audit_engine(engine)
     assert after["lookups_total"] - before["lookups_total"] == 2  # type: ignore[operator]
     found = after["exact_hit_tokens_total"] - before["exact_hit_tokens_total"]  # type: ignore[operator]
     assert 0 < found == sum(answer.cached_tokens for answer in answers) <= known

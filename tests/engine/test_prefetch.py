@@ -18,6 +18,7 @@ from ragjax.engine import Engine
 from ragjax.schedule.admission import PREFETCH, Allocations, Prefetch, Preview
 from ragjax.store.disk import DiskStore
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.matrix import few
 from tests.support.pace import lasting, until
 from tests.support.states import table
@@ -191,7 +192,7 @@ def test_who_waited_finds_its_kv_on_the_device(strategy: str, tmp_path: Path) ->
         answer = waiting.result()
         assert answer.tokens == expected.tokens
         assert {report.tier for report in answer.segments if report.reused} == {"device"}
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_no_more_is_loaded_than_a_share_of_the_pool(filled: Path) -> None:
@@ -214,10 +215,10 @@ def test_a_load_that_fails_while_its_request_waits_costs_it_nothing_but_the_kv(f
         running = busy(engine)
         waiting = engine.begin_prompt(tiny.prompt(1), max_tokens=3)
         until(lambda: engine.stats()["transfer_failures_total"].get("load"))  # type: ignore[union-attr]
-        engine.audit()
+        audit_engine(engine)
         running.cancel()
         assert waiting.result().tokens == expected.tokens
-        engine.audit()
+        audit_engine(engine)
 
 
 @pytest.mark.slow
@@ -253,7 +254,7 @@ def test_random_arrivals_cancels_and_faults(filled: Path, seed: int) -> None:
                 answer: Answer = future.result(60)
                 assert answer.tokens == expected[number] and answer.exact_to == "full"
         until(lambda: not engine._cache.loading)
-        engine.audit()
+        audit_engine(engine)
         assert engine.stats()["running"] == 0
 
 

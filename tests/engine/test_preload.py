@@ -20,6 +20,7 @@ from ragjax.schedule.scheduler import Preload
 from ragjax.store.disk import DiskStore
 from ragjax.store.transfer import KVTransfer
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.pace import until
 
 STAGES = tiny.CONFIG.num_layers
@@ -116,7 +117,7 @@ def test_answers_are_those_of_whole_loads(
     for _ in range(3):
         with opened(runner, tmp_path, lambda number: time.sleep(random.choice([0, 0.002, 0.01]))) as engine:
             answer = ask(engine, strategy)
-            engine.audit()
+            audit_engine(engine)
         assert answer.tokens == expected.tokens and answer.notices == expected.notices
         assert [report.reused for report in answer.segments] == [report.reused for report in expected.segments]
         assert answer.logits is not None and expected.logits is not None
@@ -166,7 +167,7 @@ def test_each_stage_runs_when_it_has_arrived(
             gates.let()
             until(lambda: len(ran) > stage)  # noqa: B023
         thread.join()
-        engine.audit()
+        audit_engine(engine)
     assert answers[0].tokens == kept.tokens
     assert [on_device for _, on_device in ran[:STAGES]] == [False] + [True] * (STAGES - 1)
     assert answers[0].timings.load > 0
@@ -203,7 +204,7 @@ def test_a_later_stage_that_fails_begins_the_request_anew(
         gates.failing = True
         gates.let(100)
         thread.join()
-        engine.audit()
+        audit_engine(engine)
         assert engine.stats()["load_fallbacks_total"] == {"failed": 1}
     assert answers[0].tokens == kept.tokens and "on fire" in answers[0].notices[0]
     assert answers[0].cached_tokens == 0
@@ -223,7 +224,7 @@ def test_damage_found_at_the_end_leaves_nothing_in_any_page(
         answer = ask(engine)
         assert ran[0][0] == (0, 1)  # it had begun
         assert answer.tokens == kept.tokens and "checksum" in answer.notices[0]
-        engine.audit()
+        audit_engine(engine)
         slots = np.arange(200 * tiny.PAGE, dtype=np.int32)
         assert all(np.isfinite(x).all() for x in runner.read(slots))
 
@@ -245,7 +246,7 @@ def test_a_client_leaves_between_two_stages(
         until(lambda: not engine._cache.loading)
         ran.clear()
         assert ask(engine).tokens == kept.tokens
-        engine.audit()
+        audit_engine(engine)
         assert ran[0] == ((0, STAGES), False)
 
 
@@ -271,6 +272,6 @@ def test_the_device_is_lost_between_two_stages(
         monkeypatch.setattr(runner, "step", lost)
         gates.let(100)
         thread.join()
-        engine.audit()
+        audit_engine(engine)
         assert engine.stats()["device_losses_total"] == 1
     assert answers[0].tokens == kept.tokens

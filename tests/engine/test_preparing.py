@@ -19,6 +19,7 @@ from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.fusion import METHOD
 from ragjax.store.disk import DiskStore
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.pace import Hold, resting, until
 
 WORDS = ("island", "honey", "copper", "silk", "amber", "wool", "wax", "tin", "oil", "rope")
@@ -71,7 +72,7 @@ def engine() -> Iterator[Engine]:
     with tiny.engine(pages=ROOMY) as made:
         made.add_documents(documents())
         yield made
-        made.audit()
+        audit_engine(made)
 
 
 def test_all_passages_are_prepared_and_found(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

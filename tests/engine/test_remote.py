@@ -17,6 +17,7 @@ from ragjax.store.exchange import Link
 from ragjax.store.redis import RedisServer
 from ragjax.store.shared import SharedTier
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.remotes import GIGA, FakeRemote, Unreliable, free_port, real_server, settle, tier
 
 
@@ -50,7 +51,7 @@ def test_engines_find_each_other_s_kv(strategy: str) -> None:
         stats = second.stats()
         assert stats["remote_late_total"] == 0 and stats["remote_damaged_total"] == 0
         assert stats["remote_reads_total"] > 0  # type: ignore[operator]
-        second.audit()
+        audit_engine(second)
 
 
 @pytest.mark.parametrize("at_rest", ["int8", "int4"])
@@ -91,8 +92,8 @@ def test_two_at_once_share_while_they_run(tmp_path: Path) -> None:
         assert ask(second, 0).cached_tokens == 167
         settle(second)
         assert ask(first, 1).cached_tokens == 167
-        first.audit()
-        second.audit()
+        audit_engine(first)
+        audit_engine(second)
     with tiny.engine(disk=DiskStore.open(tmp_path, b"tiny", about={}, max_bytes=GIGA)) as third:
         assert tiers(ask(third, 1)) == {"disk"}, "what an engine computes goes to its disk, too"
 
@@ -130,7 +131,7 @@ def test_kv_that_vanishes_after_it_was_found_is_computed() -> None:
         remote.fetch = lambda key: None  # type: ignore[method-assign]
         answer = ask(second, 0)
         assert answer.tokens == cold.tokens and "computed instead" in answer.notices[0]
-        second.audit()
+        audit_engine(second)
 
 
 @pytest.mark.slow
@@ -152,7 +153,7 @@ def test_answers_are_those_without_a_tier_that_fails_at_random(seed: int) -> Non
                 assert answer.exact_to == "full" and answer.tokens == wanted[one].tokens
                 assert answer.logits is not None and wanted[one].logits is not None
                 assert np.abs(answer.logits - wanted[one].logits).max() < 1e-4
-                engine.audit()
+                audit_engine(engine)
                 found += "remote" in tiers(answer)
             shared.flush(1)  # on a slow machine a process ends before it wrote anything that the next one could find
     assert remote.harmed
@@ -170,7 +171,7 @@ def test_a_redis_that_is_killed_and_comes_back_empty_under_load() -> None:
             answer = ask(engine, one)
             assert answer.tokens == wanted[one].tokens and answer.exact_to == "full"
             found += "remote" in tiers(answer)
-        engine.audit()
+        audit_engine(engine)
         return found
 
     port = free_port()

@@ -19,6 +19,7 @@ from ragjax.reuse.exact import Full
 from ragjax.schedule import decoding
 from ragjax.schedule.state import RequestState
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.pace import Hold, until
 
 FORCED = np.array([5, 17, 200, 3, 90], np.int32)
@@ -98,7 +99,7 @@ def test_background_requests_let_others_pass_and_are_not_counted() -> None:
         alone = engine.answer_prompt(tiny.prompt(5), strategy="full", max_tokens=3)
         assert behind[5].result().tokens == alone.tokens
         assert sum(engine.stats()["requests_total"].values()) == 6  # type: ignore[union-attr]
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_background_requests_make_room() -> None:
@@ -112,7 +113,7 @@ def test_background_requests_make_room() -> None:
         answers = [first.result(60), *later]
         assert all(len(answer.tokens) == 2 and not answer.notices for answer in answers)
         assert len({future.result(60).tokens for future in behind}) == 1
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_a_cancelled_future_cancels_its_request() -> None:
@@ -125,7 +126,7 @@ def test_a_cancelled_future_cancels_its_request() -> None:
         with pytest.raises(CancelledError):
             future.result()
         until(lambda: engine.stats()["cancelled_total"])
-        engine.audit()
+        audit_engine(engine)
         assert not engine.stats()["running"]
 
 

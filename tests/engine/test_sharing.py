@@ -18,6 +18,7 @@ from ragjax.engine import Engine
 from ragjax.reuse import strategies
 from ragjax.schedule.admission import InFlight
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.executor import Executor
 from tests.support.matrix import few
 from tests.support.pace import Hold
@@ -104,7 +105,7 @@ def test_a_burst_computes_each_passage_once(name: str) -> None:
         answers = [future.result() for future in together(engine, prompts, name)]
         kept = set(outlook_names(engine, prompts, name))
         stats = engine.stats()
-        engine.audit()
+        audit_engine(engine)
     tokens = sum(len(segment) for segment in prompts[0].segments[:-1])
     if name in ("prefix", "set-cache"):
         questions = sum(len(prompt.segments[-1]) for prompt in prompts)
@@ -128,7 +129,7 @@ def test_full_attention_and_background_requests_are_not_waited_for() -> None:
         for future in together(engine, [CHUNKED] * 3, "prefix", background=True):
             future.result()
         assert engine.stats()["awaits_total"] == 0
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_only_who_shares_waits() -> None:
@@ -164,7 +165,7 @@ def test_who_waited_goes_on_when_the_first_leaves(name: str, seed: int) -> None:
                 answer = future.result(30)
                 assert answer.exact_to != "full" or answer.tokens == expected[i]
         engine.answer_prompt(CHUNKED, strategy="full", max_tokens=1)
-        engine.audit()
+        audit_engine(engine)
         assert not engine._loop.waiting
 
 
@@ -183,7 +184,7 @@ def test_who_waited_goes_on_when_the_first_fails(monkeypatch: pytest.MonkeyPatch
             first.result()
         answers = [future.result() for future in others]
         assert computed(answers, ["chunk0", "chunk1", "chunk2", "chunk3"]) == 151
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_tenants_wait_for_nobody_elses_private_knowledge() -> None:

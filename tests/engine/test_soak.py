@@ -35,6 +35,7 @@ from ragjax.runner.runner import Runner
 from ragjax.schedule.state import RequestState
 from ragjax.store.disk import DiskStore
 from tests.support import tiny
+from tests.support.audit import audit_engine
 
 PAGES = 40
 MOST = 100
@@ -242,7 +243,7 @@ def soak(seconds: float, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatc
                 check(asked, cold, books)
             rounds += 1
             if rounds % 20 == 0:
-                engine.audit()
+                audit_engine(engine)
             if time.monotonic() > sampled:
                 memory.append(resident())
                 sampled += 10
@@ -254,7 +255,7 @@ def soak(seconds: float, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatc
         assert len(engine.answer_prompt(chunk_prompt(random), max_tokens=2).tokens) <= 2, "it still serves"
         while engine.stats()["queue_depth"] or engine.stats()["running"]:
             time.sleep(0.01)
-        engine.audit()
+        audit_engine(engine)
         engine.clear_cache()
         assert engine.stats()["pages_used"] == 0 and engine.stats()["paused"] == 0
     cold.close()

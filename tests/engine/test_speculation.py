@@ -37,6 +37,7 @@ from ragjax.reuse import strategies
 from ragjax.schedule.speculation import LEARNED, Odds
 from ragjax.schedule.state import RequestState
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.matrix import few
 from tests.support.pace import Hold, lasting, resting
 from tests.support.pace import until as _until
@@ -107,7 +108,7 @@ def _counted(engine: Engine) -> tuple[int, int, int]:
 def _is_clean(engine: Engine) -> bool:
     loop = engine._loop
     _until(lambda: not loop.requests.live and not loop.requests.limit.counted and not loop.requests.offered.waiting)
-    engine.audit()
+    audit_engine(engine)
     return True
 
 

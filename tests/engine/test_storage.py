@@ -28,6 +28,7 @@ from ragjax.reuse.exact import Full
 from ragjax.store.disk import DiskStore
 from ragjax.store.transfer import KVTransfer
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.matrix import few
 from tests.support.pace import until
 
@@ -75,7 +76,7 @@ def test_eviction_storms_change_no_answer(policy: str, reference: dict[int, Answ
             answer = ask(engine, seed)
             assert_exact(answer, reference[seed])
             seen |= tiers(answer)
-            engine.audit()
+            audit_engine(engine)
         assert "host" in seen or "disk" in seen
 
 
@@ -97,7 +98,7 @@ def test_a_policy_that_counts_costs_serves_who_repairs_what_is_missing(
     with tiny.engine(policy="pgdsf") as engine:
         for prompt in prompts:
             engine.answer_prompt(prompt, strategy=strategy, recompute_ratio=0.6, max_tokens=1)
-            engine.audit()
+            audit_engine(engine)
     assert seen[0] == Access(hit=False, cached=0, new=len(prompts[0]) + repaired)
 
 
@@ -126,7 +127,7 @@ def test_isolated_chunks_survive_a_restart_too(host_bytes: int, tmp_path: Path) 
         cold = ask(engine, 0, "naive")
     with tiny.engine(pages=PAGES, host_bytes=host_bytes, disk=disk(tmp_path)) as engine:
         warm = ask(engine, 0, "naive")
-        engine.audit()
+        audit_engine(engine)
     assert [report.reused for report in warm.segments] == [20, 40, 33, 57, 0] and tiers(warm) == {"disk"}
     assert warm.tokens == cold.tokens and warm.exact_to is None
     assert np.array_equal(warm.logits, cold.logits)  # type: ignore[arg-type]
@@ -144,7 +145,7 @@ def test_a_later_prompt_takes_the_part_that_it_shares(reference: dict[int, Answe
         answer = engine.answer_prompt(cut, max_tokens=6, want_logits=True)
         assert [report.reused for report in answer.segments][:2] == [20, 40]
         assert_exact(answer, expected)
-        engine.audit()
+        audit_engine(engine)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -178,7 +179,7 @@ def test_tenants_share_nothing_in_memory_on_disk_and_after_a_restart(tmp_path: P
     with tiny.engine(pages=PAGES, host_bytes=GIGA, disk=disk(tmp_path)) as engine:
         assert ask(engine, 1, tenant="b").cached_tokens == ask(engine, 1).cached_tokens == 0
         assert ask(engine, 1, tenant="a").cached_tokens == len(tiny.prompt(1)) - 1
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_shared_knowledge_is_computed_once_and_what_a_request_brings_is_not_shared(tmp_path: Path) -> None:
@@ -193,7 +194,7 @@ def test_shared_knowledge_is_computed_once_and_what_a_request_brings_is_not_shar
         engine.answer("What is mine?", documents=[own], max_tokens=1, tenant="a")
         stranger = engine.answer("What is mine?", documents=[own], max_tokens=1, tenant="b")
         assert stranger.cached_tokens == stranger.segments[0].tokens
-        engine.audit()
+        audit_engine(engine)
     with tiny.engine(share_knowledge=True, disk=disk(tmp_path)) as engine:
         engine.add_documents(documents)
         third = engine.answer("Who built it?", max_tokens=1, tenant="c")
@@ -209,7 +210,7 @@ def test_a_quota_binds_its_tenant_alone() -> None:
             ask(engine, seed, tenant="large")
         held = engine._cache.tree.held[0]
         assert 0 < held["small"] <= 200 < 4 * 160 < held["large"]
-        engine.audit()
+        audit_engine(engine)
 
 
 # -------------------------------------------------------------------------------------------- failures
@@ -262,7 +263,7 @@ def test_a_failed_load_is_computed_anew_and_said(
         assert answer.tokens == reference[0].tokens and answer.exact_to == "full"
         assert len(answer.notices) == 1 and "on fire" in answer.notices[0]
         assert engine.stats()["load_fallbacks_total"] == {"failed": 1}
-        engine.audit()
+        audit_engine(engine)
         assert_exact(ask(engine, 0), reference[0])
 
 
@@ -297,7 +298,7 @@ def test_a_slow_load_is_not_waited_for(unwilling: Callable[[], Unwilling], refer
         store.gate.set()
         until(lambda: engine.stats()["transfers_total"].get("load"))  # type: ignore[union-attr]
         assert_exact(ask(engine, 0), reference[0])
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_a_disk_that_hangs_ends_nobodys_service(tmp_path: Path) -> None:
@@ -313,7 +314,7 @@ def test_a_disk_that_hangs_ends_nobodys_service(tmp_path: Path) -> None:
         store.gate.set()
         assert ask(engine, 7).tokens == expected[7].tokens
         until(lambda: not engine._cache.loading)
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_an_entry_that_another_process_replaced_meanwhile_is_not_taken_for_what_it_was(tmp_path: Path) -> None:
@@ -431,7 +432,7 @@ def test_others_are_served_while_one_waits_for_its_load(unwilling: Callable[[], 
         assert waiting.is_alive()
         store.gate.set()
         waiting.join()
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_damaged_entries_are_misses(tmp_path: Path, reference: dict[int, Answer]) -> None:
@@ -445,7 +446,7 @@ def test_damaged_entries_are_misses(tmp_path: Path, reference: dict[int, Answer]
         answer = ask(engine, 0)
         assert answer.tokens == reference[0].tokens and answer.notices
         assert engine.stats()["disk_set_aside_total"] > 0  # type: ignore[operator]
-        engine.audit()
+        audit_engine(engine)
 
 
 @pytest.mark.slow
@@ -480,7 +481,7 @@ def test_a_lost_device_costs_time_and_no_answer(
         assert answer.timings.prefill >= 0
         assert np.abs(answer.logits - reference[0].logits).max() < 1e-4  # type: ignore[operator]
         assert engine.stats()["device_losses_total"] == 1
-        engine.audit()
+        audit_engine(engine)
         assert_exact(ask(engine, 1), reference[1])
 
 

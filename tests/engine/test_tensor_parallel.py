@@ -69,7 +69,7 @@ def answers(devices):
         mixed = ["prefix", "naive", "full", "blend", "prefix", "anchor"]
         futures = [ask(AGAIN if i % 2 else LINEAR, strategy=name) for i, name in enumerate(mixed)]
         found["batch"] = [future.result() for future in futures]
-        engine.audit()
+        audit_engine(engine)
         runner = engine._runner
         assert len(runner._pools) == 3
         pool = runner._pools[0].k_LPKCD
@@ -134,7 +134,7 @@ with serve(4, pages=24) as engine:
         futures = [engine.begin_prompt(tiny.prompt(i), max_tokens=90) for i in range(2)]
     assert [future.result().tokens for future in futures] == alone
     assert engine.stats()["resumes_total"] > 0
-    engine.audit()
+    audit_engine(engine)
 with serve(4, pages=24, host_bytes=2**24) as engine:
     first = [engine.answer_prompt(tiny.prompt(i), strategy="naive", max_tokens=4) for i in range(3)]
     again = engine.answer_prompt(tiny.prompt(0), strategy="naive", max_tokens=4)

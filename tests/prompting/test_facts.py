@@ -17,6 +17,7 @@ from ragjax.retrieval.filling import GraphFilling
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.triples import RelationPath, Subgraph, Triple
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.tiny import HashedEncoder
 
 TRIPLES = [
@@ -33,7 +34,7 @@ def engine() -> Iterator[Engine]:
     with tiny.engine(open_graph=lambda name: KnowledgeGraph.open(None, HashedEncoder())) as made:
         made.add_triples(TRIPLES)
         yield made
-        made.audit()
+        audit_engine(made)
 
 
 def test_a_graph_holds_what_its_source_holds_now(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ from ragjax.reuse.exact import Full, Prefix
 from ragjax.reuse.moved import Moved
 from ragjax.reuse.naive import Naive
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.pace import until
 
 
@@ -641,7 +642,7 @@ def test_replays_of_sound_requests_change_nothing() -> None:
         assert [name for name, _ in found] == ["naive"] * (LEAST + 5) + ["prefix"] * 2
         assert np.mean([one.kl for _, one in found[:-2]]) == pytest.approx(SOUND, rel=0.2)
         assert found[-1][1].kl < 1e-9
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_replay_finds_a_wrong_offset(caplog: pytest.LogCaptureFixture) -> None:
@@ -718,7 +719,7 @@ def test_replays_wait_for_others_and_not_without_end() -> None:
             future.result()
         until(lambda: replays(engine) == len(futures))
         stats = engine.stats()["shadow_replays_total"]
-        engine.audit()
+        audit_engine(engine)
     assert isinstance(stats, dict) and stats["failed"] == 0
     assert stats["replayed"] >= QUEUE and stats["replayed"] + stats["dropped"] == len(futures)
 
@@ -761,7 +762,7 @@ def test_a_replay_that_fails_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> No
         live(engine, 2, PROMPTS)
         stats = engine.stats()["shadow_replays_total"]
         assert isinstance(stats, dict) and stats["failed"] == 2
-        engine.audit()
+        audit_engine(engine)
 
 
 # ------------------------------------------------------------------------------------------ learning
@@ -846,7 +847,7 @@ def test_an_engine_learns_from_live_requests_in_idle_time(budget: float) -> None
         warm(engine, (other,))
         later = engine.answer_prompt(other, max_tokens=1)
         assert later.strategy == picked.strategy
-        engine.audit()
+        audit_engine(engine)
 
 
 # ----------------------------------------------------------------------------- what requests may say

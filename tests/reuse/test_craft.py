@@ -48,6 +48,7 @@ from ragjax.reuse.influence import (
     variant_digest,
 )
 from tests.support import tiny
+from tests.support.audit import audit_cache, audit_engine
 from tests.support.disks import open_store
 from tests.support.executor import Array, Done, Executor, Model, model, softmax
 
@@ -253,7 +254,7 @@ def test_prefixes_fill_the_room_for_variants_and_then_make_room_above_tau_alone(
         assert found[:2] == [3, 5] and found[-1] == 10 and max(found) == 10
         done = executor.run(craft, ask(*orders[-1]))
         assert (len(rows_of(done)) == 6) is (tau == 0.0)  # made at the expense of others, or mended
-        executor.cache.audit(())
+        audit_cache(executor.cache, ())
 
 
 @pytest.mark.parametrize("when", ["off", "fill"])
@@ -411,7 +412,7 @@ def test_no_room_is_found_out_before_the_first_pass() -> None:
         talk.step()
     talk.close()
     assert talk.passes == []
-    executor.cache.audit(())
+    audit_cache(executor.cache, ())
 
 
 def test_keys_are_those_of_the_nodes_it_uses() -> None:
@@ -444,7 +445,7 @@ def test_concurrent_requests_share_a_chunk_unharmed() -> None:
         assert np.array_equal(talk.plan.logits, logits)
         talk.close()
     assert np.array_equal(executor.k[:, slots], was[0]) and np.array_equal(executor.v[:, slots], was[1])
-    executor.cache.audit(())
+    audit_cache(executor.cache, ())
 
 
 # --------------------------------------------------------------------------------------- fused chunks
@@ -652,7 +653,7 @@ def test_the_engine_says_what_the_executor_says() -> None:
             logits = future.result().logits
             assert logits is not None
             np.testing.assert_allclose(logits, executor.run(craft, ask(*chunks), ratio).logits, atol=2e-4)
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_a_variant_that_lies_on_disk_alone_is_mended_behind_other_chunks(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import ragjax
 from ragjax.core import Answer, Document, StorageOptions
 from ragjax.engine import Engine
+from tests.support.audit import audit_engine
 
 DEMO = Path(ragjax.__file__).parent / "demo"
 ALL = [json.loads(line)["question"] for line in (DEMO / "questions.jsonl").read_text().splitlines()]
@@ -90,14 +91,14 @@ def test_wherever_kv_comes_from(numbers: str, smollm_path: Path, tmp_path: Path)
         for number in OTHERS:
             ask_about(engine, number, "prefix")
         stormed = [ask_about(engine, i, "prefix") for i in QUESTIONS]
-        engine.audit()
+        audit_engine(engine)
         assert ask_about(engine, QUESTIONS[0], "naive").exact_to is None
     with load(smollm_path, numbers, tmp_path / "disk") as engine:
         restarted = [ask_about(engine, i, "prefix") for i in QUESTIONS]
         for i, expected in enumerate(reference):
             for answers in (cold, warm, batched, stormed, restarted):
                 assert_equal(engine, answers[i], expected)
-        engine.audit()
+        audit_engine(engine)
     assert all(a.cached_tokens == a.prompt_tokens - 1 for a in (*warm, *restarted))
     assert all(a.cached_tokens < a.prompt_tokens // 2 for a in cold)
     stormed_from, restarted_from = (

@@ -13,6 +13,7 @@ from ragjax.reuse.base import Strategy
 from ragjax.reuse.exact import Full, Prefix
 from ragjax.reuse.moved import ASKING, MENDED, Moved
 from ragjax.reuse.naive import Naive
+from tests.support.audit import audit_cache
 from tests.support.executor import Executor
 
 RANDOM = np.random.default_rng(5)
@@ -42,7 +43,7 @@ def serve(executor: Executor, strategy: Strategy, asked: Prompt, said: Tokens | 
         talk.score(said)
         strategy.finish(asked, talk.plan, said, talk.allocation)
     talk.close()
-    executor.cache.audit()
+    audit_cache(executor.cache)
     return sum(part.reused for part in talk.plan.reports), talk.plan.exact_to == "full"
 
 

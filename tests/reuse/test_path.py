@@ -8,6 +8,7 @@ import pytest
 from ragjax.core import Kind, Prompt
 from ragjax.reuse import strategies
 from tests.support import tiny
+from tests.support.audit import audit_cache
 from tests.support.executor import Executor
 
 SYSTEM, A, B, QUESTION = tiny.prompt(3, chunks=(30, 25)).segments
@@ -20,7 +21,7 @@ def test_leading_chunks_that_prefix_left_are_exact_and_not_computed() -> None:
     plan = executor.run(fusion, prompt).plan
     assert plan.exact_to == "full" and [part.recomputed for part in plan.reports[:3]] == [0, 0, 0]
     np.testing.assert_allclose(plan.logits, executor.run(full, prompt).plan.logits, atol=1e-9)
-    executor.cache.audit()
+    audit_cache(executor.cache)
 
 
 def test_the_exact_part_is_not_mended_and_the_rest_is() -> None:
@@ -46,7 +47,7 @@ def test_chunks_that_change_their_order_are_found(ratio: float) -> None:
     assert found == len(A) + len(B), "each is moved from where prefix computed it"
     assert sum(part.recomputed for part in plan.reports[:3]) == int(np.ceil(ratio * (len(A) + len(B))))
     assert len(executor.cache.tree) == nodes, "nothing is kept twice"
-    executor.cache.audit()
+    audit_cache(executor.cache)
 
 
 def test_the_anchor_is_as_it_was() -> None:

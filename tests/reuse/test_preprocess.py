@@ -41,6 +41,7 @@ from ragjax.reuse.influence import Influence
 from ragjax.reuse.naive import Naive
 from ragjax.store.disk import DiskStore
 from tests.support import tiny
+from tests.support.audit import audit_cache, audit_engine
 from tests.support.executor import Executor, model
 
 Array = NDArray[np.float64]
@@ -205,7 +206,7 @@ def test_no_room_is_told_before_the_first_pass() -> None:
     with pytest.raises(OutOfPages):
         talk.step()
     talk.close()
-    executor.cache.audit()
+    audit_cache(executor.cache)
 
 
 # --------------------------------------------------------------------------------------- the engine
@@ -246,7 +247,7 @@ def engine() -> Iterator[Engine]:
     with tiny.engine(extra=[Finder()]) as made:
         made.add_documents(documents())
         yield made
-        made.audit()
+        audit_engine(made)
 
 
 class Begun:
@@ -399,7 +400,7 @@ def test_a_restart_finds_it_on_disk(marks: str, tmp_path: Path, monkeypatch: pyt
         report = preprocess(engine, n=3, progress=False)
         assert (report.fused, report.kept, report.lost, begun.prompts) == (0, 12, 0, [])
         assert all(ask(engine).values())
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_marks_without_kv_are_not_believed(engine: Engine) -> None:
@@ -421,7 +422,7 @@ def test_kv_that_finds_no_room_is_told(caplog: pytest.LogCaptureFixture) -> None
         report = preprocess(engine, n=3, progress=False)
         assert report.fused == 30 and 0 < report.lost < 30
         assert f"the KV of {report.lost} chunks was driven out" in caplog.text
-        engine.audit()
+        audit_engine(engine)
 
 
 def test_neighbours_beyond_the_context_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -466,7 +467,7 @@ def test_attention_is_recorded_after_a_run_that_did_not(tmp_path: Path) -> None:
             again = preprocess(engine, n=2, record=True, progress=False)
             assert (again.fused, again.kept) == ((4, 0) if restart else (0, 4))
             assert engine.answer("Who climbs?", strategy="fusion+craft", max_tokens=1).strategy == "fusion+craft"
-            engine.audit()
+            audit_engine(engine)
 
 
 def test_an_empty_knowledge_base() -> None:
@@ -517,7 +518,7 @@ def test_a_chunk_beyond_the_context_is_an_error(engine: Engine) -> None:
     system, chunk = segments(12, (20, 1100))
     with pytest.raises(RequestError, match="the context holds 1024"):
         fuse_all(engine, [Job(system, chunk, ())])
-    engine.audit()
+    audit_engine(engine)
 
 
 # ----------------------------------------------------------------------------------------- the command

@@ -16,6 +16,7 @@ from ragjax.reuse import strategies
 from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report, segments_of
 from ragjax.reuse.naive import Naive
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.dense import dense, dense_naive
 from tests.support.executor import Executor, model
 
@@ -291,7 +292,7 @@ def test_bfloat16_exactness_within_tolerance() -> None:
         full = logits(engine, prompt, "full")
         cold = logits(engine, prompt, "prefix")
         warm = logits(engine, prompt, "prefix")
-        engine.audit()
+        audit_engine(engine)
     tolerance = 0.05 * np.abs(full).max()
     assert np.abs(cold - full).max() <= tolerance and np.abs(warm - full).max() <= tolerance
     assert np.abs(full - dense(prompt)).max() > TOLERANCE, "bfloat16 is not float32"

@@ -24,6 +24,7 @@ from ragjax.reuse.fusion import NEIGHBOURS, Fused, QueryGuided
 from ragjax.reuse.repair import Selective, share, shares, top
 from ragjax.reuse.stitch import Isolated
 from tests.support import tiny
+from tests.support.audit import audit_cache
 from tests.support.executor import Array, Executor, Model, model, softmax
 from tests.support.literal import (
     chosen_of,
@@ -532,7 +533,7 @@ def test_requests_with_different_sets_share_chunks():
     assert (executor.k[:, slots].tobytes(), executor.v[:, slots].tobytes()) == before, "cached pages stay as they are"
     for talk in talks:
         talk.close()
-    executor.cache.audit(live=())
+    audit_cache(executor.cache, live=())
 
 
 @pytest.mark.parametrize("name", [*STITCHED, "set-cache", "unmoved"])
@@ -550,7 +551,7 @@ def test_running_out_of_pages_shows_before_the_first_pass(name):
                 more = talk.step()
             done += 1
         talk.close()
-        executor.cache.audit(live=())
+        audit_cache(executor.cache, live=())
     assert failed and done
 
 

@@ -16,6 +16,7 @@ from ragjax.reuse import Full, Naive, Prefix
 from ragjax.schedule.admission import Admission, Allocations
 from ragjax.schedule.pause import RECOMPUTED, Pauses
 from ragjax.schedule.rows import SpanTable
+from tests.support.audit import audit_cache
 from tests.support.bench import PAGE, STAGES, Bench, knowledge_prompt, make_prompt, read_table, simple
 from tests.support.states import Asked
 
@@ -83,7 +84,7 @@ class Serving(Bench):
         self.pauses.make_room()
         self.step()
         live = {state.id for state in self.requests.running}
-        self.cache.audit(live=live)
+        audit_cache(self.cache, live=live)
         assert all(state.paused is not None and not state.running for state in self.requests.paused)
         return bool(live or self.requests.paused or list(self.requests.queue) or self.requests.background)
 
@@ -251,7 +252,7 @@ def test_one_that_cannot_grow_though_it_is_alone_fails_and_says_why():
         bench.step()
     assert "max_tokens" in str(errors[0]) and errors[0].code == "context_length_exceeded" and state.ended
     bench.cache.free(held)
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
 
 
 def test_room_that_nobody_who_runs_holds_is_known_at_the_start():
@@ -279,7 +280,7 @@ def test_kv_on_too_many_pages_is_not_started_with():
     state = bench.task(prompt, Prefix(), limit=24)
     with pytest.raises(OutOfPages, match="may need"):
         state.begin()
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
     bench.ask(prompt, Prefix(), limit=24)
     while bench.iterate():
         pass
@@ -351,6 +352,6 @@ def test_everyone_ends_whatever_the_pool(seed):
         if state.id not in cancelled:
             assert bench.ended[state.id] == state.said + state.limit
     assert not [state for state in states[:1] if state.times.pauses and not state.background]
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
     bench.cache.clear()
     assert bench.cache.metrics.pages_used == 0

@@ -9,6 +9,7 @@ from ragjax.reuse import Full
 from ragjax.schedule.admission import Admission, Allocations
 from ragjax.schedule.requests import RESTARTS, QueueLimit
 from ragjax.schedule.state import Phase
+from tests.support.audit import audit_cache
 from tests.support.bench import STAGES, Bench, simple
 from tests.support.states import Asked
 
@@ -61,7 +62,7 @@ def test_a_request_is_in_one_phase_from_its_arrival_to_its_end():
         bench.requests.end(state, RuntimeError("again"))
     assert sum(map(len, bench.told.values())) == 2, "an end is told once"
     bench.requests.end(fourth, None)
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
 
 
 def test_one_that_starts_again_is_before_all_others_and_fails_in_the_end():
@@ -77,7 +78,7 @@ def test_one_that_starts_again_is_before_all_others_and_fails_in_the_end():
     bench.requests.retry(first, "again", error)
     assert first.ended and bench.told[first] == [error] and first.notices == ["again"] * RESTARTS
     bench.requests.end(other, None)
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
 
 
 def test_an_error_that_is_the_clients_is_no_error_of_the_engine():
@@ -100,7 +101,7 @@ def test_a_speculation_counts_when_it_is_confirmed():
     assert bench.requests.counters.requests == {"full": 1} and len(bench.requests.answered) == 1
     assert bench.requests.counters.speculations == {"hit": 1, "wrong": 1}
     assert wrong.ended and not bench.told[wrong]
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
 
 
 def test_the_queue_refuses_whom_it_has_no_place_for():

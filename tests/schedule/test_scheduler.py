@@ -20,6 +20,7 @@ from ragjax.reuse.base import match_spans
 from ragjax.schedule.lookup import Lookup
 from ragjax.schedule.rows import SpanTable
 from ragjax.schedule.scheduler import Scheduler, StepBudget
+from tests.support.audit import audit_cache
 from tests.support.bench import (
     MIXED,
     PAGE,
@@ -323,7 +324,7 @@ def test_a_pass_that_would_write_what_is_not_the_request_s_own_is_refused(spans_
     with pytest.raises(RuntimeError, match="scripted would write into cached pages"):
         task.begin()
     task.stop()
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
     assert bench.cache.metrics.pages_used == before
     accepted = bench.task(prompt, Writes(consecutive, indices(10, 20)))
     accepted.begin()
@@ -355,13 +356,13 @@ def test_close_gives_everything_back_at_any_point(strategy, warm):
         if warm:
             work_on(bench, knowledge_prompt(8, (3, 1)), strategy() if strategy is not scripted_in_three else Naive())
         task = bench.start(knowledge_prompt(), strategy(), limit=6)
-        bench.cache.audit(live=(task.id,))
+        audit_cache(bench.cache, live=(task.id,))
         for _ in range(steps):
             bench.step()
         ended = not bench.scheduler.requests.running
         task.stop()
         task.stop()
-        bench.cache.audit(live=())
+        audit_cache(bench.cache, live=())
         bench.cache.clear()
         assert bench.cache.metrics.pages_used == 0
         if ended:
@@ -374,7 +375,7 @@ def test_close_before_the_start_and_without_work():
     strategy = Scripted()
     task = bench.task(simple(5), strategy)
     task.stop()
-    bench.cache.audit(live=())
+    audit_cache(bench.cache, live=())
     assert bench.scheduler.next_batch() is None
 
 
@@ -386,7 +387,7 @@ def test_no_room_at_the_start_leaves_nothing_behind(strategy):
     task = bench.task(knowledge_prompt(), strategy())
     with pytest.raises(OutOfPages):
         task.begin()
-    bench.cache.audit(live=(holder.id,))
+    audit_cache(bench.cache, live=(holder.id,))
     bench.stop(holder)
     bench.start(knowledge_prompt(), strategy())
     bench.run()
@@ -718,7 +719,7 @@ def test_many_requests_see_exactly_their_own_keys(grid, seed):
         if bench.scheduler.requests.running and random.random() < 0.05:
             bench.stop(bench.scheduler.requests.running[random.integers(len(bench.scheduler.requests.running))])
         bench.step()
-        bench.cache.audit(live={task.id for task in bench.scheduler.requests.running})
-    bench.cache.audit(live=())
+        audit_cache(bench.cache, live={task.id for task in bench.scheduler.requests.running})
+    audit_cache(bench.cache, live=())
     bench.cache.clear()
     assert bench.cache.metrics.pages_used == 0

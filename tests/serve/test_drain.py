@@ -17,6 +17,7 @@ from ragjax.engine import Engine
 from ragjax.serve import create_app
 from ragjax.serve.server import Drain, Server, Watchdog
 from tests.support import tiny
+from tests.support.audit import audit_cache
 from tests.support.pace import resting
 from tests.support.serving import error_of, events_of, wait_for
 
@@ -71,4 +72,4 @@ def test_who_runs_and_who_waits_gets_the_grace_time(over: bool) -> None:
         expected = ["[DONE]"] if not over else ["stopping"]
         assert [end if end == "[DONE]" else end["error"]["code"] for end in ends] == expected * 8
         assert engine._loop.closed and not engine._loop.requests.live
-        engine._cache.audit(())
+        audit_cache(engine._cache, ())

@@ -13,6 +13,7 @@ import pytest
 
 from ragjax.core import Document
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.devices import ROOT
 from tests.support.serving import serving
 
@@ -46,7 +47,7 @@ def test_its_tests_pass_against_a_server(package: tuple[str, str]) -> None:
         done = run(
             python, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder=folder, RAGJAX_TEST_URL=served.url + "/v1"
         )
-        engine.audit()
+        audit_engine(engine)
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
 
 

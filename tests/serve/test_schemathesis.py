@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.devices import ROOT
 from tests.support.serving import Served, serving
 
@@ -63,7 +64,7 @@ def test_no_request_of_the_document_breaks_the_server(tmp_path: Path) -> None:
             run, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=3000, check=False
         )
         found = answered(served)
-        engine.audit()
+        audit_engine(engine)
     statuses = Counter[str]()
     for (_, status), count in found.items():
         statuses[status] += count

@@ -53,7 +53,7 @@ def test_stop_cancels_after_the_grace_time(stream: bool) -> None:
         served.stop()
         asking.join(10)
     assert engine.cancelled == 1
-    engine.audit()
+    assert engine.running == 0
     error = events_of(answers[0])[-1]["error"] if stream else error_of(answers[0])
     assert error["code"] == "stopping" and answers[0].status_code == (200 if stream else 503)
 

@@ -13,6 +13,7 @@ from ragjax.core import NEVER, Grid, Kind, Prompt, Segment
 from ragjax.reuse.base import Allocation
 from ragjax.schedule import decoding
 from ragjax.schedule.scheduler import Scheduler
+from tests.support.audit import audit_cache
 from tests.support.states import Started, table
 
 PAGE = 4
@@ -198,7 +199,7 @@ class Bench:
             batches.append(batch)
             assert len(batches) < most
         assert not self.requests.running
-        self.cache.audit(live=())
+        audit_cache(self.cache, live=())
         return batches
 
 

@@ -16,6 +16,7 @@ from ragjax.core import Answer, Kind, Prompt, Segment
 from ragjax.engine import Engine
 from tests.data.make_disk import prompts
 from tests.support import tiny
+from tests.support.audit import audit_engine
 
 PAGES = 100
 CONFIG = replace(tiny.CONFIG, head_dim=64)  # GPU kernels take heads of 64 and 128
@@ -37,7 +38,7 @@ def answers(engine: Engine) -> dict[str, list[Answer]]:
         found[one] = [ask(linear, strategy="full", compression=one).result()]
     futures = [ask(again if i % 2 else linear, strategy=name) for i, name in enumerate(MIXED)]
     found["batch"] = [future.result() for future in futures]
-    engine.audit()
+    audit_engine(engine)
     return found
 
 
@@ -47,7 +48,7 @@ def from_host(engine: Engine) -> dict[str, list[Answer]]:
     ask = partial(engine.answer_prompt, strategy="naive", max_tokens=4, want_logits=True)
     found = [ask(prompt) for _ in range(2) for prompt in many]
     assert any("host" in str(answer.segments) for answer in found), "nothing came back from host memory"
-    engine.audit()
+    audit_engine(engine)
     return {"host": found}
 
 

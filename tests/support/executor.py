@@ -29,6 +29,7 @@ from ragjax.core import NEVER, Measure, Move, Pass, Plan, Prefill, Prompt, Resul
 from ragjax.models.decoder import Decoder
 from ragjax.reuse.base import Allocation, Strategy
 from tests.support import oracle, tiny
+from tests.support.audit import audit_cache
 
 Array = NDArray[np.float64]
 
@@ -448,4 +449,4 @@ class Executor:
             return Done(talk.plan, talk.passes, talk.results)
         finally:
             talk.close()
-            self.cache.audit()
+            audit_cache(self.cache)

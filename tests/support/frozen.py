@@ -25,6 +25,7 @@ from ragjax import Answer, Document, Engine, Graph, Kind, Message, Prompt, Segme
 from ragjax.engine.preprocessing import preprocess
 from ragjax.retrieval.triples import Triple
 from ragjax.serve import create_app
+from tests.support.audit import audit_engine
 
 DATA = Path(__file__).parents[1] / "data"
 HOME = DATA / "freeze"
@@ -178,7 +179,7 @@ def answers(engine: Engine, strategy: str, **sampling: int) -> list[Answer]:
         if i == 20 and strategy != "anchor":
             engine.clear_cache()  # cold once more
         done.append(ask(engine, strategy, {"max_tokens": TOKENS, **sampling}))
-    engine.audit()
+    audit_engine(engine)
     return done
 
 
@@ -351,7 +352,7 @@ def ask_kept(folder: Path, home: Path) -> Kept:
         engine.add_triples(TRIPLES[:1], "facts")
         found = [hit.chunk.id for hit in engine.search("Who keeps the lamp?", knowledge="harbour", top_k=4)]
         answers = [ask(engine, strategy, {"max_tokens": TOKENS}) for strategy, ask in KEPT]
-        engine.audit()
+        audit_engine(engine)
     return Kept(
         report.unchanged,
         found,

@@ -46,6 +46,7 @@ AUDITED = (
     + """
 import asyncio
 from ragjax.cluster import deployment
+from tests.support.audit import audit_engine
 
 audits = sys.argv.pop(1)
 
@@ -53,7 +54,7 @@ audits = sys.argv.pop(1)
 class Audited(deployment.ReplicaServer):
     async def status(self):
         try:
-            await asyncio.to_thread(self._replica._engine.audit)
+            await asyncio.to_thread(audit_engine, self._replica._engine)
             found = "clean"
         except Exception as error:
             found = repr(error)

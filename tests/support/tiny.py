@@ -53,6 +53,7 @@ from ragjax.runner.supply import Supply
 from ragjax.store.disk import DiskStore
 from ragjax.store.shared import SharedTier
 from ragjax.store.transfer import KVTransfer
+from tests.support.audit import audit_engine
 
 CONFIG = ModelConfig(
     family="llama",
@@ -302,6 +303,6 @@ def check_ended(engine: Engine, futures: Sequence[Future[Answer]]) -> None:
     for future in futures:
         if not future.cancelled():
             assert future.result(60).tokens
-    engine.audit()
+    audit_engine(engine)
     engine.clear_cache()
     assert engine._cache.pool.free_pages == engine._cache.pool.capacity

@@ -17,6 +17,7 @@ from ragjax.cache.policy.base import LRU
 from ragjax.cache.pool import PagePool
 from ragjax.cache.tree import Provenance
 from ragjax.core.tiers import Copy, Done, Load, Save, Write
+from tests.support.audit import audit_cache, audit_counts
 
 PAGE = 4
 GARBAGE = -1
@@ -462,8 +463,8 @@ class Bench:
             self.settle()
 
     def audit(self, live=()):
-        self.cache.audit(live)
-        self.cache.audit_counts()
+        audit_cache(self.cache, live)
+        audit_counts(self.cache)
         if self.transfer is not None:
             self.transfer.check()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import scale
+from tests.support.audit import audit_cache
 
 
 @pytest.mark.parametrize("policy", ["lru", "lacr"])
@@ -15,5 +16,5 @@ def test_scale_keeps_the_cache_full_and_evicts(policy: str) -> None:
         marks = scale.compute(cache, tokens)
         assert list(marks) == sorted(marks)
     assert cache.metrics.evicted_tokens >= 30 * 16 and cache.pool.free_pages <= scale.SEGMENTS
-    cache.audit(live=())
+    audit_cache(cache, live=())
     assert scale.measure(policy, 200, 5)["nodes"] == 200

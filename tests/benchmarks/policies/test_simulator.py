@@ -22,6 +22,7 @@ from ragjax.core.prompt import Keep
 from ragjax.core.tiers import Tier
 from ragjax.engine.trace import Recorder
 from tests.support import tiny
+from tests.support.audit import audit_cache
 
 PROFILE = modelled()
 
@@ -103,7 +104,7 @@ def check_victims(work: Workload, name: str, keep: Keep, device: int, host: int)
     served = Simulator(kept, watched(name, victims[0]), device, host, generated=3).run(lookahead=8)
     replay = Replay(whole, watched(name, victims[1]), device, host, keep=keep)
     found = replay.run(lookahead=8)
-    replay.cache.audit(live=())
+    audit_cache(replay.cache, live=())
     assert 0 < sum(one.hit for one in found) < sum(work.totals)
     queues = name in ("none", "sieve", "s3fifo")
     if not host and not (keep == "all" and queues):

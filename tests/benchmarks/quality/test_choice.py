@@ -18,6 +18,7 @@ from ragjax.core import ConfigError, Document
 from ragjax.engine.preprocessing import fuse_all
 from ragjax.reuse import strategies as all_strategies
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.files import write_lines
 
 PASSAGES = (
@@ -144,4 +145,4 @@ def test_options_are_scored_behind_one_prefill_as_behind_one_each(boats: Questio
             scores.append(np.array([oracle[i, token] for i, token in enumerate(tokens)]))
         assert found == pytest.approx(choice.judged(scores, asked[one.id].right), abs=1e-4)
         assert engine.stats()["steps_total"] > before  # type: ignore[operator]
-        engine.audit()
+        audit_engine(engine)

@@ -21,6 +21,7 @@ from ragjax.engine.preprocessing import Job, fuse_all
 from ragjax.models.config import inverse_frequencies
 from ragjax.reuse import strategies as all_strategies
 from tests.support import tiny
+from tests.support.audit import audit_engine
 
 
 def evaluate(engine: Engine, questions: QuestionSet, limit: int = 9, **more: Any) -> Evaluation:
@@ -63,7 +64,7 @@ def test_samples_of_the_limits(boats: QuestionSet) -> None:
         work.warm_up(settings)
         question = work.questions[1]
         found = dict(work.measure(question, settings, deviations=True))
-        engine.audit()
+        audit_engine(engine)
         prompt = work.prompt(question)
     tokens = sum(len(s) for s in prompt.segments if s.kind is Kind.CHUNK)
     assert list(found) == settings

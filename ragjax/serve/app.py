@@ -254,11 +254,8 @@ class _Endpoints:
             library = self._engine.library
             earlier = await asyncio.to_thread(library.conversation, tenant, body.previous_response_id)
             body = body.model_copy(update={"input": [*earlier_items(earlier), *body.input]})
-        knowledge = self._knowledge_of(body.model)
         sources = await asyncio.to_thread(self._sources, body, tenant)
-        asked = replace(body.to_core(sources), tenant=tenant)
-        asked = asked if knowledge is None else _grounded(asked, knowledge)
-        await self._use_stores(asked)
+        [asked] = await self._ready(body.model, [body.to_core(sources)], tenant)
         reply = Reply(self._engine, body, asked, notices)
         told = reply.told(self._events(asked, request))
         if body.store is not False:
@@ -281,7 +278,8 @@ class _Endpoints:
                 yield event
 
     async def message(self, body: MessageBody, request: Request) -> Response:
-        asked, notices = await self._message_of(body, request)
+        notices = take_ignored(body, strict=self._strict)
+        [asked] = await self._ready(body.model, [body.to_core()], request.state.tenant)
         reply = MessageReply(self._engine, asked, notices)
         events = self._events(asked, request)
         if body.stream:
@@ -289,16 +287,9 @@ class _Endpoints:
         return await respond(reply.whole(events), request)
 
     async def count(self, body: CountBody, request: Request) -> Json:
-        asked, _ = await self._message_of(body, request)
+        take_ignored(body, strict=self._strict)
+        [asked] = await self._ready(body.model, [body.to_core()], request.state.tenant)
         return {"input_tokens": await asyncio.to_thread(self._engine.prompt_tokens, asked)}
-
-    async def _message_of(self, body: CountBody, request: Request) -> tuple[core.Request, tuple[str, ...]]:
-        notices = take_ignored(body, strict=self._strict)
-        knowledge = self._knowledge_of(body.model)
-        asked = replace(body.to_core(), tenant=request.state.tenant)
-        asked = asked if knowledge is None else _grounded(asked, knowledge)
-        await self._use_stores(asked)
-        return asked, notices
 
     def _sources(self, body: ResponseBody, tenant: str) -> tuple[core.Source, ...]:
         search = body.search
@@ -307,10 +298,17 @@ class _Endpoints:
         wanted, library = None if search.filters is None else search.filters.to_core(), self._engine.library
         return tuple(core.Source(store, library.within(tenant, store, wanted)) for store in search.vector_store_ids)
 
-    async def _use_stores(self, request: core.Request) -> None:
-        """Notes that the stores of a request are used; raises RequestError if one has expired."""
-        for name in () if request.rag is None else request.rag.named:
-            await asyncio.to_thread(self._engine.library.use, request.tenant, name)
+    async def _ready(self, model: str, requests: Sequence[core.Request], tenant: str) -> list[core.Request]:
+        """Gives the requests of a body their tenant, and the knowledge that the model's name brings along.
+
+        Notes that their stores are used; raises RequestError if one has expired.
+        """
+        knowledge = self._knowledge_of(model)
+        asked = [replace(one, tenant=tenant) for one in requests]
+        asked = asked if knowledge is None else [_grounded(one, knowledge) for one in asked]
+        for name in () if asked[0].rag is None else asked[0].rag.named:
+            await asyncio.to_thread(self._engine.library.use, tenant, name)
+        return asked
 
     async def embedding(self, body: EmbeddingBody, request: Request) -> Response:
         notices = self._of_encoder(body)
@@ -328,10 +326,7 @@ class _Endpoints:
 
     async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:
         notices = take_ignored(body, strict=self._strict)
-        knowledge = self._knowledge_of(body.model)
-        asked = [replace(one, tenant=request.state.tenant) for one in body.to_core()]
-        asked = asked if knowledge is None else [_grounded(one, knowledge) for one in asked]
-        await self._use_stores(asked[0])
+        asked = await self._ready(body.model, body.to_core(), request.state.tenant)
         form_of = EchoForm if isinstance(body, CompletionBody) and body.echo else form_of
         form = form_of(self._engine, asked, body.n or 1, notices)
         silent = isinstance(body, CompletionBody) and body.max_tokens == 0

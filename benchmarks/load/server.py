@@ -31,7 +31,7 @@ from benchmarks.load.workload import Ask, Workload
 from benchmarks.quality.similarity import packaged_encoder
 from ragjax.commands.flags import DEFAULTS, flags_of, spelled
 from ragjax.core import Chunk, EngineOptions, Hit, Message
-from ragjax.engine.knowledge import knowledge_opener
+from ragjax.engine.knowledge import base_opener
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting.chat import chat_prompt, graph_prompt
 from ragjax.retrieval.chunking import Chunker
@@ -397,7 +397,8 @@ class Prompts:
         return self._tokens[ask.id]
 
     def _open(self, workload: Workload, folder: Path) -> KnowledgeBase:
-        base = knowledge_opener(self._tokenizer, "flat", folder, packaged_encoder)(workload.knowledge)
+        options = EngineOptions("none", index_dir=folder)
+        base = base_opener(options, self._tokenizer, packaged_encoder)(workload.knowledge)
         base.add(workload.documents)
         return base
 

@@ -1,7 +1,7 @@
 """Replacement policies side by side on generated and recorded requests, each beside what no policy can pass.
 
 Workloads: graph entities under three access patterns (DepCache, section 6.1), repeated questions over documents at
-top-k of 1 to 5, and 3 kept of 5 (RAGCache, sections 7 and 8), Mooncake's traces, or a trace of the server. Capacities:
+top-k of 1 to 5, and 3 kept of 5 (RAGCache, sections 7 and 8), or Mooncake's traces. Capacities:
 10, 20 and 40% of the data's distinct tokens (documents: 5% too), or token counts for Mooncake. Each is served by the
 device alone, and by a device of a fifth with host memory of the other four. `bound` is the highest token hit rate that
 single tokens allow, `min` that of Belady's MIN; `belady` is a policy that knows all that will be asked, in the tree.
@@ -111,7 +111,6 @@ def draw(rows: Sequence[report.Row], file: Path) -> None:
 def options(flags: Parser) -> None:
     what = flags.add_mutually_exclusive_group(required=True).add_argument
     what("--data", type=report.existing_folder, metavar="DIR", help="a folder with kg/, text/ and traces/, or some")
-    what("--trace", type=report.existing_file, metavar="FILE", help="replay a trace that the server recorded")
     what("--storage", action="store_true", help="FusionRAG's storage simulation (section 5.3.3) instead")
     flags.add("--orders", action="store_true", help="every order under some of the policies")
     through = "the real cache serves requests for documents, or a simulator serves all (%(default)s)"
@@ -135,7 +134,7 @@ def measured(chosen: Namespace, session: Session) -> Iterable[Mapping[str, Any]]
     much = (how.effort if how else effort)(chosen.quick, chosen.limit)
     planned = list(cells(workloads(chosen, much)))
     print(f"costs: {profile.measured_on or chosen.profile}; lookahead {LOOKAHEAD}")
-    asked = {"data": str(chosen.data or chosen.trace), "limit": chosen.limit, "quick": chosen.quick}
+    asked = {"data": str(chosen.data), "limit": chosen.limit, "quick": chosen.quick}
     asked |= {"orders": chosen.orders, "through": chosen.through, "profile": asdict(profile)}
     return (how.measure if how else measure)(planned, profile, session.samples(asked))
 

@@ -117,14 +117,9 @@ def workloads(chosen: argparse.Namespace, much: Effort) -> list[tuple[Workload, 
     Raises:
         ConfigError: if there is nothing to serve.
     """
-    if chosen.trace is not None:
-        work = source.recorded(chosen.trace).limited(chosen.limit)
-        found: list[tuple[Workload, Sequence[int]]] = [(work, _parts(work, much.shares))]
-    else:
-        found = list(generated(chosen.data, much))
-    found = [(work, sizes) for work, sizes in found if work.requests]
+    found = [(work, sizes) for work, sizes in generated(chosen.data, much) if work.requests]
     if not found:
-        raise ConfigError(f"{chosen.trace or chosen.data} holds no requests, graphs, corpora or traces")
+        raise ConfigError(f"{chosen.data} holds no requests, graphs, corpora or traces")
     return found
 
 

@@ -1,9 +1,8 @@
 """Where workloads come from: graph entities, documents, and traces.
 
 Graph entities follow DepCache, section 6.1 (500 queries of 10 entities, up to 30 two-hop paths each); documents follow
-RAGCache, section 7 (arXiv:2404.12457); the traces are Mooncake's (Qin et al., FAST 2025) and those that
-`python -m ragjax.serve --record-trace FILE` writes. Azure's traces are left out: they carry arrivals and lengths, and
-nothing that says which requests share a prefix.
+RAGCache, section 7 (arXiv:2404.12457); the traces are Mooncake's (Qin et al., FAST 2025). Azure's
+traces are left out: they carry arrivals and lengths, and nothing that says which requests share a prefix.
 
 No model is asked: a text is as many tokens as `words` finds in it.
 """
@@ -146,8 +145,6 @@ Zipf with exponent 1; temporal repeats an item with probability 0.6, on average 
 
 SYSTEM_TOKENS = 32  # length of the system prompt that generated requests begin with
 BLOCK_TOKENS = 512  # tokens that one hash of a Mooncake trace stands for
-CHAINED = frozenset({"full", "prefix"})
-"""Strategies whose chunks depend on all chunks before them; under the others a chunk hangs below the system prompt."""
 
 
 def words(text: str) -> list[str]:
@@ -345,26 +342,3 @@ def mooncake(path: Path, name: str | None = None) -> Workload:
             nodes.append(forest.child(nodes[-1], (block, size), size, document=True))
         requests.append(Request(tuple(nodes[1:]), documents=len(nodes) - 1))
     return forest.workload(name or path.stem.removesuffix("_trace"), requests)
-
-
-def recorded(path: Path) -> Workload:
-    """A trace that the server recorded: one object a line, with hashes and sizes of the prompt's segments in order.
-
-    The join (the question) is never kept. Under `full` and `prefix` a segment hangs below the one before it, under the
-    other strategies below the system prompt.
-    """
-    forest, requests, chunks = Forest(), [], set()
-    for line in read_lines(path, "tenant", "strategy", "segments", "kinds"):
-        parent, nodes, other = -1, [], 0
-        for (digest, tokens), kind in zip(line["segments"], line["kinds"], strict=True):
-            if kind == "join":
-                other += tokens
-            elif tokens:
-                label = (line["tenant"], line["strategy"] not in CHAINED, digest)
-                nodes.append(forest.child(parent, label, tokens, document=kind == "chunk"))
-                if kind == "system" or line["strategy"] in CHAINED:
-                    parent = nodes[-1]
-                chunks.add((line["tenant"], digest, tokens))
-        held = sum(forest.documents[n] for n in nodes)
-        requests.append(Request(tuple(dict.fromkeys(nodes)), other, held))
-    return forest.workload(path.stem, requests, sum(tokens for *_, tokens in chunks))

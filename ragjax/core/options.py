@@ -4,7 +4,7 @@ them, and the flags of the commands and the table of docs/flags.md are made from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -120,20 +120,17 @@ class CraftVariants:
 NO_VARIANTS = CraftVariants("off")
 
 
-def _readable_variants(given: str) -> str:
-    try:
-        CraftVariants.parse(given)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    return given
+def _reads(parse: Callable[[str], object]) -> AfterValidator:
+    """Checks that an option can be parsed, and keeps it as it was given."""
 
+    def check(given: int | str) -> int | str:
+        try:
+            parse(str(given))
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return given
 
-def _readable_guesses(given: int | str) -> int | str:
-    try:
-        Guesses.parse(given)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    return int(given) if str(given).isdecimal() else given
+    return AfterValidator(check)
 
 
 def _known_index(text: str) -> str:
@@ -197,7 +194,7 @@ class EngineOptions:
     shadow_rate: Annotated[Share, Flag(REUSE, "share of requests replayed in full attention (docs/reuse.md)")] = 0.0
     craft_variants: Annotated[
         str,
-        AfterValidator(_readable_variants),
+        _reads(CraftVariants.parse),
         Flag(REUSE, "when craft keeps a chunk anew: off, fill, above=TAU (docs/reuse.md)", "WHEN"),
     ] = "off"
     dtype: Annotated[Dtype, Flag(REUSE, "weights and KV; auto suits the device (docs/kernels.md)")] = "auto"
@@ -243,7 +240,7 @@ class EngineOptions:
     ] = False
     speculate: Annotated[
         int | str,
-        AfterValidator(_readable_guesses),
+        _reads(Guesses.parse),
         Flag(RETRIEVAL, "stages of a search after which an answer may begin; 0: none (docs/serving.md)", "N"),
     ] = 0
     max_context: Annotated[
@@ -276,9 +273,6 @@ class EngineOptions:
         Place | None, Flag(RETRIEVAL, "where the graph is kept between starts (default: in memory)", "DIR")
     ] = None
     storage: StorageOptions = field(default_factory=StorageOptions)
-    record_trace: Annotated[
-        Place | None, Flag(CACHE, "add every request to FILE, as hashes and sizes (docs/benchmarks.md)", "FILE")
-    ] = None
     progress: bool = True  # show progress bars
     compile: bool = True  # compile what the default strategy needs now; False: each program at its first use
 

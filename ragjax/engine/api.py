@@ -59,7 +59,6 @@ from ragjax.engine.kv_events import TokenBlock, blocks, places
 from ragjax.engine.loop import Loop
 from ragjax.engine.prepare import Pending, Preparation
 from ragjax.engine.preprocessing import Preparing
-from ragjax.engine.provision import Provision
 from ragjax.engine.replay import Replays
 from ragjax.engine.speculation import Pipeline
 from ragjax.engine.stats import Stats, passages_of, stats_of
@@ -71,7 +70,6 @@ from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.fuse import Fuse
 from ragjax.schedule.grammar import Grammars
-from ragjax.schedule.order import make_order
 from ragjax.schedule.speculation import Odds
 from ragjax.schedule.state import Sink
 
@@ -100,27 +98,12 @@ class Engine(Front):
         self.contract, self._runner, self._cache = parts.contract, parts.runner, parts.cache
         self._transfer, self._strategies = parts.transfer, parts.strategies
         replays = Replays(parts.contract)  # like all of the loop it does not refer to the engine, which can be dropped
-        self._loop = Loop(
-            parts.runner,
-            parts.cache,
-            parts.contract,
-            replays,
-            max_queue=options.max_queue,
-            max_running=options.max_running,
-            request_timeout=options.request_timeout,
-            order=make_order(options.order),
-            budget=parts.budget,
-            load_timeout=options.storage.load_timeout,
-            transfer=parts.transfer,
-            recorder=parts.recorder,
-            provider=None if parts.supply is None else Provision(parts.runner, parts.supply),
-            tuning=parts.tuning,
-        )
+        self._loop = Loop(parts, options, replays)
         self._opened = ExitStack()
         if parts.supply is not None:
             parts.supply.notify = self._loop.wake
             self._opened.callback(parts.supply.close)
-        for part in (parts.recorder, parts.disk, parts.shared, parts.transfer):  # the last one is closed first
+        for part in (parts.disk, parts.shared, parts.transfer):  # the last one is closed first
             if part is not None:
                 self._opened.callback(part.close)
         if parts.transfer is not None:

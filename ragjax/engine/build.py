@@ -32,7 +32,6 @@ from ragjax.core.registry import meant, name_of
 from ragjax.engine.knowledge import Knowledge
 from ragjax.engine.measurement import report_of, report_path
 from ragjax.engine.provision import least, planned
-from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import WHOLE_NUMBERS, Decoder
 from ragjax.models.executables import Executables
@@ -81,7 +80,6 @@ class Parts:
     transfer: KVTransfer | None = None
     disk: DiskStore | None = None
     shared: SharedTier | None = None
-    recorder: Recorder | None = None
     budget: StepBudget | None = None
     supply: Supply | None = None
     tuning: Iterator[StepBudget | None] | None = None  # measures the budget once all programs are made
@@ -111,7 +109,6 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     make_policy(storage.policy, FLAT)  # a wrong name should not cost loading the weights
     make_order(options.order)
     IndexShape.parse(options.index)
-    recorder = None if options.record_trace is None else Recorder(options.record_trace)
     tokenizer = Tokenizer.load(local.path)
     mesh = make_mesh(options.tensor_parallel, open_checkpoint(local.path).config)
     with _room_for_weights(), host_memory() if options.tensor_parallel > 1 else nullcontext():
@@ -188,7 +185,6 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         transfer=transfer,
         disk=disk,
         shared=shared,
-        recorder=recorder,
         budget=step_budget,
         supply=supply,
         tuning=tuning,

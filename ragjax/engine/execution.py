@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -46,33 +46,25 @@ class Flight:
     sampled: Sampled | None = None
 
 
+@dataclass(eq=False)
 class Execution:
     """Carries out moves and steps, and has requests go on with what came back.
 
     A fault of a step hits its members alone; after the loss of the device's memory all running requests start again.
     """
 
-    def __init__(
-        self,
-        requests: Requests,
-        runner: Runner,
-        cache: KnowledgeCache,
-        scheduler: Scheduler,
-        contract: Contract,
-        kept: KeptKV,
-    ):
-        self._requests = requests
-        self._runner = runner
-        self._cache = cache
-        self._scheduler = scheduler
-        self._contract = contract
-        self._kept = kept
-        self._flight: Flight | None = None
-        self._untold: list[RequestState] = []  # those with tokens whose text is not made yet
+    requests: Requests
+    runner: Runner
+    cache: KnowledgeCache
+    scheduler: Scheduler
+    contract: Contract
+    kept: KeptKV
+    _flight: Flight | None = None
+    _untold: list[RequestState] = field(default_factory=list)  # those with tokens whose text is not made yet
 
     def move(self) -> None:
         """Carry out moves and compactions of requests whose KV has arrived, until each has rows to compute."""
-        for state in self._scheduler.moving():
+        for state in self.scheduler.moving():
             while state.can_move and (move := state.move) is not None:
                 try:
                     moved = self._copy(move)
@@ -84,10 +76,10 @@ class Execution:
 
     def _copy(self, move: PendingMove | PendingCompaction) -> Results:
         if isinstance(move, PendingMove):
-            self._runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
+            self.runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
             return {}
         asked = move.asked
-        kept = self._runner.compact(
+        kept = self.runner.compact(
             asked.compression, move.source_N, move.offset_N, move.target_B, asked.query_LWHD, asked.mass_LN
         )
         if kept.number_L is not None:
@@ -100,25 +92,25 @@ class Execution:
 
     def launch(self, batch: Batch) -> None:
         assert self._flight is None
-        began, waited_s = time.perf_counter(), self._runner.waited_s
+        began, waited_s = time.perf_counter(), self.runner.waited_s
         try:
-            outcome = self._runner.step(batch.step)
+            outcome = self.runner.step(batch.step)
             self._flight = Flight(batch, began, outcome, *self._choose(batch, outcome))
         except Exception as error:
             self._failed(batch.states, error)
         for state in batch.states:
-            state.times.note_compiled(self._runner.waited_s - waited_s)
+            state.times.note_compiled(self.runner.waited_s - waited_s)
 
     def _choose(self, batch: Batch, outcome: StepResult) -> tuple[Logits | None, Sequence[bool], Sampled | None]:
         """Logits of the batch's rows, which of them are wanted on the host, and the tokens chosen by them."""
         if not batch.logit_rows:
             return None, (), None
-        logits = self._runner.predict(outcome, batch.logit_rows)
+        logits = self.runner.predict(outcome, batch.logit_rows)
         draws = decoding.draws(batch)
         wanted = [_reads_logits(part) for part in batch.parts for _ in part.logit_rows]
         sampled = None
         if any(draw is not None for draw in draws):
-            sampled = self._runner.sample(logits, [draw or Draw() for draw in draws])
+            sampled = self.runner.sample(logits, [draw or Draw() for draw in draws])
         return logits, wanted, sampled
 
     def land(self) -> bool:
@@ -134,8 +126,8 @@ class Execution:
             self._failed(batch.states, error)
             return True
         elapsed = time.perf_counter() - flight.began
-        self._requests.counters.steps += 1
-        self._scheduler.preload.note(batch, elapsed)
+        self.requests.counters.steps += 1
+        self.scheduler.preload.note(batch, elapsed)
         for state in batch.states:
             state.times.progress = flight.began + elapsed
             state.times.stop_waiting(flight.began)  # for a stage; if it waits for the next one, that is noted later
@@ -159,23 +151,23 @@ class Execution:
         Those before their first token are computed again; others continue after the tokens that went out, with what
         host memory and disk hold (RAGCache, section 6: fault tolerance).
         """
-        requests = self._requests
+        requests = self.requests
         requests.counters.device_losses += 1
         _log.error("the device's memory was lost; running requests start again", exc_info=error)
         # each is put in front of the line: the oldest last
         for state in sorted(requests.running, key=lambda state: state.times.admitted, reverse=True):
             requests.retry(state, "the device's memory was lost; the request was computed again", error)
-        self._kept.drop_all("the KV was lost with the device's memory: compute it again")
-        self._runner.reset()
-        self._cache.give_up()
-        while self._cache.loading:
-            self._cache.poll()
+        self.kept.drop_all("the KV was lost with the device's memory: compute it again")
+        self.runner.reset()
+        self.cache.give_up()
+        while self.cache.loading:
+            self.cache.poll()
             time.sleep(TICK)
-        self._cache.lose_device()
+        self.cache.lose_device()
 
     def _failed(self, states: Sequence[RequestState], error: Exception) -> bool:
-        error = self._runner.explained(error)
-        if self._runner.lost:
+        error = self.runner.explained(error)
+        if self.runner.lost:
             self._note_full(states, error)
             self.recover(error)
             return True
@@ -188,14 +180,14 @@ class Execution:
 
         So the one at fault shows: it fails alone, with its error, and the others go on.
         """
-        self._requests.counters.step_failures += 1
+        self.requests.counters.step_failures += 1
         _log.error("a step of %d requests failed", len(states), exc_info=error)
         for state in sorted(states, key=age, reverse=True):  # put back in front of the line, the oldest last
             if state.suspect and len(states) == 1:
-                self._requests.fail(state, error)
+                self.requests.fail(state, error)
                 continue
             state.suspect = True
-            self._requests.retry(state, "a step failed; the request was computed again", error)
+            self.requests.retry(state, "a step failed; the request was computed again", error)
 
     def _note_full(self, states: Sequence[RequestState], error: Exception) -> None:
         """Let the members of a step that found the device full run in steps of their own.
@@ -206,17 +198,17 @@ class Execution:
             return
         for state in states:
             if state.suspect and len(states) == 1:
-                self._requests.fail(state, error)
+                self.requests.fail(state, error)
             state.suspect = True
 
     def _guarded(self, state: RequestState, work: Callable[[RequestState], object]) -> None:
         try:
             work(state)
         except Exception as error:
-            if self._runner.lost:
+            if self.runner.lost:
                 self._failed([state], error)
             else:
-                self._requests.fail(state, self._runner.explained(error))
+                self.requests.fail(state, self.runner.explained(error))
 
     def _advance(self, state: RequestState) -> None:
         if state.plan is None:
@@ -245,7 +237,7 @@ class Execution:
     def _prompt_done(self, state: RequestState) -> None:
         assert state.plan is not None and state.generation is not None
         if state.allocation is not None and state.allocation.gave_back:
-            self._requests.free()
+            self.requests.free()
         if state.logits is None:
             state.logits = state.plan.logits
         if state.generation.over:  # with the first token, or before it was started again to be compressed
@@ -268,7 +260,7 @@ class Execution:
         """
         if state.chosen is not None:
             return state.chosen
-        return self._runner.sample(self._runner.upload_logits([logits_V]), [decoding.first_draw(state)]).read()[0]
+        return self.runner.sample(self.runner.upload_logits([logits_V]), [decoding.first_draw(state)]).read()[0]
 
     def _take(self, state: RequestState, chosen: Chosen, logits_V: NDArray[np.float32] | None) -> bool:
         """Go on with the next token, or end; whether the one behind it is there already."""
@@ -294,14 +286,14 @@ class Execution:
     def _finish(self, state: RequestState) -> None:
         self._tell(state)
         decoding.note_proposal(state)
-        answer = make_answer(state, self._contract, self._runner.fallbacks)
+        answer = make_answer(state, self.contract, self.runner.fallbacks)
         state.keep()
         tenant, tokens = state.request.tenant, state.prompt.tokens
-        kept = [self._cache.keep_longer(tenant, tokens[:n], seconds) for n, seconds in state.kept if seconds]
+        kept = [self.cache.keep_longer(tenant, tokens[:n], seconds) for n, seconds in state.kept if seconds]
         if not all(kept):
             told = "the prompt is not kept longer: other prompts take all the room for it"
             answer = replace(answer, notices=(*answer.notices, told))
-        self._requests.finish(state, answer)
+        self.requests.finish(state, answer)
 
     def _tell(self, state: RequestState) -> None:
         assert state.generation is not None
@@ -315,7 +307,7 @@ class Execution:
         times.first_token = time.perf_counter()
         if not state.background:  # such a one waits for all others
             ttft_ms = (times.first_token - times.arrival) * 1e3
-            self._requests.counters.overhead_ms_last = ttft_ms - times.retrieve_ms - times.compute_ms
+            self.requests.counters.overhead_ms_last = ttft_ms - times.retrieve_ms - times.compute_ms
 
 
 def _reads_logits(part: ScheduledRows) -> bool:

@@ -54,9 +54,7 @@ class Grounding:
             self.knowledge.seen(name, request.tenant)  # unknown is an error even where nothing is looked up
         if rag.documents is not None:
             return self._given(rag.documents, rag.knowledge, request.tenant)
-        if not self._searches(request, rag):
-            return None
-        return self._found(request, rag, _query(request))
+        return None if self._searched(request) is None else self._found(request, rag, _query(request))
 
     def earlier(self, request: Request) -> dict[int, tuple[Hit, ...]]:
         """The chunks of a conversation's earlier questions, by the index of the message, if its question is searched.
@@ -65,8 +63,7 @@ class Grounding:
         as long as the knowledge is the same. Of a long conversation the first ones are left out: about half of the
         context is for them.
         """
-        rag = request.rag
-        if rag is None or rag.documents is not None or not self._searches(request, rag):
+        if (rag := self._searched(request)) is None:
             return {}
         *before, _ = (i for i, one in enumerate(request.messages) if one.role == "user" and one.content.strip())
         most = min(MOST_EARLIER, self.context_length // 2 // (self._top_k(rag) * self.chunker.max_tokens))
@@ -91,8 +88,7 @@ class Grounding:
         return tuple(replace(hit, public=public[part.base.name], knowledge=part.base.name) for part, hit in found)
 
     def stages(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
-        rag = request.rag
-        if rag is None or rag.graph is not None or rag.documents is not None or not self._searches(request, rag):
+        if (rag := self._searched(request)) is None:
             return None
         source, *others = rag.searched
         # a later stage may leave out what an earlier one has
@@ -109,29 +105,28 @@ class Grounding:
         )
 
     def unread(self, request: Request) -> tuple[str, ...]:
-        rag = request.rag
-        if rag is None or rag.documents is not None or not request.messages or not self._searches(request, rag):
+        if (rag := self._searched(request)) is None:
             return ()
         told = [self.knowledge.seen(source.knowledge, request.tenant).indexing for source in rag.searched]
         return tuple(one.notice for one in told if one is not None and one.notice is not None)
 
     def leaves_alone(self, request: Request) -> bool:
         """True if a request would get passages if its messages brought none."""
-        rag = request.rag
-        if self.retrieve != "auto" or rag is None or rag.documents is not None or not request.messages:
-            return False
-        return replace(self, retrieve="always")._searches(request, rag) and not self._searches(request, rag)
+        return self.retrieve == "auto" and bool(self._searched(request, "always")) and not self._searched(request)
 
     def _public(self, name: str | None) -> bool:
         return self.share and not self.knowledge.owned(name)
 
-    def _searches(self, request: Request, rag: Rag) -> bool:
-        """True if there is a knowledge base to search, and a question; messages without one are refused later."""
-        known = bool(rag.named) or bool(self.knowledge.names)
-        wanted = bool(request.question.strip()) and known and self._top_k(rag) > 0
-        if not wanted or rag.named or rag.top_k is not None or self.retrieve == "always":
-            return wanted
-        return self.retrieve == "auto" and not brings_passages(request.messages)
+    def _searched(self, request: Request, retrieve: str = "") -> Rag | None:
+        """What a request says of its knowledge, if there is any to search and a question. retrieve: instead of ours."""
+        rag, how = request.rag, retrieve or self.retrieve
+        if rag is None or rag.graph is not None or rag.documents is not None or not request.question.strip():
+            return None
+        if not (rag.named or self.knowledge.names) or self._top_k(rag) < 1:
+            return None
+        if rag.named or rag.top_k is not None or how == "always":
+            return rag
+        return rag if how == "auto" and not brings_passages(request.messages) else None
 
     def _top_k(self, rag: Rag) -> int:
         return self.top_k if rag.top_k is None else rag.top_k

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -170,12 +169,14 @@ class Knowledge:
     @classmethod
     def open(cls, options: EngineOptions, tokenizer: Tokenizer) -> Knowledge:
         encoder = encoder_opener(options.encoder, options.chunk_tokens)
-        open_base = knowledge_opener(
-            tokenizer, options.index, options.index_dir, encoder, sources(options.knowledge), options.chunk_tokens
-        )
-        open_graph = graph_opener(options.graph_dir, encoder, options.progress)
+
+        def open_graph(name: str) -> KnowledgeGraph:
+            with tqdm(desc=f"reading {name}", unit="name", disable=not options.progress) as bar:
+                folder = _folder(options.graph_dir, name, "knowledge graph")
+                return KnowledgeGraph.open(folder, encoder(), lambda done: bar.update(done - bar.n))
+
         return cls(
-            KnowledgeRegistry("knowledge base", "rag.knowledge", open_base),
+            KnowledgeRegistry("knowledge base", "rag.knowledge", base_opener(options, tokenizer, encoder)),
             KnowledgeRegistry("knowledge graph", "rag.graph.name", open_graph),
             Chunker(partial(tokenizer.encode, special=False, continued=True), options.chunk_tokens),
             encoder,
@@ -291,35 +292,20 @@ def _folder(directory: str | Path | None, name: str, kind: str) -> Path | None:
     return None if directory is None else Path(directory) / name
 
 
-def graph_opener(
-    directory: str | Path | None, encoder: Callable[[], TextEncoder], progress: bool
-) -> Callable[[str], KnowledgeGraph]:
-    def open_graph(name: str) -> KnowledgeGraph:
-        with tqdm(desc=f"reading {name}", unit="name", disable=not progress) as bar:
-            folder = _folder(directory, name, "knowledge graph")
-            return KnowledgeGraph.open(folder, encoder(), lambda done: bar.update(done - bar.n))
-
-    return open_graph
-
-
-def knowledge_opener(
-    tokenizer: Tokenizer,
-    index: str,
-    index_dir: str | Path | None,
-    encoder: Callable[[], TextEncoder],
-    read: Mapping[str, str | Path] = MappingProxyType({}),
-    chunk_tokens: int = CHUNK_TOKENS,
+def base_opener(
+    options: EngineOptions, tokenizer: Tokenizer, encoder: Callable[[], TextEncoder]
 ) -> Callable[[str], KnowledgeBase]:
-    """Opens knowledge bases by name. read: sources of those that are kept for later starts wherever `index_dir` is."""
+    """Opens knowledge bases by name; those that the options fill are kept for later starts whatever `index_dir` is."""
+    chunk_tokens, read = options.chunk_tokens, sources(options.knowledge)
 
     def open_base(name: str) -> KnowledgeBase:
-        folder, loaded = _folder(index_dir, name, "knowledge base"), encoder()
+        folder, loaded = _folder(options.index_dir, name, "knowledge base"), encoder()
         open_at = partial(
             KnowledgeBase.open,
             encode_tokens=partial(tokenizer.encode, special=False, continued=True),
             encoder=loaded,
             model_key=tokenizer.digest.hex(),
-            index_kind=index,
+            index_kind=options.index,
             max_tokens=chunk_tokens,
             name=name,
         )

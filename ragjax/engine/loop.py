@@ -7,26 +7,26 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Answer, ClosedError, DeadlineError, RequestError, StepLimits
+from ragjax.core import ClosedError, DeadlineError, EngineOptions, RequestError, StepLimits
+from ragjax.engine.build import Parts
 from ragjax.engine.depkv import KeptKV
 from ragjax.engine.execution import Execution
+from ragjax.engine.provision import Provision
 from ragjax.engine.replay import Replays
-from ragjax.engine.trace import Recorder
-from ragjax.quality.contract import Contract
 from ragjax.runner.runner import Runner
 from ragjax.schedule.admission import Admission, Allocations
-from ragjax.schedule.order import Order
+from ragjax.schedule.order import make_order
 from ragjax.schedule.pause import Pauses
-from ragjax.schedule.requests import RESTARTS, Provider, Requests, age
-from ragjax.schedule.scheduler import Scheduler, StepBudget
+from ragjax.schedule.requests import RESTARTS, Requests, age
+from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
-from ragjax.store.transfer import KVTransfer
 
 _log = logging.getLogger(__name__)
 
@@ -40,47 +40,25 @@ TICK = 0.02
 
 
 class Loop:
-    """The thread that serves requests between their arrival and their end.
+    """The thread that serves requests between their arrival and their end. replays: run finished ones again."""
 
-    replays: run finished requests again for comparison. order: in which requests start (None: as they came). budget: of
-    a step in which requests decode. provider: of programs that are made while requests run. tuning: measures the
-    budget, a step at a time, once all programs are made and while no request is there. load_timeout: seconds that a
-    request waits for KV before it computes it. request_timeout: seconds without progress after which a request is
-    started again once, then ends (0: none).
-    """
-
-    def __init__(
-        self,
-        runner: Runner,
-        cache: KnowledgeCache,
-        contract: Contract,
-        replays: Replays,
-        *,
-        max_queue: int,
-        load_timeout: float,
-        request_timeout: float = 0.0,
-        max_running: int = 0,
-        order: Order | None = None,
-        budget: StepBudget | None = None,
-        transfer: KVTransfer | None = None,
-        recorder: Recorder | None = None,
-        provider: Provider | None = None,
-        tuning: Iterator[StepBudget | None] | None = None,
-    ):
-        self.requests = Requests(cache, max_queue=max_queue, order=order, provider=provider)
+    def __init__(self, parts: Parts, options: EngineOptions, replays: Replays):
+        runner, cache = parts.runner, parts.cache
+        provider = None if parts.supply is None else Provision(runner, parts.supply)
+        order = make_order(options.order)
+        self.requests = Requests(cache, max_queue=options.max_queue, order=order, provider=provider)
         self.kept = KeptKV(self.requests)
         self._runner = runner
         self._cache = cache
         self._replays = replays
-        self._transfer = transfer
-        self._recorder = recorder
-        self._provider, self._tuning = provider, tuning
-        self._scheduler = Scheduler(self.requests, runner.grid, runner.page_size, budget, runner)
+        self._transfer = parts.transfer
+        self._supply, self._tuning = parts.supply, parts.tuning
+        self._scheduler = Scheduler(self.requests, runner.grid, runner.page_size, parts.budget, runner)
         allocations = Allocations(self.requests, cache, self._scheduler.limits, runner.stages, runner.reach)
-        self._admission = Admission(self.requests, cache, allocations, max_running=max_running)
+        self._admission = Admission(self.requests, cache, allocations, max_running=options.max_running)
         self._pauses = Pauses(self.requests, cache, allocations, runner)
-        self._execution = Execution(self.requests, runner, cache, self._scheduler, contract, self.kept)
-        self._watch = Watch(self.requests, cache, runner, load_timeout, request_timeout)
+        self._execution = Execution(self.requests, runner, cache, self._scheduler, parts.contract, self.kept)
+        self._watch = Watch(self.requests, cache, runner, options.storage.load_timeout, options.request_timeout)
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # over _closed and _inbox: nothing is put in after the end
         self._closed = False
@@ -246,17 +224,9 @@ class Loop:
         if self.requests.freed:  # another can start in the next step already
             self._start()
         for state, answer in self.requests.take_answered():
-            self._after(state, answer)
+            if (again := self._replays.of(state, answer)) is not None:
+                self.requests.arrive(again)
         return landed
-
-    def _after(self, state: RequestState, answer: Answer) -> None:
-        """Record an answered request, and have it run again if it was drawn."""
-        if self._recorder is not None and not state.background:
-            self._recorder.add(
-                state.times.arrival, state.request.tenant, state.strategy.name, state.prompt, len(state.generated)
-            )
-        if (again := self._replays.of(state, answer)) is not None:
-            self.requests.arrive(again)
 
     def _launch(self) -> bool:
         self._copying(self._pauses.make_room)
@@ -270,7 +240,7 @@ class Loop:
 
     def _tune(self) -> bool:
         """Measure a step for the budget while there is nothing else to do; true if one was."""
-        if self._tuning is None or self.requests.live or (self._provider is not None and self._provider.left):
+        if self._tuning is None or self.requests.live or (self._supply is not None and self._supply.left):
             return False
         try:
             budget = next(self._tuning)
@@ -317,34 +287,32 @@ class Loop:
             _log.exception("not everything was put on disk")
 
 
+@dataclass(eq=False)
 class Watch:
     """Looks after requests that wait too long: for KV that is loaded, or for any progress."""
 
-    def __init__(
-        self, requests: Requests, cache: KnowledgeCache, runner: Runner, load_timeout: float, request_timeout: float
-    ):
-        self.request_timeout = request_timeout
-        self._requests = requests
-        self._cache = cache
-        self._runner = runner
-        self._load_timeout = load_timeout
-        self._stalled: float | None = None  # since when requests wait, none runs, and loads are under way
-        self._waited_s = 0.0  # compilation time since the start, at the last look
+    requests: Requests
+    cache: KnowledgeCache
+    runner: Runner
+    load_timeout: float
+    request_timeout: float
+    _stalled: float | None = None  # since when requests wait, none runs, and loads are under way
+    _waited_s: float = 0.0  # compilation time since the start, at the last look
 
     def look(self) -> None:
         self._check_loads(time.perf_counter())
         if self.request_timeout:
             # compilation time is excluded from the time without progress
-            waited_s = self._runner.waited_s
+            waited_s = self.runner.waited_s
             lost, self._waited_s = waited_s - self._waited_s, waited_s
-            for state in self._requests.live if lost else ():
+            for state in self.requests.live if lost else ():
                 state.times.progress += lost
             self._check_progress(time.perf_counter())
         self._check_stall(time.perf_counter())
 
     def _check_loads(self, now: float) -> None:
         """Requests whose KV arrived go on; those whose KV will not, or not in time, compute it instead."""
-        for state in [state for state in self._requests.running if not state.decoding]:
+        for state in [state for state in self.requests.running if not state.decoding]:
             assert state.allocation is not None
             if state.allocation.broken is not None:
                 notice = f"KV could not be loaded and was computed instead: {state.allocation.broken}"
@@ -353,44 +321,44 @@ class Watch:
                 state.times.stop_waiting(now)
             elif state.times.waits_since is None:
                 state.times.waits_since = now
-            elif now - state.times.waits_since > self._load_timeout:
-                notice = f"loading KV took over {self._load_timeout:g} s; it was computed instead"
+            elif now - state.times.waits_since > self.load_timeout:
+                notice = f"loading KV took over {self.load_timeout:g} s; it was computed instead"
                 self._compute_instead(state, "slow", notice)
 
     def _compute_instead(self, state: RequestState, reason: str, notice: str) -> None:
-        fallbacks = self._requests.counters.load_fallbacks
+        fallbacks = self.requests.counters.load_fallbacks
         if not fallbacks[reason]:
             _log.warning("%s", notice)
         fallbacks[reason] += 1
         state.may_load = False  # a disk that always fails is not asked again for this request
-        self._requests.restart(state, notice)
+        self.requests.restart(state, notice)
 
     def _check_stall(self, now: float) -> None:
         """Loads that are not done in time give back their pages, for requests that wait while none runs."""
-        requests = self._requests
-        if requests.running or not requests.live or not self._cache.loading:
+        requests = self.requests
+        if requests.running or not requests.live or not self.cache.loading:
             self._stalled = None
         elif self._stalled is None:
             self._stalled = now
-        elif now - self._stalled > self._load_timeout and self._cache.give_up():
+        elif now - self._stalled > self.load_timeout and self.cache.give_up():
             self._stalled = None
             requests.blocked = False
 
     def _check_progress(self, now: float) -> None:
         """Look for requests without progress: none of their rows was computed, or they wait to be started."""
-        waiting = (state for state in self._requests.live if state.times.lacks_since is None)
+        waiting = (state for state in self.requests.live if state.times.lacks_since is None)
         asked = [state for state in waiting if not state.background and not state.speculative]
         late = [state for state in asked if now - state.times.progress > self.request_timeout]
-        timeouts = self._requests.counters.timeouts
+        timeouts = self.requests.counters.request_timeouts
         for state in sorted(late, key=age, reverse=True):
             if state.running and not state.overdue and state.restarts < RESTARTS:
                 state.overdue, state.times.progress = True, now
                 timeouts["restarted"] += 1
                 notice = f"no progress for {self.request_timeout:g} s; the request was computed again"
-                self._requests.restart(state, notice)
+                self.requests.restart(state, notice)
             else:
                 timeouts["ended"] += 1
-                self._requests.fail(state, self._deadline(state))
+                self.requests.fail(state, self._deadline(state))
 
     def _deadline(self, state: RequestState) -> DeadlineError:
         waited = "while others had its pages" if state.paused is not None else "while it waited to be started"

@@ -12,10 +12,10 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -23,14 +23,13 @@ from ragjax.cache.cache import neighbours_digest
 from ragjax.core import Answer, ClosedError, Hit, Message, Preprocessed, Prompt, RequestError, Segment
 from ragjax.prompting.chat import chat_prompt, chunk_segment
 from ragjax.retrieval.knowledge import KnowledgeBase
-from ragjax.reuse.base import Strategy
 from ragjax.reuse.fuse import Fuse
 from ragjax.reuse.fusion import NEIGHBOURS
 
 if TYPE_CHECKING:
     from ragjax.engine.api import Engine
 
-_GROUP = 8  # jobs in flight together, as many as the engine runs in background; a kill can cost their marks
+_GROUP = 8  # jobs in flight together; a kill can cost their marks
 
 PERIOD = 0.5
 """Seconds between two looks at what has come to be prepared."""
@@ -129,12 +128,22 @@ class _Work:
         singles = list(alone.values())
         absent = [job for job, is_held in zip(singles, self.held(singles), strict=True) if not is_held]
         for missing in (absent, todo):
-            prompts = [job.prompt for job in missing]
-            for _ in answers_of(self.engine, prompts, self.strategy, background=self.background, tenant=self.tenant):
-                pass
+            for begin in range(0, len(missing), _GROUP):  # more could have no place in the queue
+                self._compute([job.prompt for job in missing[begin : begin + _GROUP]])
         if todo:  # a process that is killed loses no more than what is not written yet
             self.engine.write_soon([job.prompt for job in todo], self.strategy, self.tenant)
         return len(todo)
+
+    def _compute(self, prompts: Iterable[Prompt]) -> None:
+        asked: dict[str, Any] = {"background": self.background, "tenant": self.tenant, "max_tokens": 1}
+        begun = list[Future[Answer]]()
+        try:
+            begun += (self.engine.begin_prompt(prompt, strategy=self.strategy, **asked) for prompt in prompts)
+            for future in begun:
+                future.result()
+        finally:  # of effect only after an error
+            for future in begun:
+                future.cancel()
 
     def held(self, jobs: Collection[Job]) -> list[bool]:
         """True if the KV of each job is kept, with what is to be noted of those that have neighbours."""
@@ -144,31 +153,6 @@ class _Work:
 
     def key(self, job: Job) -> bytes:
         return self.engine.key_of(job.prompt, self.strategy, self.tenant)
-
-
-def answers_of(
-    engine: Engine, prompts: Sequence[Prompt], strategy: Strategy, *, background: bool = True, tenant: str = ""
-) -> Iterator[Answer]:
-    """Answer a few prompts side by side; yields as they end. An error cancels what is left."""
-    futures: set[Future[Answer]] = set()
-    try:
-        for prompt in prompts:
-            begun = engine.begin_prompt(prompt, strategy=strategy, background=background, tenant=tenant, max_tokens=1)
-            futures.add(begun)
-            if len(futures) >= _GROUP:
-                yield from _ended(futures)
-        while futures:
-            yield from _ended(futures)
-    finally:
-        for future in futures:
-            future.cancel()
-
-
-def _ended(futures: set[Future[Answer]]) -> Iterator[Answer]:
-    done, _ = wait(futures, return_when=FIRST_COMPLETED)
-    futures -= done
-    for future in done:
-        yield future.result()
 
 
 # ----------------------------------------------------------------------------------- a knowledge base
@@ -196,32 +180,20 @@ def preprocess(
     seen: dict[int, tuple[int, ...]] = {}
     fused, cut = 0, 0
     with tqdm(total=len(base.numbers), desc="fusing", unit="chunk", disable=not progress) as bar:
-        for group in run.groups(base.numbers):
-            fused += run.prepare(group)
-            bar.update(len(group.lists))
-            seen |= group.lists
-            cut += sum(len(job.neighbours) < len(group.lists[number]) for number, job in group.jobs.items())
+        for jobs, lists in run.groups(base.numbers):
+            fused += run.prepare(jobs, lists)
+            bar.update(len(lists))
+            seen |= lists
+            cut += sum(len(job.neighbours) < len(lists[number]) for number, job in jobs.items())
     if cut:
         _log.warning("%d chunks have less than %d neighbours: the context of %d tokens holds no more of them",
                      cut, n, engine.context_length)  # fmt: skip
     rest, lost = iter(seen.items()), 0
     while some := dict(islice(rest, _GROUP)):
-        lost += run.lost(some)
+        lost += work.held(run.jobs(some).values()).count(False)
     if lost:
         _log.warning("the KV of %d chunks was driven out again: give the engine a disk cache, or a larger one", lost)
     return PreprocessReport(len(seen), fused, len(seen) - fused, lost, time.perf_counter() - began)
-
-
-Lists = Mapping[int, tuple[int, ...]]
-"""Neighbours by chunk, as numbers of the knowledge base."""
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Jobs by chunk, and the neighbours that each chunk has; there may be no room for all of them in its job."""
-
-    jobs: Mapping[int, Job]
-    lists: Lists
 
 
 @dataclass(frozen=True)
@@ -237,31 +209,29 @@ class _Run:
     public: bool
     n: int = NEIGHBOURS
 
-    def groups(self, numbers: Iterable[int]) -> Iterator[_Group]:
-        """Jobs of these chunks, a few at a time; what requests found lately comes first, and once more."""
+    def groups(self, numbers: Iterable[int]) -> Iterator[tuple[dict[int, Job], dict[int, tuple[int, ...]]]]:
+        """Jobs by chunk, a few at a time, and each chunk's neighbours; what requests found lately comes first.
+
+        A job has fewer neighbours where there is no room for all.
+        """
         left = dict.fromkeys(numbers)
         while left := dict.fromkeys((*self.base.take_asked(), *left)):
             some = list(islice(left, _GROUP))
             for number in some:
                 del left[number]
             lists = self.base.neighbours(self.n, some)
-            yield _Group(self._jobs(lists), lists)
+            yield self.jobs(lists), lists
 
-    def prepare(self, group: _Group) -> int:
+    def prepare(self, jobs: Mapping[int, Job], lists: Mapping[int, tuple[int, ...]]) -> int:
         """Compute what is missing of a group, and mark what is there; returns how many chunks were computed."""
-        computed = self.work.do(list(group.jobs.values()))
-        known = self.base.chunks(group.jobs)
-        held = self.work.held(group.jobs.values())
-        for (own, job), is_held in zip(group.jobs.items(), held, strict=True):
+        computed = self.work.do(list(jobs.values()))
+        known = self.base.chunks(jobs)
+        for (own, job), is_held in zip(jobs.items(), self.work.held(jobs.values()), strict=True):
             if is_held and job.neighbours and own in known and known[own].behind != job.behind:
-                self.base.mark_fused(own, group.lists[own][: len(job.neighbours)], job.behind)
+                self.base.mark_fused(own, lists[own][: len(job.neighbours)], job.behind)
         return computed
 
-    def lost(self, lists: Lists) -> int:
-        jobs = self._jobs(lists).values()
-        return len(jobs) - sum(self.work.held(jobs))
-
-    def _jobs(self, lists: Lists) -> dict[int, Job]:
+    def jobs(self, lists: Mapping[int, tuple[int, ...]]) -> dict[int, Job]:
         chunks = self.base.chunks({number for own, others in lists.items() for number in (own, *others)})
         segments = {number: chunk_segment(Hit(chunk, 1.0, self.public)) for number, chunk in chunks.items()}
         context = self.work.engine.context_length
@@ -414,18 +384,18 @@ class Preparing:
         run = _Run(work, base, self._head, engine.share_knowledge and owner is None)
         began = told = time.monotonic()
         computed = 0
-        for group in run.groups((*asked, *numbers)):
+        for jobs, lists in run.groups((*asked, *numbers)):
             fitting: dict[int, Job] = {}
-            for number, job in group.jobs.items():
+            for number, job in jobs.items():
                 own, *more = (-(-len(segment) // engine.limits.page_size) for segment in (job.chunk, *job.neighbours))
-                around = dict(zip(group.lists[number], more, strict=False))
+                around = dict(zip(lists[number], more, strict=False))
                 if progress.plan(number, work.key(job), own, around, room, asked=not numbers):
                     fitting[number] = job
             if not computed and not all(work.held(fitting.values())):
                 _log.info("preparing passages of %s behind similar ones, while no request runs", name)
-            computed += run.prepare(_Group(fitting, group.lists))
+            computed += run.prepare(fitting, lists)
             progress.prepared = len(progress.planned)
-            if numbers and len(fitting) < len(group.jobs):
+            if numbers and len(fitting) < len(jobs):
                 break
             if self._over.is_set() or base.changes != state or engine.library.reading:
                 return

@@ -24,10 +24,6 @@ class Provision:
     def lacks(self, state: RequestState) -> bool:
         return self.supply.lacks(self._needed(state))
 
-    @property
-    def left(self) -> int:
-        return self.supply.left
-
     def _needed(self, state: RequestState) -> Iterator[Name]:
         """The programs without which the request cannot be answered, in steps of the least shapes."""
         compression = state.compression if state.compresses else None

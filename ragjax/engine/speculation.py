@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import CancelledError
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ragjax.core import Answer, Event, Hit, Request, RequestError
@@ -55,42 +55,32 @@ class Withheld:
         self._sink(self._finish(event) if isinstance(event, Answer) else event)
 
 
+@dataclass(eq=False)
 class Pipeline:
     """One request between its arrival and its place in the engine's queue. odds: what past searches tell of it."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        preparation: Preparation,
-        request: Request,
-        sink: Sink,
-        arrival: float,
-        stages: int,
-        odds: Odds,
-        place: object = None,
-    ):
-        self._loop = loop
-        self._preparation = preparation
-        self._composer = preparation.composer
-        self._request = request
-        self._sink = sink
-        self._arrival = arrival
-        self._stages = stages
-        self._odds = odds
-        self._place = place
-        self._known: list[tuple[tuple[Hashable, ...], float]] = []  # documents of each stage so far, and when it ended
-        self._speculation = Speculation()
-        self._state: RequestState | None = None
-        self._held: Withheld | None = None
-        self._closed = False
-        self._lock = threading.Lock()  # over _state and _closed
-        self._began = self._ended = 0.0
+    loop: Loop
+    preparation: Preparation
+    request: Request
+    sink: Sink
+    arrival: float
+    stages: int
+    odds: Odds
+    place: object = None
+    _known: list[tuple[tuple[Hashable, ...], float]] = field(default_factory=list)  # documents of each stage; its end
+    _speculation: Speculation = field(default_factory=Speculation)
+    _state: RequestState | None = None
+    _held: Withheld | None = None
+    _closed: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # over _state and _closed
+    _began: float = 0.0
+    _ended: float = 0.0
 
     def run(self) -> None:
         self._began = time.perf_counter()
-        stages = self._composer.search(self._request, self._stages)
+        stages = self.preparation.composer.search(self.request, self.stages)
         if stages is None:
-            self._put(self._preparation.state(self._request, self._sink, self._arrival), self._enqueue)
+            self._put(self.preparation.state(self.request, self.sink, self.arrival), self._enqueue)
         else:
             self._follow(stages)
 
@@ -99,11 +89,11 @@ class Pipeline:
         with self._lock:
             self._closed = True
             if self._state is not None:
-                self._loop.cancel(self._state)
+                self.loop.cancel(self._state)
 
     def _follow(self, stages: Iterator[SearchStage]) -> None:
         for stage in stages:
-            self._composer.check()
+            self.preparation.composer.check()
             # what tells the prompts of two stages apart
             documents = tuple((hit.chunk.id, hit.chunk.behind, hit.chunk.tokens.tobytes()) for hit in stage.hits)
             self._known.append((documents, time.perf_counter()))
@@ -112,7 +102,7 @@ class Pipeline:
                 continue
             self._ended = time.perf_counter()
             *early, (final, ended) = self._known
-            self._odds.note([known == final for known, _ in early], [ended - time_s for _, time_s in early])
+            self.odds.note([known == final for known, _ in early], [ended - time_s for _, time_s in early])
             if self._held is not None and self._held.failed:
                 self._speculation.forget()
             self._carry_out(self._speculation.final(documents), stage.hits)
@@ -122,18 +112,18 @@ class Pipeline:
             with self._lock:
                 state, self._state, self._held = self._state, None, None
             if state is not None:
-                self._loop.post(partial(self._loop.requests.refute, state))
+                self.loop.post(partial(self.loop.requests.refute, state))
         if decision.offer:
             self._offer(hits)
         if decision.start:
-            self._put(self._state_of(hits, self._sink), self._enqueue)
+            self._put(self._state_of(hits, self.sink), self._enqueue)
         if decision.release:
             assert self._held is not None
             self._put(self._state, self._confirm)
             self._held.release()
 
     def _offer(self, hits: tuple[Hit, ...]) -> None:
-        held = Withheld(self._sink, self._finish)
+        held = Withheld(self.sink, self._finish)
         try:
             state = self._state_of(hits, held)
         except RequestError:  # too long, maybe; the final documents will tell
@@ -142,9 +132,9 @@ class Pipeline:
         if not state.strategy.steady:
             self._speculation.forget()
             return
-        if not self._odds.pays(len(self._known) - 1, self._loop.prefill_seconds(len(state.prompt))):
+        if not self.odds.pays(len(self._known) - 1, self.loop.prefill_seconds(len(state.prompt))):
             self._speculation.decline()
-            self._loop.post(lambda: self._loop.requests.counters.speculations.update(["unlikely"]))
+            self.loop.post(lambda: self.loop.requests.counters.speculations.update(["unlikely"]))
             return
         self._held = held
         self._put(state, self._start_offered)
@@ -158,21 +148,21 @@ class Pipeline:
             self._state = state
 
     def _enqueue(self, state: RequestState) -> None:
-        self._loop.enqueue(state, self._place)
+        self.loop.enqueue(state, self.place)
 
     def _start_offered(self, state: RequestState) -> None:
         """Offer it to be started when there is room; it is in no queue until it is confirmed."""
         state.speculative = True
-        self._loop.post(partial(self._loop.requests.offered.add, state))
+        self.loop.post(partial(self.loop.requests.offered.add, state))
 
     def _confirm(self, state: RequestState) -> None:
         state.times.confirmed = time.perf_counter()
-        self._loop.post(partial(self._loop.requests.confirm, state), state, self._place)
+        self.loop.post(partial(self.loop.requests.confirm, state), state, self.place)
 
     def _state_of(self, hits: tuple[Hit, ...], sink: Sink) -> RequestState:
         retrieve_ms = (time.perf_counter() - self._began) * 1e3
-        made = replace(self._composer.compose(self._request, hits), retrieve_ms=retrieve_ms)
-        return self._preparation.state(replace(self._request, grounded=made), sink, self._arrival)
+        made = replace(self.preparation.composer.compose(self.request, hits), retrieve_ms=retrieve_ms)
+        return self.preparation.state(replace(self.request, grounded=made), sink, self.arrival)
 
     def _finish(self, answer: Answer) -> Answer:
         """The answer of a generation that began before its documents were confirmed, with the client's times."""

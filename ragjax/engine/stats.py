@@ -2,77 +2,34 @@
 
 from __future__ import annotations
 
-from ragjax.cache.cache import KnowledgeCache
+from collections.abc import Iterable, Mapping
+
 from ragjax.core import Preprocessed
 from ragjax.engine.build import Parts
 from ragjax.engine.loop import Loop
-from ragjax.store.disk import DiskStore
-from ragjax.store.shared import SharedTier
 
 Stats = dict[str, float | dict[str, float]]
 
+APART = ("stops", "late", "overhead_ms_last")
+"""Counters of requests that are told elsewhere, or nowhere."""
+
+FOUND_AND_KEPT = (
+    *("lookups", "exact_hit_tokens", "approximate_hit_tokens", "missed_tokens", "tier_hit_tokens"),
+    *("admitted_tokens", "evicted_tokens", "unwritten_tokens"),
+)
+
+ASKED_OF_SHARED = ("found", "reads", "read_bytes", "missing", "damaged", "writes", "written_bytes", "kept", "evicted")
+
 
 def stats_of(loop: Loop, parts: Parts) -> Stats:
-    return {
-        **_requests(loop),
-        **_cache(parts.cache),
-        "attention_calls_total": dict(parts.runner.calls),
-        "attention_fallbacks_total": dict(parts.runner.fallbacks),
-        **parts.contract.stats(),
-        **({} if parts.disk is None else _disk(parts.disk)),
-        **({} if parts.shared is None else _shared(parts.shared, loop)),
-    }
-
-
-def passages_of(progress: Preprocessed) -> Stats:
-    waiting = progress.passages - progress.prepared - progress.beyond
-    return {"passages": {"prepared": progress.prepared, "waiting": waiting, "beyond": progress.beyond}}
-
-
-def _requests(loop: Loop) -> Stats:
-    counters = loop.requests.counters
-    return {
-        "requests_total": dict(counters.requests),
-        "prompt_tokens_total": counters.prompt_tokens,
-        "reused_tokens_total": counters.reused_tokens,
-        "recomputed_tokens_total": counters.recomputed_tokens,
-        "generated_tokens_total": counters.generated_tokens,
-        "cancelled_total": counters.cancelled,
-        "errors_total": counters.errors,
-        "steps_total": counters.steps,
-        "step_failures_total": counters.step_failures,
-        "request_timeouts_total": dict(counters.timeouts),
-        "pauses_total": counters.pauses,
-        "resumes_total": counters.resumes,
+    counters, metrics = vars(loop.requests.counters), parts.cache.metrics
+    figures: Stats = {
+        **_totals("", counters, counters.keys() - set(APART)),
+        "overhead_ms_last": counters["overhead_ms_last"],
         "paused": len(loop.requests.paused),
-        "load_fallbacks_total": dict(counters.load_fallbacks),
-        "awaits_total": counters.awaits,
-        "awaited_tokens_total": counters.awaited_tokens,
-        "device_losses_total": counters.device_losses,
-        "speculations_total": dict(counters.speculations),
-        "dropped_tokens_total": counters.dropped_tokens,
-        "lookup_tokens_total": {
-            "proposed": counters.lookup_tokens["proposed"],
-            "accepted": counters.lookup_tokens["accepted"],
-        },
-        "speculative_wasted_tokens_total": counters.speculative_wasted_tokens,
-        "overhead_ms_last": counters.overhead_ms_last,
         "queue_depth": loop.waiting,
         "running": loop.running,
-    }
-
-
-def _cache(cache: KnowledgeCache) -> Stats:
-    metrics = cache.metrics
-    return {
-        "lookups_total": metrics.lookups,
-        "exact_hit_tokens_total": metrics.exact_hit_tokens,
-        "approximate_hit_tokens_total": metrics.approximate_hit_tokens,
-        "missed_tokens_total": metrics.missed_tokens,
-        "admitted_tokens_total": metrics.admitted_tokens,
-        "evicted_tokens_total": metrics.evicted_tokens,
-        "unwritten_tokens_total": metrics.unwritten_tokens,
-        "tier_hit_tokens_total": dict(metrics.tier_hit_tokens),
+        **_totals("", vars(metrics), FOUND_AND_KEPT),
         "transfers_total": dict(metrics.jobs),
         "transfer_bytes_total": dict(metrics.job_bytes),
         "transfer_seconds_total": dict(metrics.job_seconds),
@@ -81,39 +38,37 @@ def _cache(cache: KnowledgeCache) -> Stats:
         "host_bytes": metrics.host_bytes,
         "nodes": metrics.nodes,
         "pages_used": metrics.pages_used,
-        "pages_total": cache.pool.capacity,
+        "pages_total": parts.cache.pool.capacity,
+        "attention_calls_total": dict(parts.runner.calls),
+        "attention_fallbacks_total": dict(parts.runner.fallbacks),
+        **parts.contract.stats(),
     }
+    if parts.disk is not None:
+        disk = parts.disk.stats()
+        figures |= {"disk_entries": disk.entries, "disk_bytes": disk.bytes}
+        figures |= {"disk_set_aside_total": disk.set_aside, "disk_evicted_total": disk.evicted}
+    if parts.shared is not None:
+        standing = parts.shared.standing()
+        counts = standing.counts
+        figures |= {
+            "remote_up": float(standing.on),
+            "remote_entries": standing.entries,
+            "remote_bytes": standing.bytes,
+            "remote_changes_total": counts.get("changes", 0),
+            "remote_questions_total": counts.get("asked", 0),
+            "remote_late_total": counters["late"],
+            **_totals("remote_", counts, ASKED_OF_SHARED),
+            "remote_dropped_total": dict(standing.dropped),
+            "remote_errors_total": {"unanswered": counts.get("failures", 0), "refused": counts.get("refused", 0)},
+        }
+    return figures
 
 
-def _disk(disk: DiskStore) -> Stats:
-    stats = disk.stats()
-    return {
-        "disk_entries": stats.entries,
-        "disk_bytes": stats.bytes,
-        "disk_set_aside_total": stats.set_aside,
-        "disk_evicted_total": stats.evicted,
-    }
+def passages_of(progress: Preprocessed) -> Stats:
+    waiting = progress.passages - progress.prepared - progress.beyond
+    return {"passages": {"prepared": progress.prepared, "waiting": waiting, "beyond": progress.beyond}}
 
 
-def _shared(shared: SharedTier, loop: Loop) -> Stats:
-    standing = shared.standing()
-    counts = standing.counts
-    return {
-        "remote_up": float(standing.on),
-        "remote_changes_total": counts.get("changes", 0),
-        "remote_entries": standing.entries,
-        "remote_bytes": standing.bytes,
-        "remote_questions_total": counts.get("asked", 0),
-        "remote_found_total": counts.get("found", 0),
-        "remote_late_total": loop.requests.counters.late,
-        "remote_reads_total": counts.get("reads", 0),
-        "remote_read_bytes_total": counts.get("read_bytes", 0),
-        "remote_missing_total": counts.get("missing", 0),
-        "remote_damaged_total": counts.get("damaged", 0),
-        "remote_writes_total": counts.get("writes", 0),
-        "remote_written_bytes_total": counts.get("written_bytes", 0),
-        "remote_kept_total": counts.get("kept", 0),
-        "remote_evicted_total": counts.get("evicted", 0),
-        "remote_dropped_total": dict(standing.dropped),
-        "remote_errors_total": {"unanswered": counts.get("failures", 0), "refused": counts.get("refused", 0)},
-    }
+def _totals(before: str, counts: Mapping[str, int | dict[str, float]], names: Iterable[str]) -> Stats:
+    found = {f"{before}{name}_total": counts.get(name, 0) for name in names}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in found.items()}

@@ -42,13 +42,13 @@ class Counters:
     recomputed_tokens: int = 0
     generated_tokens: int = 0
     dropped_tokens: int = 0  # prompt tokens that no token of the answer saw, since the prompt was compressed
-    lookup_tokens: Counter[str] = field(default_factory=Counter)  # by prompt lookup "proposed", and of these "accepted"
+    lookup_tokens: Counter[str] = field(default_factory=lambda: Counter(proposed=0, accepted=0))  # by prompt lookup
     cancelled: int = 0
     errors: int = 0
     steps: int = 0
     step_failures: int = 0  # steps that failed while the device's memory was intact
     device_losses: int = 0  # times that the device's pool was lost and made again
-    timeouts: Counter[str] = field(default_factory=Counter)  # requests without progress, "restarted" or "ended"
+    request_timeouts: Counter[str] = field(default_factory=Counter)  # requests without progress, "restarted" or "ended"
     load_fallbacks: Counter[str] = field(default_factory=Counter)  # KV recomputed, its load "failed" or was "slow"
     pauses: int = 0
     resumes: int = 0
@@ -132,9 +132,6 @@ class Provider(Protocol):
     """Makes the programs that requests need to run. lacks: the request has to wait for some, which are made next."""
 
     def lacks(self, state: RequestState) -> bool: ...
-
-    @property
-    def left(self) -> int: ...
 
 
 class Requests:

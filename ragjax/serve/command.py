@@ -187,8 +187,6 @@ def _check_replicas(options: argparse.Namespace) -> None:
     options.engine = replace(options.engine, preprocess=False)  # the documents are with the front, the KV is not
     if core.Guesses.parse(options.engine.speculate).stages:
         raise core.ConfigError("--speculate: a replica is chosen after the search; leave it out, or --replicas")
-    if options.engine.record_trace is not None:
-        raise core.ConfigError("--record-trace: replicas cannot share a file; leave it out, or --replicas")
 
 
 def _named(name: str) -> str:

@@ -202,7 +202,7 @@ def test_one_that_goes_on_after_its_restart_says_so() -> None:
     with tiny.engine(request_timeout=100.0) as engine:
         alone = engine.answer_prompt(tiny.prompt(1), strategy="full", max_tokens=20).tokens
         scheduler, rests, count = engine._loop._scheduler, engine._loop._scheduler.next_batch, 0
-        watch, timeouts = engine._loop._watch, engine._loop.requests.counters.timeouts
+        watch, timeouts = engine._loop._watch, engine._loop.requests.counters.request_timeouts
 
         def stuck() -> Any:
             nonlocal count

@@ -84,7 +84,7 @@ def test_what_repeats_itself_takes_fewer_steps(forgetful: Runner) -> None:
             answers.append([engine.answer_prompt(tiny.prompt(n), strategy="full", max_tokens=300) for n in range(3)])
             took.append(engine._loop.requests.counters.steps)
             counted = engine._loop.requests.counters.lookup_tokens
-            assert (0 < counted["accepted"] <= counted["proposed"]) if lookup else not counted
+            assert (0 < counted["accepted"] <= counted["proposed"]) if lookup else not counted.total()
     for one, other in zip(*answers, strict=True):
         same(one, other)
     longest = max(answers[1], key=lambda answer: len(answer.tokens))

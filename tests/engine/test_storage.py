@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ from ragjax.core import Answer, ConfigError, Document, Kind, Prefill, Prompt, Se
 from ragjax.core.depprompt import DepPrompt, LinearNode, TreeNode
 from ragjax.core.tiers import Record
 from ragjax.engine import Engine
-from ragjax.engine.trace import Recorder
 from ragjax.reuse.base import Allocation
 from ragjax.reuse.exact import Full
 from ragjax.store.disk import DiskStore
@@ -483,30 +481,3 @@ def test_a_lost_device_costs_time_and_no_answer(
         assert engine.stats()["device_losses_total"] == 1
         audit_engine(engine)
         assert_exact(ask(engine, 1), reference[1])
-
-
-# ----------------------------------------------------------------------------------------------- trace
-
-
-def test_a_trace_holds_hashes_and_sizes_and_no_text(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    for _ in "ab":
-        with tiny.engine(recorder=Recorder(path)) as engine:
-            ask(engine, 0, tenant="acme")
-            ask(engine, 0, "naive")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(lines) == 4 and "acme" not in path.read_text()
-    first, second, restarted, _ = lines
-    assert first["kinds"] == ["system", "chunk", "chunk", "chunk", "join"] and first["output"] == 6
-    assert [tokens for _, tokens in first["segments"]] == [20, 40, 33, 57, 18]
-    assert first["segments"] == second["segments"] != restarted["segments"]
-    assert first["tenant"] != second["tenant"] and (first["strategy"], second["strategy"]) == ("prefix", "naive")
-    assert 0 <= first["time"] <= second["time"]
-
-
-def test_a_trace_that_cannot_be_written_ends_and_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
-    with tiny.engine(recorder=Recorder("/dev/full")) as engine:
-        for seed in range(2):
-            assert ask(engine, seed).tokens
-        assert engine.stats()["errors_total"] == 0
-    assert sum("the trace ends here" in message for message in caplog.messages) == 1

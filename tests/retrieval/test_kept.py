@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ragjax.engine.knowledge import knowledge_opener
+from ragjax.core import EngineOptions
+from ragjax.engine.knowledge import base_opener
 from ragjax.retrieval import document
 from ragjax.retrieval.filling import Filling
 from ragjax.retrieval.kept import open_kept, shrink_kept
@@ -130,6 +131,6 @@ def test_named_sources_are_kept_and_other_bases_are_not(
 ) -> None:
     monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path / "cache"))
     tokenizer = SimpleNamespace(encode=lambda text, **_: encode_bytes(text), digest=b"bytes")
-    open_base = knowledge_opener(tokenizer, "flat", None, WordEncoder, {"papers": source})  # type: ignore[arg-type]
+    open_base = base_opener(EngineOptions("tiny", knowledge={"papers": source}), tokenizer, WordEncoder)  # type: ignore[arg-type]
     with open_base("upload"), open_base("papers"):
         assert len(list((tmp_path / "cache" / "documents").iterdir())) == 1

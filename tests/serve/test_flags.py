@@ -44,11 +44,10 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         "device_cache_gb": 0.25,
         "tensor_parallel": 2,
         "max_queue": 7,
-        "speculate": 4,
+        "speculate": "4",
         "max_context": 512,
         "index": "hnsw",
         "index_dir": str(tmp_path / "kept"),
-        "record_trace": str(tmp_path / "trace"),
         "graph_dir": str(tmp_path / "graphs"),
     }
     flags = [part for name, value in expected.items() for part in (f"--{name.replace('_', '-')}", str(value))]
@@ -112,7 +111,6 @@ def test_the_page_of_flags_is_made_from_the_options() -> None:
         (["--cors-origin", "example.com/page"], "scheme://host"),
         (["--allow-host", "http://name"], "without scheme"),
         (["--replicas", "2", "--speculate", "3"], "--speculate"),
-        (["--replicas", "2", "--record-trace", "trace"], "--record-trace"),
         (["--tensor-parallel", "0"], "--tensor-parallel"),
         (["--stratgy", "anchor"], "unrecognized arguments: --stratgy anchor; did you mean --strategy?"),
         (["--strategy", "fussion"], "unknown strategy 'fussion'; did you mean fusion? There are auto, full, "),

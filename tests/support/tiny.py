@@ -37,7 +37,6 @@ from ragjax.core.prompt import Keep
 from ragjax.engine import Engine
 from ragjax.engine.build import DTYPE_BYTES, Parts
 from ragjax.engine.knowledge import Knowledge, KnowledgeRegistry
-from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.models.executables import Executables
@@ -212,7 +211,6 @@ def engine(
     at_rest: AtRest = "raw",
     quota: Callable[[str], int | None] = lambda tenant: None,
     contract: Contract | None = None,
-    recorder: Recorder | None = None,
     open_graph: Callable[[str], KnowledgeGraph] | None = None,
     identity: bytes = b"",
     load_timeout: float = 10.0,
@@ -246,7 +244,6 @@ def engine(
         transfer=transfer,
         disk=disk,
         shared=shared,
-        recorder=recorder,
         supply=supply,
         compression=None if options.get("compression") is None else Compression.parse(options["compression"]),
         identity=identity,

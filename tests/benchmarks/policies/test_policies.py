@@ -103,18 +103,6 @@ def test_the_real_cache_serves_documents_too(data: Path, tmp_path: Path) -> None
     assert all(0 <= r["document_hit_rate"] <= 1 and r["requests"] == 15 for r in rows)
 
 
-def test_a_recorded_trace_is_replayed(data: Path, tmp_path: Path) -> None:
-    line = {
-        "time": 0.0, "tenant": "ab", "strategy": "prefix", "output": 1,
-        "segments": [["s" * 16, 10], ["a" * 16, 30], ["j" * 16, 5]], "kinds": ["system", "chunk", "join"],
-    }  # fmt: skip
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(json.dumps(line) + "\n" for _ in range(5)))
-    out = tmp_path / "out.json"
-    assert policies.main(["--trace", str(trace), "--json", str(out)]) == 0
-    assert {r["workload"] for r in json.loads(out.read_text())["rows"]} == {"trace"}
-
-
 def test_a_measured_profile_is_used(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flat = Profile((0, 10), (1, 10), ((0.5, 0.5), (0.5, 0.5)), "a stopwatch")
     profiles.save(flat, tmp_path / "profile.json")
@@ -140,9 +128,8 @@ def test_storage_and_characterise_report(data: Path, tmp_path: Path) -> None:
     ("flags", "said"),
     [
         ([], "--data"),
-        (["--storage", "--trace", __file__], "not allowed with"),
+        (["--storage", "--data", "."], "not allowed with"),
         (["--data", "no-such-folder"], "no such folder: no-such-folder"),
-        (["--trace", "."], "no such file: ."),
         (["--storage", "--limit", "0"], "--limit: must be a whole number from 1"),
         (["--storage", "--qui"], "--qui"),
     ],

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.policies import source
 from benchmarks.policies.cell import modelled, policy_of
 from benchmarks.policies.replay import Replay
 from benchmarks.policies.simulator import Block, Simulator, key_of
 from benchmarks.policies.source import Forest, Request, Workload
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import LRU, Access, Policy
-from ragjax.core import Prompt
 from ragjax.core.prompt import Keep
 from ragjax.core.tiers import Tier
-from ragjax.engine.trace import Recorder
-from tests.support import tiny
 from tests.support.audit import audit_cache
 
 PROFILE = modelled()
@@ -81,18 +76,6 @@ def test_the_simulator_chooses_the_victims_that_the_engine_does(name: str, keep:
     """
     work = chains(0)
     check_victims(work, name, keep, 80, host)
-
-
-@pytest.mark.parametrize("name", ["gdsf", "pgdsf", "lacr"])
-def test_so_it_does_on_a_recorded_stream(name: str, tmp_path: Path) -> None:
-    random, file = np.random.default_rng(0), tmp_path / "trace.jsonl"
-    chunks = [segment for seed in range(4) for segment in tiny.prompt(seed).segments[1:-1]]
-    system, *_, question = tiny.prompt(0).segments
-    with tiny.engine(recorder=Recorder(file)) as engine:
-        for _ in range(60):
-            found = [chunks[i] for i in np.minimum(random.zipf(1.5, 2), len(chunks)) - 1]
-            engine.answer_prompt(Prompt((system, *found, question)), max_tokens=1)
-    check_victims(source.recorded(file), name, "documents", 300, 0)
 
 
 def check_victims(work: Workload, name: str, keep: Keep, device: int, host: int) -> None:

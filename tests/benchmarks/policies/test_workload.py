@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -206,37 +205,6 @@ def test_mooncake_blocks_are_chains_with_a_partial_end(tmp_path: Path) -> None:
     assert work.totals == (1100, 1024, 600)
     assert work.limited(1).requests == work.requests[:1] and work.limited(1).distinct == 1100
     assert work.limited(None) == work
-
-
-def recorded(strategy: str, *chunks: str, tenant: str = "t") -> dict[str, Any]:
-    segments = [["s" * 16, 10], *([c * 16, 20] for c in chunks), ["j" * 16, 7]]
-    kinds = ["system", *["chunk"] * len(chunks), "join"]
-    return {"time": 0.5, "tenant": tenant, "strategy": strategy, "segments": segments, "kinds": kinds, "output": 3}
-
-
-def test_recorded_chunks_hang_as_their_strategy_has_them(tmp_path: Path) -> None:
-    lines = [recorded("prefix", "a", "b"), recorded("prefix", "b", "a"), recorded("naive", "a", "b")]
-    work = source.recorded(write_lines(tmp_path / "trace.jsonl", lines))
-    check(work)
-    first, second, third = work.requests
-    assert [work.parents[n] for n in first.nodes] == [-1, first.nodes[0], first.nodes[1]]
-    assert first.nodes[0] == second.nodes[0] and not set(first.nodes[1:]) & set(second.nodes[1:])
-    assert [work.parents[n] for n in third.nodes] == [-1, third.nodes[0], third.nodes[0]]
-    assert {r.other for r in work.requests} == {7} and {r.documents for r in work.requests} == {2}
-    assert work.totals == (57, 57, 57)
-    assert work.distinct == 10 + 20 + 20
-
-
-def test_recorded_tenants_share_nothing(tmp_path: Path) -> None:
-    lines = [recorded("prefix", "a"), recorded("prefix", "a", tenant="u"), recorded("prefix", "a")]
-    one, other, again = source.recorded(write_lines(tmp_path / "trace.jsonl", lines)).requests
-    assert one == again and not set(one.nodes) & set(other.nodes)
-
-
-def test_a_recorded_request_may_use_a_chunk_twice(tmp_path: Path) -> None:
-    work = source.recorded(write_lines(tmp_path / "trace.jsonl", [recorded("naive", "a", "a")]))
-    check(work)
-    assert len(work.requests[0].nodes) == 2
 
 
 def test_nodes_hold_at_least_one_token() -> None:

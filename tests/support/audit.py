@@ -13,13 +13,14 @@ from ragjax.cache.pool import PagePool
 from ragjax.cache.tree import KnowledgeTree
 from ragjax.core import Run
 from ragjax.core.tiers import Tier
+from ragjax.engine import Engine
 
 
 class AuditError(Exception):
     """The cache's books do not add up; the message names the page, node or match."""
 
 
-def audit_engine(engine) -> None:
+def audit_engine(engine: Engine) -> None:
     """Audit in the engine's thread, leaks included."""
     engine._loop.call(lambda: audit_cache(engine._cache, engine._loop.holders()))
 

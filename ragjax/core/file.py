@@ -12,28 +12,18 @@ from pathlib import Path
 
 
 @contextmanager
-def atomic_path(target: Path) -> Iterator[Path]:
-    with _draft(target, f"{target.name}.{os.getpid()}.part") as part:
-        yield part
+def atomic_path(target: Path, *, durable: bool = False) -> Iterator[Path]:
+    """A file that becomes `target` at the end of the block.
 
-
-@contextmanager
-def durable_path(target: Path) -> Iterator[Path]:
-    """Like `atomic_path`, for a file that no other process writes: it is on the disk before it becomes `target`.
-
-    What a kill leaves has the same name each time, so that it is written over.
+    durable: no other process writes it, and it is on the disk before it becomes `target`. What a kill leaves has the
+    same name each time, so that it is written over.
     """
-    with _draft(target, f"{target.name}.part") as part:
-        yield part
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-
-
-@contextmanager
-def _draft(target: Path, name: str) -> Iterator[Path]:
-    part = target.with_name(name)
+    part = target.with_name(f"{target.name}.part" if durable else f"{target.name}.{os.getpid()}.part")
     try:
         yield part
+        if durable:
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)

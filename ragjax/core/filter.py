@@ -35,13 +35,9 @@ class Filter:
         there = self.key in attributes
         found = attributes.get(self.key, "")
         if self.kind in _ORDERS:
-            return there and any(_like(found, value) and _ORDERS[self.kind](found, value) for value in values)
-        equal = there and any(_like(found, value) and found == value for value in values)
+            return there and any(_kind(found) is _kind(value) and _ORDERS[self.kind](found, value) for value in values)
+        equal = there and any(_kind(found) is _kind(value) and found == value for value in values)
         return equal is (self.kind in ("eq", "in"))
-
-
-def _like(one: Scalar, other: Scalar) -> bool:
-    return _kind(one) is _kind(other)
 
 
 def _kind(value: Scalar) -> type:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+SHARED_FIELDS = ("address", "on", "error", "entries", "bytes")
+"""Of the shared tier, what the body of an inventory tells."""
+
 TEXT_CHARS = 80
 """Of a text that tells which KV is meant."""
 
@@ -58,10 +61,13 @@ class Served:
 @dataclass(frozen=True)
 class SharedTierState:
     address: str
-    on: bool  # whether its server answers
-    error: str | None  # why it does not
-    entries: int  # of the whole server
-    bytes: int  # likewise
+    on: bool  # whether it is used
+    error: str | None  # why it is not
+    entries: int  # of the whole server, as last heard
+    bytes: int
+    max_bytes: int = 0  # 0: it has no bound
+    counts: Mapping[str, int] = field(default_factory=dict)
+    dropped: Mapping[str, int] = field(default_factory=dict)  # entries that were not written, by reason
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ class Inventory:
         }
 
     def _sums(self) -> dict[str, Any]:
+        shared = self.shared
         return {
             "object": "cache",
             "policy": self.policy,
@@ -97,7 +104,7 @@ class Inventory:
             },
             "nodes": self.nodes,
             "whole": self.whole,
-            **({} if self.shared is None else {"shared": asdict(self.shared)}),
+            **({} if shared is None else {"shared": {name: getattr(shared, name) for name in SHARED_FIELDS}}),
         }
 
 

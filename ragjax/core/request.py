@@ -148,13 +148,11 @@ def _check(ok: bool, message: str, param: str) -> None:
 
 @dataclass(frozen=True)
 class Graph:
-    """Facts of a knowledge graph that a request uses.
+    """Facts of a knowledge graph that a request uses. name: of the graph (None: the engine's default).
 
-    name: of the graph; None uses the engine's default.
-    entities: whose facts; None: of those that the question names.
-    relation_paths: paths brought along, used instead of retrieval; each is entity, relation, entity, …
-    hops: triples of the longest path retrieved (None: 2). paths: most paths of an entity, those most similar to the
-        question (None: 30).
+    entities: whose facts (None: of those that the question names). relation_paths: paths brought along, used instead of
+    retrieval; each is entity, relation, entity, … hops: triples of the longest path retrieved (None: 2). paths: most
+    paths of an entity, those most similar to the question (None: 30).
     """
 
     name: str | None = None
@@ -182,19 +180,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Rag:
-    """Knowledge that a request uses, and the reuse of its KV.
+    """Knowledge that a request uses, and the reuse of its KV. None: the engine's default.
 
-    knowledge: name of the knowledge base; None uses the engine's default, if it has one.
-    top_k: chunks to retrieve; None uses the engine's default; 0 retrieves none.
-    strategy: name of the reuse strategy; None uses the engine's default.
-    documents: passages given with the request, used instead of retrieval: each an id of a document in
-        the knowledge base, or a Document.
-    recompute_ratio: share of the chunks' tokens, in [0, 1], that a selective strategy recomputes; None uses its own.
-    graph: facts, used instead of chunks.
-    compression: which of the prompt's tokens the answer sees; None uses the engine's default, "none" keeps all.
-    detail: hand back the tokens of the prompt in the answer.
-    sources: knowledge bases that are searched together, instead of `knowledge`; a document that several of them have is
-        found in the first. min_score: the least cosine similarity of a chunk.
+    top_k: chunks to retrieve. documents: passages used instead of retrieval: each an id of a document in the knowledge
+    base, or a Document. recompute_ratio: share of the chunks' tokens that a selective strategy recomputes. graph:
+    facts, used instead of chunks. compression: which of the prompt's tokens the answer sees; "none" keeps all. detail:
+    hand back the tokens of the prompt in the answer. sources: knowledge bases that are searched together, instead of
+    `knowledge`; a document that several of them have is found in the first. min_score: the least cosine similarity of a
+    chunk.
     """
 
     knowledge: str | None = None

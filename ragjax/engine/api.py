@@ -26,7 +26,6 @@ from ragjax.core import (
     Answer,
     ClosedError,
     Compression,
-    ConfigError,
     Divergence,
     Document,
     EngineOptions,
@@ -48,7 +47,6 @@ from ragjax.core import (
 )
 from ragjax.core.cancellation import Cancellation
 from ragjax.core.depprompt import DepPrompt, Positions
-from ragjax.core.registry import meant, strategy_named
 from ragjax.engine.build import Parts, build
 from ragjax.engine.compose import Composer
 from ragjax.engine.depkv import DepKV, Keeping, Resumed
@@ -62,7 +60,6 @@ from ragjax.engine.preprocessing import Preparing
 from ragjax.engine.replay import Replays
 from ragjax.engine.speculation import Pipeline
 from ragjax.engine.stats import Stats, passages_of, stats_of
-from ragjax.quality.contract import AUTO
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
 from ragjax.retrieval.triples import Alias, Triple
@@ -85,9 +82,6 @@ class Engine(Front):
     """
 
     def __init__(self, parts: Parts, options: EngineOptions):
-        if parts.contract.setting.strategy not in (AUTO, *parts.strategies):
-            name = parts.contract.setting.strategy
-            raise ConfigError(f"unknown strategy {name!r}; {meant(name, (AUTO, *parts.strategies))}")
         self.options = options
         self.model_name = parts.model_name
         self.context_length = parts.context_length
@@ -115,7 +109,8 @@ class Engine(Front):
         self._odds = Odds(self._guesses.odds)
         self._preparing: Preparing | None = None
         self._preparers = ThreadPoolExecutor(thread_name_prefix="ragjax-prepare")  # nothing else takes these threads
-        eos_ids = frozenset(parts.runner.config.eos_ids) | frozenset(parts.tokenizer.eos_ids)
+        config = parts.runner.config
+        eos_ids = frozenset(config.eos_ids) | frozenset(parts.tokenizer.eos_ids)
         self._opened.callback(parts.knowledge.close)
         self.knowledge: Knowledge = parts.knowledge
         self.limits = self._loop.limits
@@ -127,7 +122,7 @@ class Engine(Front):
             self._preparation = replays.preparation = Preparation(
                 self.composer,
                 parts.cache,
-                parts.vocabulary,
+                config.vocab_size + config.soft_tokens,
                 eos_ids,
                 Grammars(parts.tokenizer, eos_ids),
                 options.lookup,
@@ -388,12 +383,7 @@ class Engine(Front):
         self, prompt: Prompt, *, strategy: str, recompute_ratio: float | None = None, tenant: str = ""
     ) -> DepKV:
         """Compute a prompt by any strategy, and hold its KV until it is closed, for many continuations."""
-        inner = self._strategies.get(strategy_named(strategy))
-        if inner is None:
-            known = meant(strategy, self._strategies)
-            raise RequestError(f"unknown strategy {strategy!r}; {known}", param="strategy")
-        if recompute_ratio is not None and not inner.selective:
-            raise RequestError(f"the strategy {strategy} takes no recompute_ratio", param="recompute_ratio")
+        inner = self.composer.resolve(Rag(strategy=strategy, recompute_ratio=recompute_ratio)).strategy
         dressed, loop = inner.dress(prompt), self._loop
         found: list[DepKV] = []
 

@@ -70,7 +70,6 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 class Parts:
     model_name: str
     context_length: int  # most tokens of a prompt and its answer
-    vocabulary: int  # one past the highest id that the model reads
     tokenizer: Tokenizer
     contract: Contract
     strategies: Mapping[str, Strategy]
@@ -174,7 +173,6 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         knowledge=knowledge,
         model_name=local.name,
         context_length=context,
-        vocabulary=config.vocab_size + config.soft_tokens,
         runner=runner,
         tokenizer=tokenizer,
         cache=KnowledgeCache(

@@ -173,7 +173,7 @@ class Composer:
             raise RequestError("a graph needs messages", param="rag.graph")
         self._check_paths(asked.relation_paths or ())
         graph = None if asked.relation_paths is not None else self.graphs.get(asked.name)
-        strategy = self._resolve(replace(rag, strategy=self.strategy_of(rag))).strategy
+        strategy = self.resolve(replace(rag, strategy=self.strategy_of(rag))).strategy
         tokenizer = self.tokenizer.speaking(request.template)
         build = partial(
             chat.graph_prompt, tokenizer, request.messages, trees=strategy.name in DEPENDENCY,
@@ -199,19 +199,19 @@ class Composer:
 
     def choose(self, rag: Rag, made: Grounded) -> ServedBy:
         if made.strategy is not None:
-            return self._resolve(replace(rag, strategy=made.strategy))
+            return self.resolve(replace(rag, strategy=made.strategy))
         contract = self.contract
         if (contract.setting.strategy if rag.strategy is None else rag.strategy) != AUTO:
-            return self._resolve(rag)
+            return self.resolve(rag)
         if rag.recompute_ratio is not None:
             raise self._no_ratio(AUTO)
         reason = None if contract.faulted else contract.uncovered(made.prompt)
         setting = contract.pick if reason is None else contract.without_evidence(made.prompt)
-        chosen = self._resolve(replace(rag, strategy=setting.strategy))
+        chosen = self.resolve(replace(rag, strategy=setting.strategy))
         picked = reason is None or setting != PREFIX
         return replace(chosen, ratio=setting.ratio, picked=picked, notice=reason or None)
 
-    def _resolve(self, rag: Rag) -> ServedBy:
+    def resolve(self, rag: Rag) -> ServedBy:
         default = self.contract.setting
         strategy = self.strategies.get(default.strategy if rag.strategy is None else rag.strategy)
         if strategy is None:

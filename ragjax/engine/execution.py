@@ -72,7 +72,7 @@ class Execution:
                     if self._failed([state], error):
                         return
                     break
-                self._guarded(state, partial(self._step_on, moved=moved))
+                self._guarded(state, partial(self._go_on, moved=moved))
 
     def _copy(self, move: PendingMove | PendingCompaction) -> Results:
         if isinstance(move, PendingMove):
@@ -85,10 +85,6 @@ class Execution:
         if kept.number_L is not None:
             return {Measure.KEPT: kept.number_L.astype(np.float32)}
         return {}
-
-    def _step_on(self, state: RequestState, moved: Results) -> None:
-        state.advance(moved)
-        self._go_on(state)
 
     def launch(self, batch: Batch) -> None:
         assert self._flight is None
@@ -212,7 +208,7 @@ class Execution:
 
     def _advance(self, state: RequestState) -> None:
         if state.plan is None:
-            self._step_on(state, {})
+            self._go_on(state, {})
             return
         state.suspect = False  # it is past the place where a step failed
         if state.wants_scores:
@@ -225,7 +221,9 @@ class Execution:
             if not self._take(state, rows.chosen[i], rows.logits.get(i)):
                 break
 
-    def _go_on(self, state: RequestState) -> None:
+    def _go_on(self, state: RequestState, moved: Results | None = None) -> None:
+        if moved is not None:
+            state.advance(moved)
         if state.plan is not None:
             self._prompt_done(state)
         elif state.tells_early:
@@ -329,6 +327,11 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         generation.logprobs, scores = [*given], None
     cached = sum(report.reused for report in reports)
     waited_s = state.times.lacked_ms / 1e3
+    figures, lookup = {**plan.figures}, state.lookup
+    if state.times.pauses:
+        figures["pauses"] = float(state.times.pauses)
+    if lookup is not None and lookup.proposed:
+        figures["tokens_per_step"] = lookup.per_step
     return Answer(
         text=generation.text,
         finish_reason=generation.finish_reason,
@@ -354,7 +357,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         recompute_ratio=state.ratio,
         predicted=_predicted(state, plan, contract),
         scores=scores,
-        figures={**plan.figures, **_figures(state)},
+        figures=figures,
         facts=state.facts,
         sources=state.sources,
         compression=state.compression,
@@ -392,12 +395,3 @@ def _timings(state: RequestState) -> Timings:
         ttft=times.ttft_ms,
         total=(time.perf_counter() - times.arrival) * 1e3,
     )
-
-
-def _figures(state: RequestState) -> dict[str, float]:
-    found, lookup = {}, state.lookup
-    if state.times.pauses:
-        found["pauses"] = float(state.times.pauses)
-    if lookup is not None and lookup.proposed:
-        found["tokens_per_step"] = lookup.per_step
-    return found

@@ -9,15 +9,12 @@ from heapq import nlargest
 
 import numpy as np
 
-from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.hierarchy import HEAD, LeftNode
 from ragjax.cache.node import PUBLIC, Node
-from ragjax.core import Departure, Holding, Inventory, SharedTierState, StorageOptions
+from ragjax.core import Departure, Holding, Inventory, StorageOptions
 from ragjax.core.tiers import Tier
 from ragjax.engine.build import Parts
 from ragjax.engine.loop import Loop
-from ragjax.store.disk import DiskStore
-from ragjax.store.shared import Standing
 
 SEEN = 5_000
 """Nodes that one inventory walks over, at most: requests wait meanwhile."""
@@ -35,14 +32,17 @@ def inventory_of(loop: Loop, parts: Parts, storage: StorageOptions, tenant: str,
         largest = {node: sizes[node] for node in nlargest(most, sizes, key=sizes.__getitem__)}
         for node in largest:
             cache.on_disk(node)  # it may have left since
-        standing, sharing = None if shared is None else shared.standing(), None
-        if standing is not None:
-            sharing = SharedTierState(standing.address, standing.on, standing.error, standing.entries, standing.bytes)
+        standing = None if shared is None else shared.standing()
+        used = cache.used if tenant == PUBLIC else {}
+        if used and parts.disk is not None:
+            used[Tier.DISK.label] = parts.disk.stats().bytes / (storage.disk_gb * 2**30)
+        if standing is not None and standing.max_bytes:
+            used[Tier.REMOTE.label] = standing.bytes / standing.max_bytes
         made = Inventory(
             policy=storage.policy,
             tokens={tier.label: cache.tree.held[tier][tenant] for tier in (Tier.DEVICE, Tier.HOST)},
-            used=_used(cache, parts.disk, standing, storage) if tenant == PUBLIC else {},
-            shared=sharing,
+            used=used,
+            shared=standing,
             nodes=len(sizes),
             holdings=tuple(_holding(node, largest) for node in largest),
             whole=whole,
@@ -86,8 +86,8 @@ def _holding(node: Node, shown: Mapping[Node, int]) -> Holding:
     on_device = node.run is not None and not node.loading
     places = ((Tier.DEVICE, on_device), (Tier.HOST, node.host is not None), (Tier.DISK, node.shelved))
     return Holding(
-        id=_id(node),
-        parent=_id(parent) if parent is not None and parent in shown else None,
+        id=node.key.hex()[:ID_CHARS],
+        parent=parent.key.hex()[:ID_CHARS] if parent is not None and parent in shown else None,
         tokens=len(node),
         below=shown[node],
         tiers=tuple(tier.label for tier, there in places if there),
@@ -97,18 +97,3 @@ def _holding(node: Node, shown: Mapping[Node, int]) -> Holding:
         method=node.method,
         text="",
     )
-
-
-def _id(node: Node) -> str:
-    return node.key.hex()[:ID_CHARS]
-
-
-def _used(
-    cache: KnowledgeCache, disk: DiskStore | None, shared: Standing | None, storage: StorageOptions
-) -> dict[str, float]:
-    used = cache.used
-    if disk is not None:
-        used[Tier.DISK.label] = disk.stats().bytes / (storage.disk_gb * 2**30)
-    if shared is not None and shared.max_bytes:
-        used[Tier.REMOTE.label] = shared.bytes / shared.max_bytes
-    return used

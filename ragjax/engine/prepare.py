@@ -166,28 +166,24 @@ class Preparation:
             compaction.check(chosen, strategy)
         return chosen
 
-    # ----------------------------------------------------------------------------------------- tokens
-
     def _check_tokens(self, prompt: Prompt, request: Request) -> None:
         """Refuse ids that the model has no embedding of: they would give NaN, or what another token gives."""
-        if any(np.ndim(segment.tokens) != 1 for segment in prompt.segments):
-            raise _wrong_tokens("give the tokens of each segment of the prompt as one row, an array [n]", "prompt")
-        self._check_ids(prompt.tokens, "prompt")
-        if request.continuation is None:
-            return
-        if np.ndim(request.continuation) != 1:
-            raise _wrong_tokens("give the tokens of the continuation as one row, an array [n]", "continuation")
-        self._check_ids(np.asarray(request.continuation), "continuation")
-
-    def _check_ids(self, tokens: Tokens, param: str) -> None:
-        if not len(tokens):
-            return
-        if not np.issubdtype(tokens.dtype, np.integer):
-            raise _wrong_tokens(f"the tokens of the {param} must be whole numbers, not {tokens.dtype}", param)
-        unknown = next((end for end in (tokens.min(), tokens.max()) if not 0 <= end < self.vocabulary), None)
-        if unknown is not None:
-            known = f"its highest is {self.vocabulary - 1}"
-            raise _wrong_tokens(f"the model has no token {unknown}, which is in the {param}; {known}", param)
+        given = [("prompt", segment.tokens) for segment in prompt.segments]
+        if request.continuation is not None:
+            given.append(("continuation", request.continuation))
+        for param, tokens in ((param, np.asarray(tokens)) for param, tokens in given):
+            wrong = None
+            if tokens.ndim != 1:
+                wrong = f"give the tokens of the {param} as one row, an array [n]"
+            elif len(tokens) and not np.issubdtype(tokens.dtype, np.integer):
+                wrong = f"the tokens of the {param} must be whole numbers, not {tokens.dtype}"
+            else:
+                unknown = tokens[(tokens < 0) | (tokens >= self.vocabulary)]
+                if len(unknown):
+                    known = f"its highest is {self.vocabulary - 1}"
+                    wrong = f"the model has no token {unknown[0]}, which is in the {param}; {known}"
+            if wrong is not None:
+                raise RequestError(wrong, param=param, code="invalid_value")
 
     # ---------------------------------------------------------------------------------------- lengths
 
@@ -220,7 +216,3 @@ class Preparation:
                 "than attention can read at a time. Give or retrieve fewer passages, or lower max_tokens",
                 param,
             )
-
-
-def _wrong_tokens(message: str, param: str) -> RequestError:
-    return RequestError(message, param=param, code="invalid_value")

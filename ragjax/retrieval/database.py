@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from ragjax.core import ConfigError, DamageError, DiskFullError
-from ragjax.core.file import durable_path
+from ragjax.core.file import atomic_path
 
 T = TypeVar("T")
 
@@ -198,5 +198,5 @@ def _file_digests(folder: Path) -> dict[str, str]:
 
 def _write_seal(folder: Path, state: str, digests: Mapping[str, str]) -> None:
     body = "\n".join([state, *(f"{name} {digest}" for name, digest in digests.items())])
-    with durable_path(folder / _SEAL) as part:
+    with atomic_path(folder / _SEAL, durable=True) as part:
         part.write_text(f"{body}\n{hashlib.blake2b(body.encode(), digest_size=16).hexdigest()}", encoding="ascii")

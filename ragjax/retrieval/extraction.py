@@ -23,7 +23,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ragjax.core import Chunk, ConfigError, RagjaxError, is_unicode
-from ragjax.core.file import durable_path
+from ragjax.core.file import atomic_path
 from ragjax.retrieval.endpoint import SHOWN, Endpoint
 from ragjax.retrieval.triples import Triple, forward
 
@@ -155,7 +155,7 @@ def _drop_superseded(out: Path, digests: Mapping[str, str]) -> None:
     ]
     if len(kept) == len(lines):
         return
-    with durable_path(out) as part:
+    with atomic_path(out, durable=True) as part:
         part.write_bytes(b"".join(kept))
 
 

@@ -25,7 +25,7 @@ from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
 
 from ragjax.core import INDEXES, ConfigError
-from ragjax.core.file import durable_path
+from ragjax.core.file import atomic_path
 from ragjax.core.registry import meant, name_of, settings_of
 
 Ids = NDArray[np.int64]
@@ -180,7 +180,7 @@ class VectorIndex:
             blob = faiss.serialize_index(self._faiss)
             dead = np.array(sorted(self._dead), np.int64)
             trained_on = self._trained_on
-        with durable_path(path) as part, part.open("wb") as file:
+        with atomic_path(path, durable=True) as part, part.open("wb") as file:
             np.savez(file, kind=np.array(self.text), blob=blob, dead=dead, trained_on=np.array(trained_on))
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from numpy.typing import NDArray
 
-from ragjax.core import AtRest, ConfigError
+from ragjax.core import AtRest, ConfigError, SharedTierState
 from ragjax.core.tiers import Record, first_of
 from ragjax.store import entry
 from ragjax.store.disk import DiskStore, Missing, WriteError
@@ -27,18 +27,6 @@ CLOSING = 3.0
 
 LARGEST = 500 * 2**20
 """Bytes of an entry, at most; Redis takes 512 MiB in a value."""
-
-
-@dataclass(frozen=True)
-class Standing:
-    address: str
-    on: bool  # whether it is used
-    error: str | None  # why it is not
-    entries: int  # of the whole server, as last heard
-    bytes: int
-    max_bytes: int  # 0: it has no bound
-    counts: Mapping[str, int]
-    dropped: Mapping[str, int]  # entries that were not written, by reason
 
 
 class SharedTier:
@@ -118,11 +106,11 @@ class SharedTier:
         else:
             yield from self._fetch(key, count, expected)
 
-    def standing(self) -> Standing:
+    def standing(self) -> SharedTierState:
         room, on = self._directory.room, self._directory.is_on()
         counts, dropped = self._link.counts()
         counts = {**counts, "evicted": room.evicted}
-        return Standing(
+        return SharedTierState(
             self._remote.address, on, self._link.error, room.entries, room.bytes, room.max_bytes, counts, dropped
         )
 

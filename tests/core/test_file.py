@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ragjax.core.file import atomic_path, durable_path
+from ragjax.core.file import atomic_path
 
-WAYS = [atomic_path, durable_path]
+WAYS = [atomic_path]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -43,7 +43,7 @@ def test_a_durable_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, mo
     target = tmp_path / "notes"
     there = list[bool]()
     monkeypatch.setattr("os.fsync", lambda _: there.append(target.exists()))
-    with durable_path(target) as part:
+    with atomic_path(target, durable=True) as part:
         part.write_text("new")
     assert there == [False] and target.read_text() == "new"
 
@@ -52,8 +52,8 @@ def test_the_draft_that_a_kill_leaves_is_written_over(tmp_path: Path, monkeypatc
     target = tmp_path / "notes"
     with monkeypatch.context() as patch:
         patch.setattr("os.getpid", lambda: 1)
-        with durable_path(target) as first:
+        with atomic_path(target, durable=True) as first:
             first.write_text("new")
-    with durable_path(target) as second:
+    with atomic_path(target, durable=True) as second:
         assert second == first
         second.write_text("newer")

@@ -234,7 +234,6 @@ def engine(
     parts = Parts(
         model_name="tiny",
         context_length=CONFIG.context_length,
-        vocabulary=made.config.vocab_size + made.config.soft_tokens,
         runner=made,
         tokenizer=tokenizer,
         cache=KnowledgeCache(b"tiny", PagePool(pages, PAGE), make_policy(policy, profile), storage, keep=keep),

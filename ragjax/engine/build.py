@@ -17,16 +17,7 @@ from ragjax.cache.hierarchy import Storage
 from ragjax.cache.policy.base import make_policy
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
-from ragjax.core import (
-    NO_VARIANTS,
-    Compression,
-    ConfigError,
-    CraftVariants,
-    EngineOptions,
-    Grid,
-    RequestError,
-    StorageOptions,
-)
+from ragjax.core import Compression, ConfigError, CraftVariants, EngineOptions, Grid, RequestError, StorageOptions
 from ragjax.core.compression import BY_LAYER
 from ragjax.core.registry import meant, name_of
 from ragjax.engine.knowledge import Knowledge
@@ -102,10 +93,11 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     dtype = numbers.dtype
     _check_fallbacks(options, all_strategies() if strategies is None else strategies)
     local = resolve(options.model)
-    chosen = dict(strategies_of(local) if strategies is None else strategies)
+    craft = CraftVariants.parse(options.craft_variants)
+    chosen = dict(strategies_of(local, craft) if strategies is None else strategies)
     _setting(options, chosen)  # a wrong name should not cost loading the weights
     Budget.parse(options.quality_budget)
-    make_policy(storage.policy, FLAT)  # a wrong name should not cost loading the weights
+    policy = make_policy(storage.policy, FLAT)  # likewise
     make_order(options.order)
     IndexShape.parse(options.index)
     tokenizer = Tokenizer.load(local.path)
@@ -118,8 +110,6 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     numbers_kept = dtype if options.weights == "stored" else f"{dtype} of {options.weights}"
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, numbers_kept)
     kept_as = identity if decoder.kernels is None else hashlib.sha256(identity + decoder.kernels.encode()).digest()
-    if strategies is None:
-        chosen = strategies_of(local, CraftVariants.parse(options.craft_variants))
     contract = contract_of(options, chosen, local.name, identity, dtype)
     compression = compression_of(options, [chosen[name] for name in contract.strategies])
     disk = _disk(storage, kept_as, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
@@ -162,9 +152,8 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
             elif tuning is not None:
                 *_, measured = tuning
                 step_budget, tuning = measured or step_budget, None
-        # of all policies only pgdsf asks for prefill times of this device
-        profile = measured_profile(runner, step_budget.keys) if name_of(storage.policy) == "pgdsf" else FLAT
-        policy = make_policy(storage.policy, profile)
+        if name_of(storage.policy) == "pgdsf":  # the others ask for no prefill times of this device
+            policy = make_policy(storage.policy, measured_profile(runner, step_budget.keys))
     transfer = KVTransfer(runner, storage.at_rest, disk=shared or disk)
     quotas = {tenant: int(gigabytes * 2**30) for tenant, gigabytes in storage.quotas.items()}
     disk_bytes = 0 if disk is None else int(storage.disk_gb * 2**30)
@@ -191,7 +180,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     )
 
 
-def strategies_of(local: LocalModel, craft: CraftVariants = NO_VARIANTS) -> dict[str, Strategy]:
+def strategies_of(local: LocalModel, craft: CraftVariants) -> dict[str, Strategy]:
     return all_strategies(wrapper=wrapper_of(local), blocks=reads_blocks(local), craft=craft)
 
 

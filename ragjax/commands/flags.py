@@ -11,7 +11,6 @@ parser.add_fields(Options)  # --port
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
@@ -208,24 +207,3 @@ def size_text(number: int) -> str:
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(max(number, 1).bit_length() - 1, 49) // 10
     return f"{number / 1024**power:.3g} {units[power]}"
-
-
-def markdown(parser: Parser) -> str:
-    """The flags of a parser as tables, a section each (docs/flags.md)."""
-    found: list[str] = []
-    for group in parser._action_groups:
-        rows = [action for action in group._group_actions if action.dest != "help"]
-        if not rows:
-            continue
-        found += ["", f"## {group.title}", "", "| flag | default | |", "|---|---|---|"]
-        for action in rows:
-            text = (action.help or "").replace(" (%(default)s)", "").replace("(%(default)s; ", "(")
-            text = re.sub(r"docs/(\w+)\.md", r"[\1.md](\1.md)", text).replace("|", "\\|")
-            if action.choices:
-                text += ": " + ", ".join(f"`{one}`" for one in action.choices)
-            default = action.default
-            shown = "off" if isinstance(default, bool) else f"{default:g}" if isinstance(default, float) else default
-            if default is None or default == []:
-                shown = ""
-            found.append(f"| `{action.option_strings[0]}` | {shown} | {text} |")
-    return "\n".join(found) + "\n"

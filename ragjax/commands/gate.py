@@ -18,7 +18,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from ragjax.commands.flags import DEMO, Parser, add_engine_flags, engine_options, error_line, integer, knowledge
+from ragjax.commands.flags import DEMO, Parser, add_engine_flags, engine_options, exit_code, integer, knowledge
 from ragjax.core import (
     Answer,
     ConfigError,
@@ -243,17 +242,16 @@ def digest(questions: Sequence[Question]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return exit_code("ragjax gate", lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    options = _options(argv)
     try:
-        options = _options(argv)
         report = _measured(options)
     except BrokenCache as error:
         print(f"ragjax gate: THE CACHE IS BROKEN: {error}", file=sys.stderr)
         return 1
-    except RagjaxError as error:
-        print(error_line("ragjax gate", error), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
     chosen = report.cheapest(options.budget)
     for line in _table(report, options.budget, chosen):
         print(line)
@@ -265,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measured(options: argparse.Namespace) -> Report:
     known = strategies(wrapper=Wrapper.of(0, 1, 1))
-    settings = settings_of(known, options.strategies, options.ratios)
+    settings = settings_of(known, options.strategies)
     storage = StorageOptions(host_gb=HOST_GB)  # for KV, fused and isolated, that the device has no room for
     with Engine.load(engine_options(options), knowledge=knowledge(options.knowledge), storage=storage) as engine:
         settings = _known(engine, settings, options.strategies is not None)
@@ -331,13 +329,11 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--knowledge", metavar="PATH", help="documents of your own (default: the packaged ones)")
     flag("--questions", type=Path, metavar="FILE", help="questions on them, JSONL of question and answers")
     flag("--strategies", type=_names, help="measure these alone, with commas between (default: all)")
-    flag("--ratios", type=_ratios, help="recompute ratios of selective strategies (0,0.05,0.15,0.3)")
     flag("--limit", type=integer(LEAST), help="questions (default: all)")
     flag("--json", type=Path, metavar="FILE", help="write the report and the choice there, too")
     options = parser.parse_args(argv)
     if not options.top_k:
         raise ConfigError("--top-k must be at least 1: chunks are what the strategies differ in")
-    options.ratios = options.ratios or RATIOS
     if (options.knowledge is None) != (options.questions is None):
         raise ConfigError("give --knowledge and --questions together")
     options.knowledge, options.questions = options.knowledge or "demo", options.questions or BUNDLED
@@ -349,11 +345,3 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-
-
-def _ratios(text: str) -> tuple[float, ...]:
-    with suppress(ValueError):
-        ratios = tuple(dict.fromkeys(float(part) for part in text.split(",")))
-        if all(0.0 <= ratio <= 1.0 for ratio in ratios):
-            return ratios
-    raise argparse.ArgumentTypeError(f"must be numbers from 0 to 1 with commas between, not {text!r}")

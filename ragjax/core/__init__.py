@@ -9,7 +9,6 @@ from ragjax.core.errors import (
     ClosedError,
     ConfigError,
     DamageError,
-    DeadlineError,
     DeviceFullError,
     DiskFullError,
     EndpointError,

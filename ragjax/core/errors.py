@@ -36,10 +36,6 @@ class OverloadError(RagjaxError):
         self.retry_after = retry_after
 
 
-class DeadlineError(RagjaxError):
-    """A request made no progress for as long as the server allows."""
-
-
 class ClosedError(RagjaxError):
     """The engine was closed: nothing is served any more."""
 

@@ -215,16 +215,11 @@ class EngineOptions:
     tensor_parallel: Annotated[AtLeastOne, Flag(LOAD, "devices that share out the model (docs/scale.md)")] = 1
     max_queue: Annotated[Count, Flag(LOAD, "requests that may wait; more get 429 (docs/serving.md)")] = 64
     max_running: Annotated[Count, Flag(LOAD, "requests that run at a time; 0: as many as have room")] = 0
-    request_timeout: Annotated[
-        FromZero, Flag(LOAD, "seconds without progress until a request is begun again, then 504; 0: no limit")
-    ] = 0.0
     order: Annotated[
         str, Flag(LOAD, "which waiting request starts next: fcfs, ratio or ratio:window=N (docs/serving.md)")
     ] = "fcfs"
     step_tokens: Count = 0  # rows of a step while requests decode, prefill and decoding together; 0: measured at start
-    lookup: Annotated[
-        int, Ge(0), Le(MOST_LOOKUP), Flag(LOAD, "tokens that prompt lookup proposes a step; 0: none (docs/serving.md)")
-    ] = 6
+    lookup: Annotated[int, Ge(0), Le(MOST_LOOKUP)] = MOST_LOOKUP  # tokens that prompt lookup proposes a step; 0: none
     compression: Annotated[
         str | None,
         Flag(

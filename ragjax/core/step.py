@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core.errors import RequestError
 from ragjax.core.passes import LayerTable, Measure, Run, Span
+from ragjax.core.prompt import NEVER
 
 PREFILL_ROWS = 8
 """Least rows of a block that prefills: smaller blocks decode."""
@@ -159,7 +160,7 @@ class Residual(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self) -> NDArray[np.float32]: ...
+    def __array__(self, dtype: np.dtype[Any] | None = None) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,28 @@ class Step:
     residual_TE: NDArray[np.float32] | Residual | None = None
     measure: StepMeasure | None = None
     by_layer: LayerTable | None = None  # pages of the entries in each layer, where they are not the same in all
+
+
+STEP_ARRAYS = (
+    *("token_T", "index_T", "position_T", "request_T", "slot_T"),
+    *("page_S", "offset_S", "request_S", "index_SC", "hide_from_SC", "hide_until_SC"),
+    "sharer_O",
+)
+"""The arrays of a `Step` that every step has."""
+
+UNUSED = {
+    **dict.fromkeys(("index_T", "request_T", "request_S", "sharer_O", "segment_T", "segment_SC", "stale_T"), -1),
+    "index_SC": int(NEVER),
+}
+"""What arrays of a step and of its measure hold for rows of padding and unused entries, where it is not 0."""
+
+
+def padding(
+    names: Iterable[str], rows: int, entries: int, page_size: int, places: int = 0
+) -> dict[str, NDArray[np.int32]]:
+    """Arrays of a step, by name, that holds no row of a request and no key."""
+    sizes = {"T": (rows,), "S": (entries,), "SC": (entries, page_size), "O": (places,)}
+    return {name: np.full(sizes[name.rsplit("_", 1)[1]], UNUSED.get(name, 0), np.int32) for name in names}
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         )
     _check_names(strategies)
     storage = options.storage
-    numbers = precision(options.dtype, platform(), cpu_features(), widening_pays)
-    dtype = numbers.dtype
+    dtype, widen = precision(options.dtype, platform(), cpu_features(), widening_pays)
     _check_fallbacks(options, all_strategies() if strategies is None else strategies)
     local = resolve(options.model)
     craft = CraftVariants.parse(options.craft_variants)
@@ -121,7 +120,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     page = page_bytes(config, DTYPE_BYTES[dtype], copies)
     pages = pool_pages(page, options.device_cache_gb, context)
     grid = _grid(config, context, platform(), copies)
-    _log.info("weights and KV are %s", numbers)
+    _log.info("weights and KV are %s%s", dtype, ", products of many rows in float32" if widen else "")
     whole = compression is not None and compression.method in BY_LAYER
     with _room_for_weights():
         runner = Runner(
@@ -131,7 +130,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
             context=context,
             grid=grid,
             mesh=mesh,
-            widen=numbers.widen,
+            widen=widen,
             whole=whole,
             executables=Executables(cache_dir() / "executables"),
             # XLA copies matrices out of a stack, but not packed ones; without a stack a program of one layer is small

@@ -125,10 +125,9 @@ class Execution:
         self.requests.counters.steps += 1
         self.scheduler.preload.note(batch, elapsed)
         for state in batch.states:
-            state.times.progress = flight.began + elapsed
             state.times.stop_waiting(flight.began)  # for a stage; if it waits for the next one, that is noted later
             state.times.compute_ms += elapsed * 1e3
-        for state in batch.deliver(logits, measured, flight.outcome.residual, chosen):
+        for state in batch.deliver(logits, measured, flight.outcome.x_TE, chosen):
             self._guarded(state, self._advance)
         return True
 

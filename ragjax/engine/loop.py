@@ -14,17 +14,16 @@ from functools import partial
 from typing import TypeVar
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import ClosedError, DeadlineError, EngineOptions, RequestError, StepLimits
+from ragjax.core import ClosedError, EngineOptions, RequestError, StepLimits
 from ragjax.engine.build import Parts
 from ragjax.engine.depkv import KeptKV
 from ragjax.engine.execution import Execution
 from ragjax.engine.provision import Provision
 from ragjax.engine.replay import Replays
-from ragjax.runner.runner import Runner
 from ragjax.schedule.admission import Admission, Allocations
 from ragjax.schedule.order import make_order
 from ragjax.schedule.pause import Pauses
-from ragjax.schedule.requests import RESTARTS, Requests, age
+from ragjax.schedule.requests import Requests
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
 
@@ -58,7 +57,7 @@ class Loop:
         self._admission = Admission(self.requests, cache, allocations, max_running=options.max_running)
         self._pauses = Pauses(self.requests, cache, allocations, runner)
         self._execution = Execution(self.requests, runner, cache, self._scheduler, parts.contract, self.kept)
-        self._watch = Watch(self.requests, cache, runner, options.storage.load_timeout, options.request_timeout)
+        self._watch = Watch(self.requests, cache, options.storage.load_timeout)
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # over _closed and _inbox: nothing is put in after the end
         self._closed = False
@@ -289,25 +288,15 @@ class Loop:
 
 @dataclass(eq=False)
 class Watch:
-    """Looks after requests that wait too long: for KV that is loaded, or for any progress."""
+    """Looks after requests that wait too long for KV that is loaded."""
 
     requests: Requests
     cache: KnowledgeCache
-    runner: Runner
     load_timeout: float
-    request_timeout: float
     _stalled: float | None = None  # since when requests wait, none runs, and loads are under way
-    _waited_s: float = 0.0  # compilation time since the start, at the last look
 
     def look(self) -> None:
         self._check_loads(time.perf_counter())
-        if self.request_timeout:
-            # compilation time is excluded from the time without progress
-            waited_s = self.runner.waited_s
-            lost, self._waited_s = waited_s - self._waited_s, waited_s
-            for state in self.requests.live if lost else ():
-                state.times.progress += lost
-            self._check_progress(time.perf_counter())
         self._check_stall(time.perf_counter())
 
     def _check_loads(self, now: float) -> None:
@@ -343,30 +332,6 @@ class Watch:
         elif now - self._stalled > self.load_timeout and self.cache.give_up():
             self._stalled = None
             requests.blocked = False
-
-    def _check_progress(self, now: float) -> None:
-        """Look for requests without progress: none of their rows was computed, or they wait to be started."""
-        waiting = (state for state in self.requests.live if state.times.lacks_since is None)
-        asked = [state for state in waiting if not state.background and not state.speculative]
-        late = [state for state in asked if now - state.times.progress > self.request_timeout]
-        timeouts = self.requests.counters.request_timeouts
-        for state in sorted(late, key=age, reverse=True):
-            if state.running and not state.overdue and state.restarts < RESTARTS:
-                state.overdue, state.times.progress = True, now
-                timeouts["restarted"] += 1
-                notice = f"no progress for {self.request_timeout:g} s; the request was computed again"
-                self.requests.restart(state, notice)
-            else:
-                timeouts["ended"] += 1
-                self.requests.fail(state, self._deadline(state))
-
-    def _deadline(self, state: RequestState) -> DeadlineError:
-        waited = "while others had its pages" if state.paused is not None else "while it waited to be started"
-        where = "since it was started again" if state.overdue else waited
-        return DeadlineError(
-            f"the request made no progress for {self.request_timeout:g} s {where}: send fewer requests at a time, "
-            "try again later, or raise --request-timeout"
-        )
 
 
 def _own_thread() -> RequestError:

@@ -15,8 +15,8 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from ragjax.core import ConfigError, Divergence, Prompt
 from ragjax.quality.evidence import LIVE, NEEDED, LiveEvidence, ShadowTrial
@@ -52,10 +52,7 @@ WATCH = 0.05
 """Share of the requests with an approximate setting of `auto` that are replayed, whatever the shadow rate."""
 
 
-class Verdict(StrEnum):
-    KEEP = "keep"
-    RAISE = "raise"
-    EXACT = "exact"
+Verdict = Literal["keep", "raise", "exact"]
 
 
 class Monitor:
@@ -79,18 +76,18 @@ class Monitor:
     def add(self, setting: Setting, seen: Divergence) -> Verdict:
         """Take in a sample; those of other settings than the current one tell nothing."""
         if setting != self.setting or self._rung == len(self.ladder) - 1:
-            return Verdict.KEEP
+            return "keep"
         self._seen.append(seen)
         if len(self._seen) < LEAST:
-            return Verdict.KEEP
+            return "keep"
         kl_lo, kl_hi = bounds([one.kl for one in self._seen])
         top1_lo, _ = bounds([one.top1 for one in self._seen])
         if self._budget.holds(kl_hi, top1_lo):
-            return Verdict.KEEP
+            return "keep"
         far = self._budget.kl is not None and kl_lo > FAR * self._budget.kl
         self._rung = len(self.ladder) - 1 if far else self._rung + 1
         self._seen.clear()
-        return Verdict.EXACT if self._rung == len(self.ladder) - 1 else Verdict.RAISE
+        return "exact" if self._rung == len(self.ladder) - 1 else "raise"
 
 
 class Contract:
@@ -245,9 +242,9 @@ class Contract:
     def _climb(self, setting: Setting, seen: Divergence) -> None:
         monitor = self._talks if setting == MOVED else self._monitor
         before, verdict = monitor.setting, monitor.add(setting, seen)
-        if verdict is Verdict.KEEP:
+        if verdict == "keep":
             return
-        self._escalations[str(verdict)] += 1
+        self._escalations[verdict] += 1
         after = monitor.setting
         raised = before.strategy == after.strategy and (before.ratio or 0.0) < (after.ratio or 0.0)
         how = "the recompute ratio was raised: " if raised else ""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ragjax.compress import SCORERS, Evidence
 from ragjax.compress.base import Score
-from ragjax.compress.choose import Quota, choose, quota
+from ragjax.compress.choose import choose, quota
 from ragjax.core import Compression
 from ragjax.core.compression import BY_LAYER
 from ragjax.kernels.pages import Pages, as_units, from_storage, to_storage
@@ -52,7 +52,7 @@ def arrays_of(
     numbers = quota(compression, SCORERS[compression.method], layers, len(source_N))
     nowhere = OUTSIDE + np.arange(compression.program.budget - len(target_B), dtype=np.int32)
     target = {"target_B": np.concatenate([target_B, nowhere])}
-    return {**prompt_arrays(source_N, offset_N), **target, **_numbers(numbers)}
+    return {**prompt_arrays(source_N, offset_N), **target, **numbers._asdict()}
 
 
 def prompt_arrays(source_N: NDArray[np.int32], offset_N: NDArray[np.int32]) -> Mapping[str, NDArray[np.int32]]:
@@ -64,18 +64,6 @@ def prompt_arrays(source_N: NDArray[np.int32], offset_N: NDArray[np.int32]) -> M
         "offset_N": np.pad(offset_N, spare),
         "count": np.array(count, np.int32),
     }
-
-
-def unit_arrays(
-    numbers: Quota, unit_LU: NDArray[np.int32], tokens: int, page_size: int
-) -> Mapping[str, NDArray[np.int32]]:
-    """Where kept tokens go if layers keep other numbers: the units of each layer's pages (`kernels.pages.as_units`)."""
-    room = -(-tokens // page_size) - unit_LU.shape[1]
-    return {"unit_LU": np.pad(unit_LU, ((0, 0), (0, room))), **_numbers(numbers)}
-
-
-def _numbers(numbers: Quota) -> Mapping[str, NDArray[np.int32]]:
-    return numbers._asdict()
 
 
 def shapes_of(compression: Compression, layers: int, tokens: int, page_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:

@@ -10,7 +10,6 @@ import sys
 import timeit
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -70,19 +69,8 @@ def is_full(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in told and "Shared memory" not in told
 
 
-@dataclass(frozen=True)
-class Precision:
-    """dtype: of weights and KV, "bfloat16" or "float32". widen: products of many rows read bfloat16 as float32."""
-
-    dtype: str
-    widen: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.dtype}, products of many rows in float32" if self.widen else self.dtype
-
-
-def precision(dtype: str, platform: str, features: Set[str], widening_pays: Callable[[], bool]) -> Precision:
-    """Resolve a dtype option for a device.
+def precision(dtype: str, platform: str, features: Set[str], widening_pays: Callable[[], bool]) -> tuple[str, bool]:
+    """Resolve a dtype option for a device: the dtype of weights and KV, and if products of many rows read float32.
 
     "auto" is bfloat16 for weights and KV. On a CPU that cannot multiply bfloat16 it also widens products of many rows,
     if they are faster in float32 there; few rows wait for memory, and bfloat16 is half as much of it. widening_pays:
@@ -91,8 +79,8 @@ def precision(dtype: str, platform: str, features: Set[str], widening_pays: Call
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
     if dtype != "auto":
-        return Precision(dtype)
-    return Precision("bfloat16", widen=platform == "cpu" and not features & BFLOAT16_FEATURES and widening_pays())
+        return dtype, False
+    return "bfloat16", platform == "cpu" and not features & BFLOAT16_FEATURES and widening_pays()
 
 
 def packs(devices: int, dtype: str) -> bool:

@@ -36,17 +36,13 @@ class DevicePool:
         self._create = create
         self._programs = programs
         self._rotation = rotation
-        self._pools = self._create_pools(arrays)
+        size = arrays * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(create))) / 2**30
+        with room_for(f"a cache of {size:.3g} GB beside the weights", "lower --device-cache-gb"):
+            self._pools = [self._new() for _ in range(arrays)]
         keys = self._pools[0].k_LPKCD
         self.reach, self._pages, _, self.page_size, _ = keys.shape
         self._depth = self.reach * arrays // stages
         self._dtype, self._pool_sharding = keys.dtype, keys.sharding
-
-    def _create_pools(self, number: int) -> list[Pages]:
-        arrays = jax.tree.leaves(jax.eval_shape(self._create))
-        size = number * sum(x.size * x.dtype.itemsize for x in arrays) / 2**30
-        with room_for(f"a cache of {size:.3g} GB beside the weights", "lower --device-cache-gb"):
-            return [self._new() for _ in range(number)]
 
     def _new(self) -> Pages:
         """One pair of arrays; waits until it is there, so that no two are touched at a time."""

@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from ragjax.core import NEVER, Compression, Grid, Measure, RowShape
+from ragjax.core import Compression, Grid, Measure, RowShape
 from ragjax.core.compression import BY_MASS, BY_QUERIES
+from ragjax.core.step import STEP_ARRAYS, padding
 from ragjax.kernels import sampling
 from ragjax.kernels.attention.op import Choice, choose, register_kernel
 from ragjax.kernels.device import Device
@@ -29,7 +30,7 @@ from ragjax.models.config import ModelConfig
 from ragjax.models.executables import Executables, key_of
 from ragjax.runner import compaction, stages
 from ragjax.runner.mesh import POOL
-from ragjax.runner.stages import LAYER_ARRAYS, STEP_ARRAYS, Spec, StagePlace
+from ragjax.runner.stages import LAYER_ARRAYS, Spec, StagePlace
 from ragjax.runner.weights import Weights
 from ragjax.store import device as page_store
 
@@ -165,11 +166,7 @@ class Programs:
         return name in self.compiled or name in self.faults
 
     def padding(self, names: Collection[str], rows: int, entries: int) -> dict[str, NDArray[np.int32]]:
-        """Arrays of a step, by name, that holds no row of a request and no key."""
-        none = dict.fromkeys(("index_T", "request_S", "sharer_O", "segment_SC", "segment_T", "stale_T"), -1)
-        fill = {**none, "index_SC": int(NEVER)}
-        shapes = self._shapes(names, rows, entries)
-        return {name: np.full(shape.shape, fill.get(name, 0), np.int32) for name, shape in shapes.items()}
+        return padding(names, rows, entries, self._pool.page_size, self._grid.sharing(rows)[0])
 
     def choices(self, rows: int, entries: int) -> tuple[Choice, ...]:
         """For each part of a step, and for shared keys, the backend of attention and those that refused it."""
@@ -359,9 +356,7 @@ class Programs:
         return placed
 
     def _shapes(self, names: Collection[str], rows: int, entries: int) -> dict[str, jax.ShapeDtypeStruct]:
-        places, _ = self._grid.sharing(rows)
-        sizes = {"T": (rows,), "S": (entries,), "SC": (entries, self._pool.page_size), "O": (places,)}
-        return {name: jax.ShapeDtypeStruct(sizes[name.rsplit("_", 1)[1]], jnp.int32) for name in names}
+        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in self.padding(names, rows, entries).items()}
 
     def _replicated(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere), tree)

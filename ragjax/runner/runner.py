@@ -27,7 +27,8 @@ from ragjax.compress import SCORERS
 from ragjax.compress.choose import quota
 from ragjax.core import Compression, DeviceFullError, Draw, Grid, Measure, Residual, RowShape, Step, StepMeasure
 from ragjax.core.compression import BY_LAYER
-from ragjax.core.passes import LayerLayout, LayerTable
+from ragjax.core.passes import LayerLayout
+from ragjax.core.step import STEP_ARRAYS
 from ragjax.kernels.attention.op import Choice
 from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.view import check_values
@@ -39,7 +40,7 @@ from ragjax.runner.mesh import POOL, mesh_of
 from ragjax.runner.pool import DevicePool
 from ragjax.runner.programs import Name, Programs
 from ragjax.runner.sampling import Logits, Sampled
-from ragjax.runner.stages import LAYER_ARRAYS, STEP_ARRAYS, Spec, StagePlace
+from ragjax.runner.stages import LAYER_ARRAYS, Spec, StagePlace
 from ragjax.runner.supply import Supply
 from ragjax.runner.weights import Weights
 from ragjax.store import device as page_store
@@ -52,33 +53,18 @@ class StepResult:
     """Result of a step.
 
     x_TE: residual rows after the last layer that ran, float32 [T, E].
-    found: of each stage that measured what it found, [layers, ...], and which layers of it count.
+    found: of each stage that measured what it found, [layers, ...], and which layers of it count, bool [layers].
     """
 
     x_TE: jax.Array
-    found: tuple[tuple[jax.Array, slice], ...] | None = None
+    found: tuple[tuple[jax.Array, NDArray[np.bool_]], ...] = ()
 
     @property
     def measured(self) -> NDArray[np.float32] | None:
         """The measurement the step asked for, float32 [layers, ...] (`kernels.reductions.measure`); waits for it."""
-        if self.found is None:
+        if not self.found:
             return None
-        return np.concatenate([np.asarray(found_L)[layers] for found_L, layers in self.found])
-
-    @property
-    def residual(self) -> ResidualRows:
-        return ResidualRows(self.x_TE)
-
-
-@dataclass(frozen=True)
-class ResidualRows:
-    x_TE: jax.Array
-
-    def __len__(self) -> int:
-        return int(self.x_TE.shape[0])
-
-    def read(self) -> NDArray[np.float32]:
-        return np.asarray(self.x_TE)
+        return np.concatenate([np.asarray(found_L)[chosen_L] for found_L, chosen_L in self.found])
 
 
 class Runner(DevicePool):
@@ -307,24 +293,26 @@ class Runner(DevicePool):
         x_TE, inputs = self._programs.get("begin", rows, entries)(self._weights.ends, self._rotation, arrays)
         if step.residual_TE is not None:
             x_TE = self._upload(step.residual_TE)
-        measured = []
+        found = []
         for first in range(begin, end, self._depth):
             i = first // self._depth
             at = self._array(i)
-            program, *measured_by = self._stage_program(step, first, min(self._depth, end - first))
+            program, chosen_L, measured_by = self._stage_program(step, first, min(self._depth, end - first))
             x_TE, self._pools[at], found_L = program(
                 self._weights.stages[i],
                 self._pools[at],
                 x_TE,
                 inputs,
                 self._rotation,
-                *measured_by,
+                chosen_L,
+                measured_by,
                 self._place(step, i),
             )
-            measured.append(found_L)
+            if len(chosen_L):
+                found.append((found_L, chosen_L))
         for choice in self._programs.choices(rows, entries):
             self._count(choice, end - begin)
-        return StepResult(x_TE, self._found(step.measure, begin, measured))
+        return StepResult(x_TE, tuple(found))
 
     def _stage_program(
         self, step: Step, first: int, count: int
@@ -348,23 +336,10 @@ class Runner(DevicePool):
     def _units(self, page_LS: NDArray[np.int32], lender_LS: NDArray[np.int32]) -> NDArray[np.int32]:
         return (lender_LS % self.reach * self._pages + page_LS).astype(np.int32)
 
-    def _found(
-        self, measure: StepMeasure | None, begin: int, found: Sequence[jax.Array]
-    ) -> tuple[tuple[jax.Array, slice], ...] | None:
-        """Pick the layers that `measure` names from the findings of the stages from `begin` on."""
-        if measure is None:
-            return None
-        parts = []
-        for i, found_L in enumerate(found):
-            if found_L.shape[0]:
-                low, high = (max(0, layer - begin - i * self._depth) for layer in measure.layers)
-                parts.append((found_L, slice(low, high)))
-        return tuple(parts)
-
     def _upload(self, residual_TE: NDArray[np.float32] | Residual) -> jax.Array:
         """A copy of its own: the first stage takes it over."""
-        if isinstance(residual_TE, ResidualRows):
-            return jnp.copy(residual_TE.x_TE)
+        if isinstance(residual_TE, jax.Array):
+            return jnp.copy(residual_TE)
         copy_TE: jax.Array = jax.device_put(np.asarray(residual_TE, np.float32), self._replicated, may_alias=False)
         return copy_TE
 
@@ -465,17 +440,16 @@ class Runner(DevicePool):
         containers = (target_B[:: self.page_size] // self.page_size)[: layout.containers(self.page_size)]
         table = layout.table(containers.tolist(), self.page_size)
         unit_LU = self._units(table.page_LS, table.lender_LS)
-        return {**prompt, **compaction.unit_arrays(numbers, unit_LU, tokens, self.page_size)}
+        room = -(-tokens // self.page_size) - unit_LU.shape[1]
+        return {**prompt, "unit_LU": np.pad(unit_LU, ((0, 0), (0, room))), **numbers._asdict()}
 
     def _check(self, step: Step, begin: int, end: int) -> None:
         if begin not in self.stages[:-1] or not begin < end <= self.config.num_layers:
             raise ValueError(f"step.layers is {begin, end}; a step begins at one of {self.stages[:-1]}")
         if (step.residual_TE is None) != (begin == 0):
             raise ValueError(f"a step from layer {begin} on takes {'a' if begin else 'no'} residual")
-        if isinstance(step.residual_TE, ResidualRows) and len(step.residual_TE.x_TE) != len(step.token_T):
-            raise ValueError(f"step.residual_TE is of {len(step.residual_TE.x_TE)} rows, not {len(step.token_T)}")
-        if step.measure is not None:
-            self._check_measure(step.measure, begin, end)
+        if step.residual_TE is not None and len(step.residual_TE) != len(step.token_T):
+            raise ValueError(f"step.residual_TE is of {len(step.residual_TE)} rows, not {len(step.token_T)}")
         at = 0
         for rows, block in self.grid.shape(len(step.token_T)).parts:
             part, at = slice(at, at + rows), at + rows
@@ -490,8 +464,6 @@ class Runner(DevicePool):
                 positions=self._rotation.cos_NR.shape[0],
                 block_rows=block,
             )
-        if step.by_layer is not None:
-            self._check_layers(step.by_layer, len(step.page_S))
         places, _ = self.grid.sharing(len(step.token_T))
         ones = self.grid.shape(len(step.token_T)).ones
         if step.sharer_O.shape != (places,) or (step.sharer_O >= ones).any():
@@ -499,28 +471,6 @@ class Runner(DevicePool):
         slots = self._pages * self.page_size
         if step.slot_T.min() < 0 or step.slot_T.max() >= slots:
             raise ValueError(f"step.slot_T holds slots outside of the {slots} of the pool")
-
-    def _check_layers(self, table: LayerTable, entries: int) -> None:
-        layer_L1 = np.arange(self.config.num_layers)[:, None]
-        for name, x_LS in vars(table).items():
-            if x_LS.shape != (len(layer_L1), entries):
-                raise ValueError(f"step.by_layer.{name} has shape {x_LS.shape}, not {(len(layer_L1), entries)}")
-        if table.page_LS.min() < 0 or table.page_LS.max() >= self._pages:
-            raise ValueError(f"step.by_layer.page_LS holds pages outside of the {self._pages} of the pool")
-        if (table.lender_LS // self.reach != layer_L1 // self.reach).any():
-            raise ValueError("step.by_layer.lender_LS names a layer of another array")
-
-    def _check_measure(self, measure: StepMeasure, begin: int, end: int) -> None:
-        low, high = measure.layers
-        if not begin <= low < high <= end:
-            raise ValueError(f"step.measure.layers is {measure.layers}, not within {begin, end}")
-        if measure.what is not Measure.DEVIATION:
-            return
-        slots = self._pages * self.page_size
-        if measure.arrays["stale_T"].max() >= slots:
-            raise ValueError(f"step.measure.stale_T holds slots outside of the {slots} of the pool")
-        if np.abs(measure.arrays["offset_T"]).max() >= self._rotation.cos_NR.shape[0]:
-            raise ValueError("step.measure.offset_T holds offsets outside of the rotation table")
 
     def _count(self, choice: Choice, layers: int) -> None:
         self.calls[choice.backend] += layers

@@ -32,13 +32,6 @@ from ragjax.runner.weights import Leaves, Parameters
 OUTSIDE = 2**30
 """A slot beyond any pool."""
 
-STEP_ARRAYS = (
-    *("token_T", "index_T", "position_T", "request_T", "slot_T"),
-    *("page_S", "offset_S", "request_S", "index_SC", "hide_from_SC", "hide_until_SC"),
-    "sharer_O",
-)
-"""The arrays of a `Step` that every step has."""
-
 LAYER_ARRAYS = ("unit_LS", "seen_LS")
 """The arrays of a `StagePlace` whose layers have pages of their own."""
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import NEVER, Chosen, Grid, Residual, RowShape, Step, StepMeasure
+from ragjax.core import Chosen, Grid, Residual, RowShape, Step, StepMeasure
 from ragjax.core.passes import LayerTable
-from ragjax.schedule.rows import PendingRows, Placed, SpanTable
+from ragjax.core.step import STEP_ARRAYS, padding
+from ragjax.schedule.rows import PendingRows, SpanTable
 from ragjax.schedule.state import RequestState
 
 BLOCK_READS = 2.0
@@ -34,30 +36,6 @@ class Group:
         return self.entries * self.blocks
 
 
-@dataclass(frozen=True)
-class _Search:
-    """lasting: hashes of entries, a request (`SpanTable.lasting`). rows: of each request. block: rows of a block."""
-
-    lasting: Sequence[NDArray[np.int64]]
-    rows: Sequence[int]
-    block: int
-
-    def best(self, members: Sequence[int]) -> list[Group]:
-        """The groups of some requests that together save most."""
-        common = _common([self.lasting[i] for i in members])
-        parts: dict[int, list[int]] = {}
-        for i in members:
-            if len(self.lasting[i]) > common:
-                parts.setdefault(int(self.lasting[i][common]), []).append(i)
-        apart = [group for part in parts.values() if len(part) > 1 for group in self.best(part)]
-        rows = sum(self.rows[i] for i in members)
-        blocks = -(-rows // self.block)
-        together = Group(tuple(members), common, blocks, common * (rows - BLOCK_READS * blocks))
-        if together.saved > sum(group.saved for group in apart):
-            return [together]
-        return apart
-
-
 def find_groups(tables: Sequence[SpanTable], rows: Sequence[int], sharing: tuple[int, int]) -> list[Group]:
     """Find requests that share the first entries of their page tables, so that their rows read these keys together.
 
@@ -68,7 +46,22 @@ def find_groups(tables: Sequence[SpanTable], rows: Sequence[int], sharing: tuple
     places, block = sharing
     if not places or len(tables) < 2:
         return []
-    found = _Search([table.lasting for table in tables], rows, block).best(range(len(tables)))
+    lasting = [table.lasting for table in tables]
+
+    def best(members: Sequence[int]) -> list[Group]:
+        """The groups of some requests that together save most."""
+        common = _common([lasting[i] for i in members])
+        parts: dict[int, list[int]] = {}
+        for i in members:
+            if len(lasting[i]) > common:
+                parts.setdefault(int(lasting[i][common]), []).append(i)
+        apart = [group for part in parts.values() if len(part) > 1 for group in best(part)]
+        count = sum(rows[i] for i in members)
+        blocks = -(-count // block)
+        together = Group(tuple(members), common, blocks, common * (count - BLOCK_READS * blocks))
+        return [together] if together.saved > sum(group.saved for group in apart) else apart
+
+    found = best(range(len(tables)))
     chosen, left = [], places // block
     for group in sorted(found, key=lambda group: -group.saved):
         if group.blocks <= left:
@@ -83,10 +76,6 @@ def _common(lists: Sequence[NDArray[np.int64]]) -> int:
     return size if same.all() else int(same.all(0).argmin())
 
 
-PADDING = {"asking_T": 0, "segment_T": -1, "segment_SC": -1, "stale_T": -1, "offset_T": 0}
-"""What a measure's arrays hold for rows of padding and unused entries."""
-
-
 def rows_of(state: RequestState) -> PendingRows:
     assert state.rows is not None
     return state.rows
@@ -94,9 +83,22 @@ def rows_of(state: RequestState) -> PendingRows:
 
 @dataclass(frozen=True)
 class ScheduledRows:
+    """Rows [row, ...) and page-table entries [entry, ...) that a step has for a request's pending rows [begin, end)."""
+
     state: RequestState
-    placed: Placed
     rows: PendingRows
+    begin: int
+    end: int
+    row: int
+    entry: int
+
+    @property
+    def count(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def taken(self) -> slice:
+        return slice(self.row, self.row + self.count)
 
     @property
     def live(self) -> bool:
@@ -105,7 +107,7 @@ class ScheduledRows:
 
     @property
     def logit_rows(self) -> list[int]:
-        return [row for row in range(self.placed.begin, self.placed.end) if row in self.rows.logits_now]
+        return [row for row in range(self.begin, self.end) if row in self.rows.logits_now]
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class Batch:
             first, taken = taken, taken + len(part.logit_rows)
             if not part.live:
                 continue
-            rows, placed = part.rows, part.placed
+            rows = part.rows
             scores = part.state.plan is not None and part.state.wants_scores
             for at, row in enumerate(part.logit_rows, first):
                 number = rows.logits_at[row]
@@ -151,10 +153,10 @@ class Batch:
                     rows.chosen[number] = chosen[at]
             if rows.measure_now is not None:
                 assert measured is not None and self.step.measure is not None
-                rows.take_measured(measured, placed, self.step.measure.layers[0])
+                rows.take_measured(measured, part.taken, part.entry, self.step.measure.layers[0])
             if residual is not None and rows.layers[1] < part.state.all_layers[1]:
-                rows.ended.append((placed, residual))
-            rows.done = placed.end
+                rows.ended.append((part.row, part.count, residual))
+            rows.done = part.end
             if not rows.left and not rows.go_on():
                 done.append(part.state)
         return done
@@ -179,10 +181,10 @@ def pack(
     scheduled, logit_rows, entry = [], [], 0
     for request, (state, take, row) in enumerate(_places(single, many, shape)):
         one = rows_of(state)
-        placed = Placed(one.done, one.done + take, row, entry)
-        _fill(step, one, request, placed, shared.get(request, 0))
-        scheduled.append(ScheduledRows(state, placed, one))
-        logit_rows += [row + i - placed.begin for i in scheduled[-1].logit_rows]
+        part = ScheduledRows(state, one, one.done, one.done + take, row, entry)
+        _fill(step, part, request, shared.get(request, 0))
+        scheduled.append(part)
+        logit_rows += [row + i - part.begin for i in part.logit_rows]
         entry += len(one.table) - shared.get(request, 0)
     _share(step, groups, scheduled, shape, entry)
     return Batch(tuple(scheduled), _carry(step, scheduled), tuple(logit_rows))
@@ -190,16 +192,16 @@ def pack(
 
 def _carry(step: Step, scheduled: Sequence[ScheduledRows]) -> Step:
     """The step with what its rows bring from the layers before: as it lies on the device, if they keep their places."""
-    parts = [(part.placed, carried) for part in scheduled if (carried := rows_of(part.state).residual) is not None]
+    parts = [(part, carried) for part in scheduled if (carried := part.rows.residual) is not None]
     if not parts:
         return step
-    steps = [carried.at(placed.begin, placed.end, placed.row) for placed, carried in parts]
+    steps = [carried.at(part.begin, part.end, part.row) for part, carried in parts]
     if steps[0] is not None and all(one is steps[0] for one in steps) and len(steps[0]) == len(step.token_T):
         return replace(step, residual_TE=steps[0])
-    arrays = [carried.read(placed.begin, placed.end) for placed, carried in parts]
+    arrays = [carried.read(part.begin, part.end) for part, carried in parts]
     residual_TE = np.zeros((len(step.token_T), arrays[0].shape[1]), np.float32)
-    for (placed, _), x_NE in zip(parts, arrays, strict=True):
-        residual_TE[placed.row : placed.row + len(x_NE)] = x_NE
+    for (part, _), x_NE in zip(parts, arrays, strict=True):
+        residual_TE[part.taken] = x_NE
     return replace(step, residual_TE=residual_TE)
 
 
@@ -222,7 +224,7 @@ def _share(
     block, number = shape.sharing[1], 0
     for group in groups:
         members = [scheduled[member] for member in group.members]
-        rows = [row for part in members for row in range(part.placed.row, part.placed.row + part.placed.count)]
+        rows = [row for part in members for row in range(part.row, part.row + part.count)]
         for begin in range(0, len(rows), block):
             chosen = rows[begin : begin + block]
             step.sharer_O[number * block : number * block + len(chosen)] = chosen
@@ -231,25 +233,8 @@ def _share(
 
 
 def empty_step(shape: RowShape, entries: int, page_size: int) -> Step:
-    rows = shape.rows
-
-    def filled(value: int, *shape: int) -> NDArray[np.int32]:
-        return np.full(shape, value, np.int32)
-
-    return Step(
-        token_T=filled(0, rows),
-        index_T=filled(-1, rows),
-        position_T=filled(0, rows),
-        request_T=filled(-1, rows),
-        slot_T=filled(0, rows),
-        page_S=filled(0, entries),
-        offset_S=filled(0, entries),
-        request_S=filled(-1, entries),
-        index_SC=filled(int(NEVER), entries, page_size),
-        hide_from_SC=filled(0, entries, page_size),
-        hide_until_SC=filled(0, entries, page_size),
-        sharer_O=filled(-1, shape.sharing[0]),
-    )
+    arrays: dict[str, Any] = {**padding(STEP_ARRAYS, shape.rows, entries, page_size, shape.sharing[0])}
+    return Step(**arrays)
 
 
 def put_table(step: Step, entry: int, request: int, table: SpanTable, begin: int, end: int) -> None:
@@ -287,22 +272,21 @@ def _empty_step(shape: RowShape, need: int, page_size: int, pending: Sequence[Pe
 def _together(measured: Sequence[StepMeasure], rows: int, entries: int, page_size: int, grid: Grid) -> StepMeasure:
     """One measure of a step for requests that measure the same, in all layers that one of them names."""
     first = measured[0]
-    sizes = {"T": (rows,), "SC": (entries, page_size)}
-    arrays = {name: np.full(sizes[name.rsplit("_", 1)[1]], PADDING[name], np.int32) for name in first.arrays}
+    arrays = padding(first.arrays, rows, entries, page_size)
     segments = grid.fit_segments(max(one.segments for one in measured)) if "segment_SC" in arrays else 0
     layers = min(one.layers[0] for one in measured), max(one.layers[1] for one in measured)
     return StepMeasure(first.what, layers, arrays, segments)
 
 
-def _fill(step: Step, pending: PendingRows, request: int, placed: Placed, shared: int) -> None:
-    taken, rows = placed.taken, placed.rows
-    entries = slice(placed.entry, placed.entry + len(pending.table) - shared)
+def _fill(step: Step, part: ScheduledRows, request: int, shared: int) -> None:
+    pending, taken, rows = part.rows, slice(part.begin, part.end), part.taken
+    entries = slice(part.entry, part.entry + len(pending.table) - shared)
     step.token_T[rows] = pending.token[taken]
     step.index_T[rows] = pending.index[taken]
     step.position_T[rows] = pending.position[taken]
     step.slot_T[rows] = pending.slot[taken]
     step.request_T[rows] = request
-    put_table(step, placed.entry, request, pending.table, shared, len(pending.table))
+    put_table(step, part.entry, request, pending.table, shared, len(pending.table))
     if step.measure is not None and (measure := pending.measure_now) is not None:
         for name, x in measure.arrays.items():
             if name.endswith("_SC"):

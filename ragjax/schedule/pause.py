@@ -72,7 +72,7 @@ def restore(state: RequestState, allocation: Allocation, copier: Copier) -> None
         raise
     state.paused = None
     allocation.decode_tokens, allocation.cold = paused.decode_tokens, False
-    state.adopt(allocation)
+    state.phase, state.allocation = Phase.RUNNING, allocation
     _relocate(state, dict(zip(paused.pages.tolist(), run.pages, strict=True)))
 
 

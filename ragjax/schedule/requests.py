@@ -48,7 +48,6 @@ class Counters:
     steps: int = 0
     step_failures: int = 0  # steps that failed while the device's memory was intact
     device_losses: int = 0  # times that the device's pool was lost and made again
-    request_timeouts: Counter[str] = field(default_factory=Counter)  # requests without progress, "restarted" or "ended"
     load_fallbacks: Counter[str] = field(default_factory=Counter)  # KV recomputed, its load "failed" or was "slow"
     pauses: int = 0
     resumes: int = 0
@@ -188,9 +187,8 @@ class Requests:
 
         One whose programs are not made yet waits for these first.
         """
-        state.times.progress = time.perf_counter()  # its search, which another thread does, is no waiting here
         if self._provider is not None and self._provider.lacks(state):
-            state.times.lacks_since = state.times.progress
+            state.times.lacks_since = time.perf_counter()
             self.unready.append(state)
             return
         if state.background:

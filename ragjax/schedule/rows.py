@@ -40,7 +40,9 @@ class SpanTable:
             if span.hidden[0] < span.hidden[1]:
                 self.hide_from_SC.reshape(-1)[slot] = span.hidden[0]
                 self.hide_until_SC.reshape(-1)[slot] = span.hidden[1]
-        self.by_layer = _by_layer(spans, page_size)
+        self.by_layer: LayerTable | None = None
+        if spans and (layout := spans[0].layout) is not None:  # its last page may be named more than once
+            self.by_layer = layout.table(spans[0].run.pages[: layout.containers(page_size)], page_size)
         self._last = slots[-1] if slots else np.zeros(0, np.intp)
         self._lasting: NDArray[np.int64] | None = None
 
@@ -119,14 +121,6 @@ class _Entries:
         return entry
 
 
-def _by_layer(spans: Sequence[Span], page_size: int) -> LayerTable | None:
-    """Layer table of the first span's entries. Its last page may be named more than once: the table takes the first."""
-    if not spans or (layout := spans[0].layout) is None:
-        return None
-    pages = spans[0].run.pages
-    return layout.table(pages[: layout.containers(page_size)], page_size)
-
-
 def slots_of(spans: Iterable[Span], size: int, page_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Slot of each index of the prompt, -1 where there is none, and RoPE offset, int32 [size]."""
     slot, offset = np.full(size, -1, np.int32), np.zeros(size, np.int32)
@@ -159,28 +153,6 @@ class PendingCompaction:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """Rows [row, ...) and page-table entries [entry, ...) that a step has for a request's pending rows [begin, end)."""
-
-    begin: int
-    end: int
-    row: int
-    entry: int
-
-    @property
-    def count(self) -> int:
-        return self.end - self.begin
-
-    @property
-    def taken(self) -> slice:
-        return slice(self.begin, self.end)
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.row, self.row + self.count)
-
-
-@dataclass(frozen=True)
 class Carried:
     """Residuals of rows from earlier layers: each is a row of a step that ended there.
 
@@ -203,7 +175,7 @@ class Carried:
 
     def read(self, begin: int, end: int) -> NDArray[np.float32]:
         step_N, row_N = self.step_N[begin:end], self.row_N[begin:end]
-        arrays = {number: self.steps[number].read() for number in np.unique(step_N)}
+        arrays = {number: np.asarray(self.steps[number]) for number in np.unique(step_N)}
         return np.stack([arrays[number][row] for number, row in zip(step_N, row_N, strict=True)])
 
 
@@ -215,10 +187,11 @@ class PendingRows:
     layers: those to run, half-open. last: the layer that the pass ends with, if it is cut and ends later than these
     (`cut`). residual: what the rows bring from earlier layers, if these are not the first. measure: what is measured,
     its arrays those of the rows, [n], and of the table, [S, C]; segments as the prompt has. measured: per layer of the
-    measure, by token index, [..., context], or by row. ended: which rows each step computed and what it left, if layers
-    are left. done: rows computed. proposed: how many of the last rows are only proposed. sampled: the results are
-    tokens, chosen on the device; logits then come only where they are wanted. first_at: number of the result by which
-    the token behind the prompt is chosen, on the device too. logits, chosen: results by number, float32 [V] and tokens.
+    measure, by token index, [..., context], or by row. ended: of each step the first of these rows in it, how many they
+    are, and what it left, if layers are left. done: rows computed. proposed: how many of the last rows are only
+    proposed. sampled: the results are tokens, chosen on the device; logits then come only where they are wanted.
+    first_at: number of the result by which the token behind the prompt is chosen, on the device too. logits, chosen:
+    results by number, float32 [V] and tokens.
     """
 
     token: NDArray[np.int32]
@@ -233,7 +206,7 @@ class PendingRows:
     measure: StepMeasure | None = None
     measured: NDArray[np.float32] | None = None
     last: int | None = None
-    ended: list[tuple[Placed, Residual]] = field(default_factory=list)
+    ended: list[tuple[int, int, Residual]] = field(default_factory=list)
     done: int = 0
     proposed: int = 0
     sampled: bool = False
@@ -295,13 +268,12 @@ class PendingRows:
         page, at = np.divmod(self.slot, page_size)
         self.slot = np.array([moved[one] for one in page.tolist()], np.int32) * np.int32(page_size) + at
 
-    def take_measured(self, measured: NDArray[np.float32], placed: Placed, first: int) -> None:
+    def take_measured(self, measured: NDArray[np.float32], rows: slice, entry: int, first: int) -> None:
         """Add what a step measured of these rows: of the whole batch, float32 [layers, ...], from layer `first` on."""
         measure = self.measure_now
         assert measure is not None
         low, high = measure.layers
         measured = measured[low - first : high - first]
-        rows = placed.rows
         if measure.what is Measure.SEGMENT_SCORE:
             part, axis = measured[:, rows, : measure.segments], 1
         elif measure.what is Measure.QUERY:
@@ -309,16 +281,15 @@ class PendingRows:
         elif measure.what is Measure.DEVIATION:
             part, axis = measured[..., rows], 2
         else:
-            part = self.table.by_index(measured[..., placed.entry : placed.entry + len(self.table), :], self.context)
+            part = self.table.by_index(measured[..., entry : entry + len(self.table), :], self.context)
             self.measured = part if self.measured is None else self.measured + part
             return
         self.measured = part if self.measured is None else np.concatenate([self.measured, part], axis)
 
     def carried(self) -> Carried:
-        sizes = [at.end - at.begin for at, _ in self.ended]
-        rows = [np.arange(at.row, at.row + at.end - at.begin, dtype=np.int32) for at, _ in self.ended]
-        numbers = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-        return Carried(tuple(residual for _, residual in self.ended), numbers, np.concatenate(rows))
+        rows = [np.arange(row, row + count, dtype=np.int32) for row, count, _ in self.ended]
+        numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(row_N) for row_N in rows])
+        return Carried(tuple(residual for *_, residual in self.ended), numbers, np.concatenate(rows))
 
     def results(self, measures: frozenset[Measure]) -> Results:
         found: dict[Measure, NDArray[np.float32]] = {}

@@ -57,7 +57,7 @@ class Preload:
     def note(self, batch: Batch, seconds: float) -> None:
         """Learn the pace of prefill from a step that was waited for, as the logits of a whole pass are."""
         units = sum(
-            self._cost(part.state, part.placed.count)
+            self._cost(part.state, part.count)
             for part in batch.parts
             if part.live and not part.state.decoding and batch.step.layers == part.state.all_layers
         )

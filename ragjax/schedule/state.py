@@ -62,7 +62,7 @@ class Times:
     """When things happened to a request, `time.perf_counter()` seconds (0: not yet), and milliseconds by kind.
 
     admitted: when it was started first. stopped: when it last gave back what it held, to be started again.
-    progress: when rows of it were last computed, or it came. pauses: how often it gave its pages to others.
+    pauses: how often it gave its pages to others.
     waits_since: when it began to wait for a load of KV; None while it does not. lacks_since: likewise for programs.
     lacked_ms: it waited for these before it could start. compiled_ms: its steps did, before its first token.
     confirmed: when its documents were final, if it began before. again_ms: between being stopped and being started
@@ -74,7 +74,6 @@ class Times:
     stopped: float = 0.0
     confirmed: float = 0.0
     first_token: float = 0.0
-    progress: float = 0.0
     pauses: int = 0
     waits_since: float | None = None
     lacks_since: float | None = None
@@ -84,9 +83,6 @@ class Times:
     again_ms: float = 0.0
     load_ms: float = 0.0
     compute_ms: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.progress = self.arrival
 
     def start(self, began: float, ready: float | None) -> None:
         self.waits_since = began
@@ -166,7 +162,6 @@ class RequestState(Waiting):
     restarts: int = 0  # times that a fault had it started again
     may_load: bool = True  # use KV that must be loaded; a request that waited in vain computes it
     suspect: bool = False  # a step that it was in failed: it runs alone until it is past that place
-    overdue: bool = False  # it was started again because it made no progress
     speculative: bool = False  # begun before its search had ended, its documents are not confirmed yet
     answer: Answer | None = None  # which it ended with while they were not
 
@@ -309,14 +304,12 @@ class RequestState(Waiting):
 
     @property
     def ready(self) -> bool:
-        assert self.allocation is not None
-        return self.stages_ready == len(self.allocation.stages) - 1
+        return self.stages_ready == len(self.held.stages) - 1
 
     @property
     def stages_ready(self) -> int:
         """Number of first stages whose KV, all that it reads, is on the device; 0 if some is lost."""
-        assert self.allocation is not None
-        return 0 if self.allocation.broken is not None else self.allocation.stages_ready
+        return 0 if self.held.broken is not None else self.held.stages_ready
 
     @property
     def can_move(self) -> bool:
@@ -362,11 +355,6 @@ class RequestState(Waiting):
             self.stop()
             raise
         self.phase = Phase.RUNNING
-
-    def adopt(self, allocation: Allocation) -> None:
-        assert self.allocation is None
-        self.phase = Phase.RUNNING
-        self.allocation = allocation
 
     def advance(self, moved: Results | None = None) -> None:
         """Hand the results of the finished pass or move to the strategy; sets the next one, or the plan."""

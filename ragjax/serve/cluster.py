@@ -20,7 +20,7 @@ from ragjax.core import ConfigError
 from ragjax.serve.app import create_app
 from ragjax.serve.command import app_options, parse_options
 
-REFUSED = ("host", "port", "max-connections", "log-level")
+REFUSED = ("host", "port")
 """Flags whose work Ray Serve's own configuration does."""
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import uvicorn
 from annotated_types import Ge, Gt, Le
@@ -30,7 +30,7 @@ from ragjax.core.check import check_fields
 from ragjax.core.options import CACHE, FIRST, LOAD, RETRIEVAL, REUSE, Flag, Positive
 from ragjax.core.papers import PAPERS, PaperName
 from ragjax.core.registry import meant
-from ragjax.serve.app import MAX_BODY_BYTES, MAX_FILE_BYTES, create_app
+from ragjax.serve.app import MAX_FILE_BYTES, create_app
 from ragjax.serve.middleware import LOOPBACK, is_loopback
 from ragjax.serve.server import Drain, Limits, Server, Watchdog, limited
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         handler = logging.StreamHandler()
         handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.basicConfig(handlers=[handler])
-        logging.getLogger("ragjax").setLevel(options.log_level.upper())
+        logging.getLogger("ragjax").setLevel(logging.INFO)
         if options.paper is not None:
             for line in told(options):
                 _log.info("--paper %s: %s", options.paper, line)
@@ -131,13 +131,8 @@ class ServerOptions:
         Flag(ACCESS, "whose pages may call, such as https://app.example; *: anybody's; repeatable", "ORIGIN"),
     ] = ()
     strict: Annotated[bool, Flag(ACCESS, "refuse fields of requests that have no effect, instead of a notice")] = False
-    max_body_mb: Annotated[Positive, Flag(ACCESS, "largest body, MiB")] = MAX_BODY_BYTES / 2**20
     max_file_mb: Annotated[Positive, Flag(ACCESS, "largest upload, MiB")] = MAX_FILE_BYTES / 2**20
-    max_connections: Annotated[int, Ge(1), Flag(ACCESS, "connections at a time; more get 503 (docs/security.md)")] = (
-        Limits.connections
-    )
     grace: Annotated[int, Ge(0), Flag(ACCESS, "seconds that running requests get at a stop")] = 30
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag(ACCESS, "what is logged")] = "info"
 
 
 def serve_parser() -> Parser:
@@ -312,7 +307,6 @@ def app_options(options: argparse.Namespace, address: str | None = None) -> dict
     return {
         "keys": _keys(options),
         "metrics_key": options.metrics_key,
-        "max_body_bytes": int(options.max_body_mb * 2**20),
         "max_file_bytes": int(options.max_file_mb * 2**20),
         "strict": options.strict,
         "cors_origins": options.cors_origin,
@@ -331,14 +325,13 @@ def _hosts(options: argparse.Namespace, address: str | None) -> frozenset[str] |
 def _run(engine: Service, listener: socket.socket, options: argparse.Namespace) -> None:
     """Serves until SIGTERM or SIGINT; running requests then get the grace time, and after it are cancelled."""
     drain = Drain()
-    limits = Limits(connections=options.max_connections)
     app = create_app(engine, drain=drain, **app_options(options, listener.getsockname()[0]))
     config = uvicorn.Config(
         app,
         log_config=None,
-        log_level=options.log_level,
+        log_level="info",
         timeout_graceful_shutdown=options.grace,
-        http=limited(limits, app.state.metrics.count_ended),  # over h11, which bounds the head of a request: 64 KiB
+        http=limited(Limits(), app.state.metrics.count_ended),  # over h11, which bounds the head of a request: 64 KiB
         ws="none",
         lifespan="on",
     )

@@ -18,7 +18,6 @@ ERRORS = {
     429: "the queue is full; see retry-after",
     500: "internal error",
     503: "the server is stopping; see retry-after",
-    504: "no progress for too long",
     507: "the disk of the server is full",
 }
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -105,4 +104,4 @@ def _sent(path: str, method: str, route: Json) -> set[int]:
         found.add(507)
     if path in ("/v1/embeddings", "/v1/rerank"):
         found.add(429)
-    return found | {429, 504} if path in GENERATING else found
+    return found | {429} if path in GENERATING else found

@@ -23,7 +23,6 @@ METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 
 FAILURES: Mapping[type[BaseException], tuple[int, str]] = {
-    core.DeadlineError: (504, "timeout"),
     core.LostError: (503, "replica_lost"),
     core.EndpointError: (502, "endpoint"),
     core.DamageError: (500, "damaged"),
@@ -61,7 +60,6 @@ KINDS: Mapping[int, str] = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
-    504: "timeout_error",
 }
 """Types of errors by status; all others are `api_error`."""
 

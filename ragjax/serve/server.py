@@ -64,7 +64,7 @@ class Connection(H11Protocol):
             return
         most = self.limits.connections
         self.count("overloaded")
-        _log.warning("refused a connection: there are %d already, the most by --max-connections", most)
+        _log.warning("refused a connection: there are %d already, the most that it takes", most)
         self._end(overloaded(most))
 
     def connection_lost(self, exc: Exception | None) -> None:

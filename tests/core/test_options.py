@@ -38,8 +38,6 @@ NAN, INF = float("nan"), float("inf")
         ({"max_queue": NAN}, "max_queue must be a valid integer, not nan"),
         ({"max_running": True}, "max_running must be a valid integer"),
         ({"tensor_parallel": 0}, "tensor_parallel must be greater than or equal to 1"),
-        ({"request_timeout": NAN}, "request_timeout must be .*, not nan"),
-        ({"request_timeout": -1}, "request_timeout must be greater than or equal to 0, not -1"),
         ({"device_cache_gb": NAN}, "device_cache_gb must be .*, not nan"),
         ({"device_cache_gb": INF}, "device_cache_gb must be less than or equal to 1000000000, not inf"),
         ({"device_cache_gb": "1"}, "device_cache_gb must be a valid number, not"),

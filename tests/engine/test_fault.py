@@ -1,4 +1,4 @@
-"""Faults under load: failing steps, requests without progress, clients that leave, and a full queue."""
+"""Faults under load: failing steps, clients that leave, and a full queue."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ragjax.core import Answer, DeadlineError, Event, OverloadError, Prompt, Request, Sampling, Step
+from ragjax.core import Answer, Event, OverloadError, Prompt, Request, Sampling, Step
 from ragjax.core.overload import Overload
-from ragjax.engine import Engine, execution, loop
+from ragjax.engine import Engine
 from ragjax.engine.depkv import Resumed
-from ragjax.engine.loop import Watch
 from ragjax.engine.prepare import Preparation
-from ragjax.schedule import requests
 from ragjax.schedule.batch import Batch
-from ragjax.schedule.requests import Counters
-from ragjax.schedule.state import RequestState, Times
+from ragjax.schedule.state import RequestState
 from tests.support import tiny
 from tests.support.audit import audit_engine
 from tests.support.pace import Hold, lasting, until
@@ -157,10 +153,7 @@ def test_what_is_generated_from_kept_kv_goes_on_after_a_fault() -> None:
         assert "a step failed" in again.notices[0]
 
 
-# ---------------------------------------------------------------------------------------- deadlines
-
-
-def test_time_in_which_a_program_is_compiled_is_nobodys_lack_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_in_which_programs_are_compiled_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = tiny.runner()._programs
     monkeypatch.setattr(programs, "compiled", {})
     monkeypatch.setattr(programs, "_compile", lambda *name: time.sleep(0.01) or name)
@@ -171,74 +164,6 @@ def test_time_in_which_a_program_is_compiled_is_nobodys_lack_of_progress(monkeyp
     with pytest.raises(ZeroDivisionError):
         programs.get("other", 1)
     assert programs.waited_s - before >= 0.02
-    waiting = SimpleNamespace(times=Times(arrival=5.0), background=True, speculative=False)
-    live: Any = SimpleNamespace(live=[waiting], running=[], counters=Counters())
-    device: Any = SimpleNamespace(waited_s=0.0)
-    watch = Watch(live, SimpleNamespace(loading=0), device, 3.0, 3.0)  # type: ignore[arg-type]
-    for waited_s, progress in ((0.0, 5.0), (4.0, 9.0), (4.0, 9.0), (6.0, 11.0)):
-        device.waited_s = waited_s
-        watch.look()
-        assert waiting.times.progress == progress
-
-
-def test_one_without_progress_is_started_again_once_and_then_ends() -> None:
-    with tiny.engine(request_timeout=100.0) as engine:
-        assert engine.answer_prompt(tiny.prompt(0), max_tokens=3).tokens
-        rests, watch = engine._loop._scheduler.next_batch, engine._loop._watch
-        engine._loop._scheduler.next_batch = lambda: None  # type: ignore[method-assign]
-        watch.request_timeout = 0.3  # only now: a slow machine makes no progress for as long
-        began = time.perf_counter()
-        with pytest.raises(DeadlineError, match=r"no progress for 0.3 s"):
-            engine.answer_prompt(tiny.prompt(1), max_tokens=3)
-        assert time.perf_counter() - began >= 0.6
-        audit_engine(engine)
-        assert engine.stats()["request_timeouts_total"] == {"restarted": 1, "ended": 1}
-        watch.request_timeout = 100.0
-        engine._loop._scheduler.next_batch = rests  # type: ignore[method-assign]
-        assert engine.answer_prompt(tiny.prompt(1), max_tokens=3).tokens
-
-
-def test_one_that_goes_on_after_its_restart_says_so() -> None:
-    with tiny.engine(request_timeout=100.0) as engine:
-        alone = engine.answer_prompt(tiny.prompt(1), strategy="full", max_tokens=20).tokens
-        scheduler, rests, count = engine._loop._scheduler, engine._loop._scheduler.next_batch, 0
-        watch, timeouts = engine._loop._watch, engine._loop.requests.counters.request_timeouts
-
-        def stuck() -> Any:
-            nonlocal count
-            count += 1
-            sticks = count > 10 and not timeouts
-            watch.request_timeout = 0.3 if sticks else 100.0
-            return None if sticks else rests()
-
-        scheduler.next_batch = stuck  # type: ignore[method-assign]
-        answer = engine.answer_prompt(tiny.prompt(1), strategy="full", max_tokens=20)
-        assert answer.tokens == alone
-        assert answer.notices == ("no progress for 0.3 s; the request was computed again",)
-
-
-def test_waiting_in_the_queue_has_an_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    for module in (execution, loop, requests):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic))
-    with tiny.engine(request_timeout=0.4, max_running=1) as engine:
-
-        def slow(run: Callable[[Step], Any], step: Step) -> Any:
-            nonlocal now
-            now += 0.01
-            return run(step)
-
-        with steps(engine, slow):
-            with Hold(engine):
-                long, short = (engine.begin_prompt(tiny.prompt(i), max_tokens=200) for i in range(2))
-                before: list[bool] = []
-                short.add_done_callback(lambda _: before.append(not long.done()))
-            with pytest.raises(DeadlineError, match="waited to be started"):
-                short.result(60)
-            assert len(long.result(60).tokens) == 200 and now > 2
-            assert before == [True], "it makes progress, however long it takes"
-        assert engine.stats()["request_timeouts_total"] == {"ended": 1}
-        audit_engine(engine)
 
 
 # -------------------------------------------------------------------------------------- who leaves

@@ -14,11 +14,11 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from ragjax.core import Grid, Measure, RowShape, Step
+from ragjax.core.step import STEP_ARRAYS
 from ragjax.models import executables
 from ragjax.models.executables import Executables
 from ragjax.runner import programs
 from ragjax.runner.runner import Runner
-from ragjax.runner.stages import STEP_ARRAYS
 from tests.support import tiny
 from tests.support.devices import without_compilation_cache
 

@@ -226,49 +226,49 @@ def watch(monitor: Monitor, kl: float, times: int, top1: float = 1.0, wobble: fl
 
 def test_inside_the_budget_nothing_happens() -> None:
     monitor = Monitor(Budget(0.1, 0.9), REPORT.ladder(Budget(0.1)))
-    assert set(watch(monitor, 0.08, 300, 0.95, 0.02)) == {Verdict.KEEP}
+    assert set(watch(monitor, 0.08, 300, 0.95, 0.02)) == {"keep"}
     assert monitor.setting == BLEND[1]
 
 
 def test_outside_the_next_rung_begins_with_a_new_window() -> None:
     monitor = Monitor(Budget(0.1), REPORT.ladder(Budget(0.1)))
-    assert watch(monitor, 0.12, LEAST) == [Verdict.KEEP] * (LEAST - 1) + [Verdict.RAISE]
+    assert watch(monitor, 0.12, LEAST) == ["keep"] * (LEAST - 1) + ["raise"]
     assert monitor.setting == BLEND[2]
-    assert watch(monitor, 0.12, LEAST) == [Verdict.KEEP] * (LEAST - 1) + [Verdict.RAISE]
+    assert watch(monitor, 0.12, LEAST) == ["keep"] * (LEAST - 1) + ["raise"]
     assert monitor.setting == Setting("craft")
-    assert watch(monitor, 0.12, LEAST)[-1] == Verdict.EXACT
+    assert watch(monitor, 0.12, LEAST)[-1] == "exact"
     assert monitor.setting == PREFIX
-    assert set(watch(monitor, 9.0, 100)) == {Verdict.KEEP}, "nothing is above the last rung"
+    assert set(watch(monitor, 9.0, 100)) == {"keep"}, "nothing is above the last rung"
 
 
 def test_the_bound_decides_and_not_the_mean() -> None:
     monitor = Monitor(Budget(0.1), REPORT.ladder(Budget(0.1)))
-    assert Verdict.RAISE in watch(monitor, 0.09, 2 * LEAST, wobble=0.085)
+    assert "raise" in watch(monitor, 0.09, 2 * LEAST, wobble=0.085)
 
 
 def test_far_outside_is_no_matter_of_ratios() -> None:
     for kl in (0.1 * FAR * 1.5, math.inf):
         monitor = Monitor(Budget(0.1), REPORT.ladder(Budget(0.1)))
-        assert watch(monitor, kl, LEAST)[-1] == Verdict.EXACT
+        assert watch(monitor, kl, LEAST)[-1] == "exact"
         assert monitor.setting == PREFIX
 
 
 def test_agreement_has_a_budget_too() -> None:
     monitor = Monitor(Budget(None, 0.7), REPORT.ladder(Budget(None, 0.7)))
     first = monitor.setting
-    assert set(watch(monitor, 5.0, 50, 0.75)) == {Verdict.KEEP}
+    assert set(watch(monitor, 5.0, 50, 0.75)) == {"keep"}
     doubtful = Monitor(Budget(None, 0.7), REPORT.ladder(Budget(None, 0.7)))
     seen = [doubtful.add(first, Divergence(0.0, 0.75 + 0.2 * (-1) ** i)) for i in range(LEAST)]
-    assert seen[-1] == Verdict.RAISE, "the lower bound decides"
-    assert Verdict.RAISE in watch(monitor, 0.0, WINDOW, 0.6) and monitor.setting != first
+    assert seen[-1] == "raise", "the lower bound decides"
+    assert "raise" in watch(monitor, 0.0, WINDOW, 0.6) and monitor.setting != first
 
 
 def test_what_is_long_past_is_forgotten_and_other_settings_tell_nothing() -> None:
     monitor = Monitor(Budget(0.1), REPORT.ladder(Budget(0.1)))
     watch(monitor, 0.0, 1000)
-    assert Verdict.RAISE in watch(monitor, 0.15, WINDOW)
+    assert "raise" in watch(monitor, 0.15, WINDOW)
     monitor = Monitor(Budget(0.1), REPORT.ladder(Budget(0.1)))
-    assert {monitor.add(NAIVE, Divergence(9.0, 0.0)) for _ in range(50)} == {Verdict.KEEP}
+    assert {monitor.add(NAIVE, Divergence(9.0, 0.0)) for _ in range(50)} == {"keep"}
 
 
 # ------------------------------------------------------------------------------------------ contract
@@ -958,7 +958,6 @@ def test_a_report_with_another_alpha_of_cache_craft_is_not_used(
     [
         ([], "--budget"),
         (["--budget", "0.05"], 'write "KL=0.05"'),
-        (["--budget", "KL=1", "--ratios", "0,2"], "--ratios"),
         (["--budget", "KL=1", "--limit", "1"], "--limit"),
         (["--budget", "KL=1", "--strategies", "naive,magic"], "magic"),
         (["--budget", "KL=1", "--strategies", "full"], "another strategy"),
@@ -993,10 +992,10 @@ def test_questions_of_a_file_are_read_or_refused(engine: Engine, tmp_path: Path)
 
 
 def test_what_is_named_twice_is_measured_once() -> None:
-    options = gate._options(["--budget", "KL=1", "--strategies", "naive, selective,naive", "--ratios", "0.2,0.20,0"])
+    options = gate._options(["--budget", "KL=1", "--strategies", "naive, selective,naive"])
     known = {strategy.name: strategy for strategy in (Full(), Prefix(), Naive(), Selective())}
-    settings = gate.settings_of(known, options.strategies, options.ratios)
-    assert settings == (NAIVE, *(Setting("selective", ratio) for ratio in (None, 0.2, 0.0)))
+    settings = gate.settings_of(known, options.strategies)
+    assert settings == (NAIVE, *(Setting("selective", ratio) for ratio in (None, *gate.RATIOS)))
 
 
 @pytest.mark.parametrize(("budget", "code", "chosen"), [("KL=0.1", 0, "blend at 0.15"), ("KL=0.1,TOP1=1", 0, "prefix")])

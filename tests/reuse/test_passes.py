@@ -206,11 +206,11 @@ class Bench:
                 return
             if len(batch.parts) > 1:
                 self.shared.add(batch.step.measure is not None)
-            if any(piece.placed.begin for piece in batch.parts):
+            if any(piece.begin for piece in batch.parts):
                 self.split.add(batch.step.measure is not None)
             outcome = self.runner.step(batch.step)
             logits = self.runner.logits(outcome, batch.logit_rows) if batch.logit_rows else None
-            for task in batch.deliver(logits, outcome.measured, outcome.residual):
+            for task in batch.deliver(logits, outcome.measured, outcome.x_TE):
                 if task.plan is None:
                     task.advance()
 

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from ragjax.core import ConfigError
-from ragjax.runner.device import Precision, allowed_features, precision, untouched, widening_pays
+from ragjax.runner.device import allowed_features, precision, untouched, widening_pays
 
-NARROW, WIDENED = Precision("bfloat16"), Precision("bfloat16", widen=True)
+NARROW, WIDENED = ("bfloat16", False), ("bfloat16", True)
 ZEN5 = "processor\t: 0\nflags\t\t: fpu avx2 fma avx512f avx512_bf16 avx512_vnni\n"
 SAPPHIRE = "flags\t\t: avx2 avx512f avx512_bf16 amx_bf16 amx_tile\n"
 SKYLAKE = "flags\t\t: fpu avx2 fma avx512f avx512bw\n"
@@ -39,7 +39,9 @@ GRAVITON2 = "Features\t: fp asimd\n"
         (LAPTOP, "--xla_cpu_max_isa=AMX", WIDENED),
     ],
 )
-def test_auto_follows_what_the_cpu_multiplies_and_xla_may_use(cpuinfo: str, flags: str, expected: Precision) -> None:
+def test_auto_follows_what_the_cpu_multiplies_and_xla_may_use(
+    cpuinfo: str, flags: str, expected: tuple[str, bool]
+) -> None:
     assert precision("auto", "cpu", allowed_features(cpuinfo, flags), lambda: True) == expected
 
 
@@ -66,7 +68,7 @@ def test_widening_pays_if_its_product_takes_less_time(
 def test_a_gpu_gets_bfloat16_and_a_named_dtype_stays() -> None:
     assert precision("auto", "gpu", frozenset(), lambda: True) == NARROW
     for dtype in ("bfloat16", "float32"):
-        assert precision(dtype, "cpu", frozenset(), lambda: True) == Precision(dtype)
+        assert precision(dtype, "cpu", frozenset(), lambda: True) == (dtype, False)
 
 
 def test_an_unknown_dtype_is_one_clear_error() -> None:

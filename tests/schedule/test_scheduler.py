@@ -237,7 +237,7 @@ def test_each_takes_the_layers_that_it_measures():
     measured = np.arange(2 * 2 * rows, dtype=np.float32).reshape(2, 2, rows)
     batch.deliver(np.zeros((0, 1), np.float32), measured)
     for task, piece, layer in zip(tasks, batch.parts, (0, 1), strict=True):
-        at = slice(piece.placed.row, piece.placed.row + 5)
+        at = slice(piece.row, piece.row + 5)
         assert task.rows.measured.tolist() == measured[layer : layer + 1, :, at].tolist()
 
 
@@ -451,7 +451,7 @@ def test_buckets_waste_less_than_half_for_any_number_of_rows():
         spent, batches = run_fixed(scheduler)
         single = next((COSTS[rows] for rows in COSTS if rows >= total), least_cost(total))
         worst[total] = max(spent / least_cost(total), spent / single)
-        assert sum(piece.placed.end - piece.placed.begin for batch in batches for piece in batch.parts) == total
+        assert sum(piece.end - piece.begin for batch in batches for piece in batch.parts) == total
     assert max(worst.values()) <= 2.0, sorted(worst.items(), key=lambda item: -item[1])[:5]
 
 
@@ -476,9 +476,9 @@ def test_a_batch_never_mixes_requests_in_a_block(lefts):
             assert len(set(part.tolist()) - {-1}) <= 1
         for index, piece in enumerate(batch.parts):
             at = np.flatnonzero(batch.step.request_T == index)
-            assert at.tolist() == [*range(piece.placed.row, piece.placed.row + piece.placed.end - piece.placed.begin)]
+            assert at.tolist() == [*range(piece.row, piece.row + piece.end - piece.begin)]
             computed[id(piece.state)] += batch.step.index_T[at].tolist()
-            assert set(np.flatnonzero(batch.step.request_S == index)) == {piece.placed.entry}
+            assert set(np.flatnonzero(batch.step.request_S == index)) == {piece.entry}
     assert [computed[id(task)] for task in tasks] == [[*range(n)] for n in lefts], "each row once, in order"
 
 
@@ -492,7 +492,7 @@ def test_prompts_are_computed_in_the_shapes_of_a_gpu(group):
     fixed_tasks(scheduler, [1], decoding=True)
     beside = scheduler.next_batch()
     assert [grid.shape(len(batch.step.index_T)).mixed for batch in (alone, beside)] == [False, True]
-    assert all(piece.placed.end > piece.placed.begin for batch in (alone, beside) for piece in batch.parts)
+    assert all(piece.end > piece.begin for batch in (alone, beside) for piece in batch.parts)
 
 
 # -------------------------------------------------------------------------------------------- turns
@@ -560,7 +560,7 @@ def test_decoding_goes_on_in_every_step_while_others_are_prefilled():
         batch = bench.step()
         assert [len(task.decoded) for task in decoding] == [n + 1 for n in said]
         prefill = batch.parts[5:]
-        assert [piece.placed.row for piece in prefill] == [8, 16][: len(prefill)]
+        assert [piece.row for piece in prefill] == [8, 16][: len(prefill)]
     bench.run()
 
 
@@ -576,7 +576,7 @@ def test_the_budget_bounds_prefill_beside_decoding_tokens(budget, lefts, count):
     prefilling = fixed_tasks(scheduler, lefts)
     batch = scheduler.next_batch()
     decoded = [piece for piece in batch.parts if piece.state.decoding]
-    taken = [piece.placed.end - piece.placed.begin for piece in batch.parts if not piece.state.decoding]
+    taken = [piece.end - piece.begin for piece in batch.parts if not piece.state.decoding]
     assert len(decoded) == min(count, 8)
     assert taken and batch.parts[len(decoded)].state is prefilling[0], "the oldest prefill goes on"
     assert taken[0] == 1 or len(decoded) + sum(taken) <= budget.tokens
@@ -598,7 +598,7 @@ def test_a_step_grows_with_the_prompts_that_are_computed():
         fixed_tasks(scheduler, [1], decoding=True)
         fixed_tasks(scheduler, [16] * prompts)
         parts = [piece for piece in scheduler.next_batch().parts if not piece.state.decoding]
-        taken.append(sum(piece.placed.end - piece.placed.begin for piece in parts))
+        taken.append(sum(piece.end - piece.begin for piece in parts))
     assert taken == [8, 16]
 
 
@@ -656,7 +656,7 @@ def test_the_oldest_request_is_prefilled_first():
             ages = [age[id(piece.state)] for piece in batch.parts]
             assert ages == sorted(ages) and ages[0] == min(waiting)
             assert ages == sorted(waiting)[: len(ages)], "nobody is passed over"
-            assert all(piece.state.rows.left == piece.placed.end - piece.placed.begin for piece in batch.parts[:-1])
+            assert all(piece.state.rows.left == piece.end - piece.begin for piece in batch.parts[:-1])
         for task in batch.deliver(*bench.device.run(batch)):
             bench.advance(task)
         waiting = {age[id(task)] for task in tasks if not task.decoding}

@@ -18,7 +18,6 @@ import pytest
 import uvicorn
 
 from ragjax import core
-from ragjax.serve.command import parse_options
 from ragjax.serve.server import Connection, Drain, Limits
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, Served, serving, wait_for
@@ -281,6 +280,5 @@ def test_who_is_refused_cannot_stay() -> None:
             assert refused(drip(connection, b"x"))[0] == 503
 
 
-def test_the_flag_is_the_limit() -> None:
-    assert parse_options(["--knowledge", "none", "--max-connections", "7"]).max_connections == 7
+def test_limits_of_a_server() -> None:
     assert (Limits().timeout, Limits().connections) == (60, 512)

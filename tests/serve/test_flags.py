@@ -97,7 +97,7 @@ def test_the_page_of_flags_is_made_from_the_options() -> None:
         (["--device-cache-gb", "nan"], "--device-cache-gb"),
         (["--device-cache-gb", "1e305"], "--device-cache-gb"),
         (["--host-cache-gb", "1e305"], "--host-cache-gb"),
-        (["--max-body-mb", "-1"], "--max-body-mb"),
+        (["--max-file-mb", "-1"], "--max-file-mb"),
         (["--index", "tree"], "--index"),
         (["--knowledge", "/no/such/folder"], "/no/such/folder"),
         (["--graph", "/no/such/facts.tsv"], "--graph"),

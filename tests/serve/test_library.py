@@ -369,7 +369,7 @@ def test_the_document_of_the_api_lists_the_errors_that_are_sent(shared: Served) 
             for status in statuses - {"200"}:
                 content = route["responses"][status]["content"]["application/json"]["schema"]
                 assert content == {"$ref": "#/components/schemas/Error"}, (method, path, status)
-    assert {"413", "429", "504"} <= set(document["paths"]["/v1/responses"]["post"]["responses"])
+    assert {"413", "429"} <= set(document["paths"]["/v1/responses"]["post"]["responses"])
     content = document["paths"]["/v1/files/{file_id}/content"]["get"]["responses"]["200"]["content"]
     assert "text/markdown" in content and "application/json" not in content
     assert "404" in document["paths"]["/v1/files/{file_id}"]["get"]["responses"]

@@ -194,15 +194,6 @@ def test_overload_says_when_there_is_a_place(seconds: float | None, header: str)
         assert served.post(json=CHAT).headers["retry-after"] == header
 
 
-def test_a_request_without_progress_is_504() -> None:
-    with serving(FakeEngine(error=core.DeadlineError("no progress for 3 s"))) as served:
-        response = served.post(json=CHAT)
-        assert response.status_code == 504 and error_of(response)["code"] == "timeout"
-        assert error_of(response)["type"] == "server_error"
-    with serving(FakeEngine(breakdown=core.DeadlineError("no progress for 3 s"))) as served:
-        assert events_of(served.post(json={**CHAT, "stream": True}))[-1]["error"]["code"] == "timeout"
-
-
 def test_a_full_device_is_told_with_what_to_change() -> None:
     with serving(FakeEngine(error=core.DeviceFullError("no room: lower --device-cache-gb"))) as served:
         response = served.post(json=CHAT)

@@ -25,7 +25,7 @@ CHECKS = (
     *("response_schema_conformance", "response_headers_conformance"),
 )
 HOOKS = ROOT / "tests" / "support" / "schemathesis_hooks.py"
-SERVER_ERRORS = {"503", "504"}
+SERVER_ERRORS = {"503"}
 """Those that a busy server may send, as the document lists."""
 
 

@@ -120,7 +120,7 @@ class Device:
         assert not padding[step.sharer_O[step.sharer_O >= 0]].any(), "padding has a place"
         unused = step.request_S < 0
         assert (step.index_SC[unused] == NEVER).all() and (step.page_S[unused] == 0).all()
-        assert (~padding).sum() == sum(piece.placed.end - piece.placed.begin for piece in batch.parts)
+        assert (~padding).sum() == sum(piece.end - piece.begin for piece in batch.parts)
 
 
 def visible(task, order):

@@ -261,7 +261,6 @@ class FakeEngine:
             "transfer_seconds_total": {"save": 0.1, "write": 0.1, "load": 0.1},
             "transfer_failures_total": {"load": 0},
             "step_failures_total": 0,
-            "request_timeouts_total": {"ended": 0},
             "pauses_total": 0,
             "resumes_total": 0,
             "paused": 0,

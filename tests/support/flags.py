@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ragjax.commands.flags import flags_of, markdown, spelled
+import re
+
+from ragjax.commands.flags import Parser, flags_of, spelled
 from ragjax.core import EngineOptions, StorageOptions
 from ragjax.core.papers import PAPERS
 from ragjax.serve.command import serve_parser
@@ -18,6 +20,27 @@ HEAD = """# Flags of the server
 def page() -> str:
     """The page as it should be."""
     return HEAD + markdown(serve_parser()) + papers()
+
+
+def markdown(parser: Parser) -> str:
+    """The flags of a parser as tables, a section each (docs/flags.md)."""
+    found: list[str] = []
+    for group in parser._action_groups:
+        rows = [action for action in group._group_actions if action.dest != "help"]
+        if not rows:
+            continue
+        found += ["", f"## {group.title}", "", "| flag | default | |", "|---|---|---|"]
+        for action in rows:
+            text = (action.help or "").replace(" (%(default)s)", "").replace("(%(default)s; ", "(")
+            text = re.sub(r"docs/(\w+)\.md", r"[\1.md](\1.md)", text).replace("|", "\\|")
+            if action.choices:
+                text += ": " + ", ".join(f"`{one}`" for one in action.choices)
+            default = action.default
+            shown = "off" if isinstance(default, bool) else f"{default:g}" if isinstance(default, float) else default
+            if default is None or default == []:
+                shown = ""
+            found.append(f"| `{action.option_strings[0]}` | {shown} | {text} |")
+    return "\n".join(found) + "\n"
 
 
 def papers() -> str:

@@ -158,7 +158,7 @@ def cuts(server: Server, context: int, rounds: int) -> dict[str, Any]:
 
 def opened(**storage: Any) -> Engine:
     """An engine of the packaged model; a shape is compiled when it first runs, in rounds that are not counted."""
-    return Engine.load(report.MODEL, storage=StorageOptions(**storage), progress=False, step_tokens=64, compile=False)
+    return Engine.load(report.MODEL, storage=StorageOptions(**storage), progress=False, compile=False)
 
 
 def panels(rows: Sequence[Row]) -> Iterator[Panel]:

@@ -218,7 +218,6 @@ class EngineOptions:
     order: Annotated[
         str, Flag(LOAD, "which waiting request starts next: fcfs, ratio or ratio:window=N (docs/serving.md)")
     ] = "fcfs"
-    step_tokens: Count = 0  # rows of a step while requests decode, prefill and decoding together; 0: measured at start
     lookup: Annotated[int, Ge(0), Le(MOST_LOOKUP)] = MOST_LOOKUP  # tokens that prompt lookup proposes a step; 0: none
     compression: Annotated[
         str | None,

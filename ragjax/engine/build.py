@@ -141,14 +141,14 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         _check_deterministic(decoder, runner)
     default = [chosen[name] for name in contract.strategies]
     supply = tuning = None
-    step_budget = _budget(options, config)
+    step_budget = _budget(config)
     with room_for(f"what a step computes, beside {runner.held}", "lower --device-cache-gb"):
         if options.compile:
             _compile(runner, least(runner, default, compression, whole=not early), options.progress)
-            tuning = None if step_budget.fixed else measured_budget(runner, step_budget.keys)
+            tuning = measured_budget(runner, step_budget.keys)
             if early:
                 supply = runner.supply(planned(runner, default, chosen, compression))
-            elif tuning is not None:
+            else:
                 *_, measured = tuning
                 step_budget, tuning = measured or step_budget, None
         if name_of(storage.policy) == "pgdsf":  # the others ask for no prefill times of this device
@@ -339,16 +339,13 @@ def _grid(config: ModelConfig, context: int, platform: str, copies: int) -> Grid
     return Grid(rows=rows, entries=(64, most), wide=wide, logits=(2, 8, 64))
 
 
-def _budget(options: EngineOptions, config: ModelConfig) -> StepBudget:
-    """Budget of a step in which requests decode, as asked or before it is measured.
+def _budget(config: ModelConfig) -> StepBudget:
+    """Budget of a step in which requests decode, before it is measured.
 
     Attention takes 4 operations for each key and dimension of a query head, at about half the speed of the products
     with weights, which take 2 for each weight.
     """
-    keys = max(1, config.layer_weights // (4 * config.num_heads * config.head_dim))
-    if options.step_tokens:
-        return StepBudget(options.step_tokens, keys, fixed=True)
-    return StepBudget(keys=keys)
+    return StepBudget(keys=max(1, config.layer_weights // (4 * config.num_heads * config.head_dim)))
 
 
 def measured_budget(runner: Runner, keys: int) -> Iterator[StepBudget | None]:

@@ -105,14 +105,14 @@ class StepBudget:
     keys: keys whose attention costs as much as the rest of a row; rows that read many keys count for more.
     decode_keys: likewise for decoding tokens, which compute little on what they read (two cores: 6.6 µs a key, 0.8 ms a
         row).
-    fixed: `tokens` holds whatever waits. Otherwise a step grows with the prompts that are being computed, and with what
-        the decoding tokens read: requests that wait for their first token count as much as those that decode.
+
+    A step grows with the prompts that are being computed, and with what the decoding tokens read: requests that wait
+    for their first token count as much as those that decode.
     """
 
     tokens: int = 64
     keys: int = 1536
     decode_keys: int = 128
-    fixed: bool = False
 
     @staticmethod
     def fitted(decode_s: float, mixed_s: Mapping[int, float], key_s: float, keys: int) -> StepBudget:
@@ -127,8 +127,6 @@ class StepBudget:
         return StepBudget(tokens, keys, max(1, int(row_s / max(key_s, 1e-9))))
 
     def room(self, decoding: int, decode_keys: int, prompts: int) -> float:
-        if self.fixed:
-            return float(self.tokens - decoding)
         return self.tokens * prompts + (STRETCH * prompts - 1) * decode_keys / self.decode_keys - decoding
 
     def takes(self, room: float, lefts: Sequence[int], reads: Sequence[int]) -> list[int]:

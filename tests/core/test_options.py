@@ -34,7 +34,7 @@ NAN, INF = float("nan"), float("inf")
         ({"top_k": -1}, "top_k must be greater than or equal to 0"),
         ({"lookup": 2.5}, "lookup must be a valid integer"),
         ({"lookup": 7}, "lookup must be less than or equal to 6"),
-        ({"step_tokens": 1.5}, "step_tokens must be a valid integer"),
+        ({"max_running": 1.5}, "max_running must be a valid integer"),
         ({"max_queue": NAN}, "max_queue must be a valid integer, not nan"),
         ({"max_running": True}, "max_running must be a valid integer"),
         ({"tensor_parallel": 0}, "tensor_parallel must be greater than or equal to 1"),

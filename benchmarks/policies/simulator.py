@@ -230,7 +230,6 @@ class Simulator:
     def _leave(self, block: Block, tier: Tier) -> None:
         if tier is Tier.DEVICE:
             self._save(block)
-        self._policy.on_leave(block, tier)
         self._victims[tier].discard(block)
         block.there[tier] = False
         self._free[tier] += block.size

@@ -159,7 +159,6 @@ class Hierarchy:
 
     def _demote(self, node: Node) -> None:
         self.device.discard(node)
-        self.policy.on_leave(node, Tier.DEVICE)
         self.tree.lift(node)
 
     def _keep(self, node: Node) -> bool:
@@ -286,7 +285,6 @@ class Hierarchy:
         if copy is None:
             return
         self.host.discard(node)
-        self.policy.on_leave(node, Tier.HOST)
         self.tree.store(node, None)
         self.host_memory.leave(copy)
 

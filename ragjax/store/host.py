@@ -32,10 +32,6 @@ class HostEntry:
     error: str | None = None
     users: int = 1
 
-    @property
-    def bytes(self) -> int:
-        return sum(x.nbytes for x in (self.arrays or {}).values())
-
     def read(self) -> Arrays:
         if self.arrays is None:
             raise OSError(f"the host entry was never saved: {self.error}")
@@ -43,29 +39,17 @@ class HostEntry:
 
 
 class HostStore:
-    """Entries by number, and the bytes that they take, forgotten ones in use included. Any thread may call it."""
+    """Entries by number; the arrays of forgotten ones go with their last user. Any thread may call it."""
 
     def __init__(self) -> None:
-        self.bytes = 0
         self._entries: dict[int, HostEntry] = {}
         self._lock = Lock()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._entries
 
     def begin(self, number: int) -> HostEntry:
         """A new entry, whose arrays will come; as after `use`, to be released by who brings them."""
         with self._lock:
             self._entries[number] = HostEntry(users=2)
             return self._entries[number]
-
-    def put(self, entry: HostEntry, arrays: Arrays) -> None:
-        with self._lock:
-            entry.arrays = arrays
-            self.bytes += entry.bytes
 
     def use(self, number: int) -> HostEntry:
         with self._lock:
@@ -77,7 +61,6 @@ class HostStore:
         with self._lock:
             entry.users -= 1
             if entry.users == 0:
-                self.bytes -= entry.bytes
                 entry.arrays = None
 
     def forget(self, number: int) -> None:

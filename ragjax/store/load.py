@@ -6,15 +6,12 @@ a whole, so nothing is certain of its first stages before the last one is there 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain
-from threading import Lock
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,10 +67,6 @@ class Staging:
         self._page_size = page_size
         self._places = [(number, i) for number, part in enumerate(cuts(pages)) for i in range(part.stop - part.start)]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for stage in self.parts for part in stage for x in part)
-
     def put(self, stage: int, begin: int, kv_LKTD: Iterable[NDArray[Any]]) -> None:
         """Put keys and values of some tokens where token `begin` of the run, and those after it, belong."""
         for x, x_LKTD in enumerate(kv_LKTD):
@@ -96,47 +89,6 @@ def nbytes(excerpts: Iterable[Excerpt]) -> int:
 
 RETRIES = 1
 """Further reads of an entry after one failed."""
-
-Direction = Literal["device_to_host", "host_to_device", "host_to_disk", "disk_to_host"]
-
-
-@dataclass
-class Traffic:
-    jobs: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    failures: int = 0
-    retries: int = 0
-
-
-class TrafficMeter:
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._total: dict[Direction, Traffic] = {direction: Traffic() for direction in get_args(Direction)}
-
-    def read(self) -> dict[Direction, Traffic]:
-        with self._lock:
-            return {direction: replace(traffic) for direction, traffic in self._total.items()}
-
-    def add(self, direction: Direction, more: Traffic) -> None:
-        with self._lock:
-            total = self._total[direction]
-            for name, value in vars(more).items():
-                setattr(total, name, getattr(total, name) + value)
-
-    @contextmanager
-    def measure(self, direction: Direction) -> Iterator[Traffic]:
-        """Count what happens within as one job; its bytes and retries are those set in what this yields."""
-        start = time.monotonic()
-        moved = Traffic(jobs=1)
-        try:
-            yield moved
-        except BaseException:
-            moved.jobs, moved.bytes, moved.failures = 0, 0, 1
-            raise
-        finally:
-            moved.seconds = time.monotonic() - start
-            self.add(direction, moved)
 
 
 class PoolDevice(Protocol):
@@ -179,29 +131,14 @@ class KVSource:
     _given: list[Arrays] = field(default_factory=list)
     _shares: Iterator[Arrays] | None = None
     _errors: list[Exception] = field(default_factory=list)
-    _failed: bool = False
-    _seconds: float = 0.0
 
     def next(self) -> Arrays:
-        start = time.monotonic()
-        try:
-            arrays = self._read()
-            self.codec.check(arrays, self.tokens)
-        except Exception:
-            self._failed = True
-            raise
-        finally:
-            self._seconds += time.monotonic() - start
+        arrays = self._read()
+        self.codec.check(arrays, self.tokens)
         self._given.append(arrays)
         if len(self._given) == self.count and self._shares is not None:
             next(self._shares, None)  # lets it end
         return arrays
-
-    def traffic(self) -> Traffic:
-        moved = Traffic(seconds=self._seconds, failures=int(self._failed), retries=min(len(self._errors), RETRIES))
-        if len(self._given) == self.count:
-            moved.jobs, moved.bytes = 1, sum(x.nbytes for arrays in self._given for x in arrays.values())
-        return moved
 
     def _read(self) -> Arrays:
         while True:
@@ -233,7 +170,6 @@ class Arrivals:
     disk: Disk | None
     readers: Executor
     fillers: Executor
-    meter: TrafficMeter
 
     @property
     def stages(self) -> int:
@@ -243,19 +179,13 @@ class Arrivals:
         """Each stage's excerpts in order, on the job's pages; kept: the host entries that it reads."""
         codec = replace(self.codec, layers=self.codec.layers // self.stages)
         staging = Staging(codec, self.stages, len(job.run.pages), self.device.page_size)
-        sources, moved = self._sources(job, codec), Traffic(jobs=1, bytes=staging.nbytes)
-        try:
-            coming = self.readers.map(KVSource.next, sources.values())
-            for stage in range(self.stages):
-                read = dict(zip(sources, coming, strict=True))
-                if stage + 1 < self.stages:
-                    coming = self.readers.map(KVSource.next, sources.values())
-                excerpts = self._bring(stage, job, staging, kept, read, moved)
-                yield excerpts
-            self.meter.add("host_to_device", moved)
-        finally:
-            for source in sources.values():
-                self.meter.add("disk_to_host", source.traffic())
+        sources = self._sources(job, codec)
+        coming = self.readers.map(KVSource.next, sources.values())
+        for stage in range(self.stages):
+            read = dict(zip(sources, coming, strict=True))
+            if stage + 1 < self.stages:
+                coming = self.readers.map(KVSource.next, sources.values())
+            yield self._bring(stage, job, staging, kept, read)
 
     def _sources(self, job: Load, codec: Codec) -> dict[bytes, KVSource]:
         """One for each entry on disk, in which several of the job's pieces may lie."""
@@ -271,16 +201,9 @@ class Arrivals:
         return {key: KVSource(self.disk, key, expected[key], end, codec, self.stages) for key, end in ends.items()}
 
     def _bring(
-        self,
-        stage: int,
-        job: Load,
-        staging: Staging,
-        kept: Mapping[Copy, HostEntry],
-        read: Mapping[bytes, Arrays],
-        moved: Traffic,
+        self, stage: int, job: Load, staging: Staging, kept: Mapping[Copy, HostEntry], read: Mapping[bytes, Arrays]
     ) -> list[Excerpt]:
         depth = self.codec.layers // self.stages
-        start = time.monotonic()
 
         def fill(piece: Copy, end: int) -> None:
             if isinstance(piece.entry, bytes):
@@ -290,12 +213,6 @@ class Arrivals:
             kv_LKTD = self.codec.decode(cut(arrays, piece.begin, piece.begin + piece.length))
             staging.put(stage, end - piece.length, kv_LKTD)
 
-        try:
-            list(self.fillers.map(fill, job.pieces, accumulate(piece.length for piece in job.pieces)))
-            uploaded = self.fillers.map(lambda part: self.device.upload(*part), staging.parts[stage])
-            return list(chain.from_iterable(uploaded))
-        except Exception:
-            self.meter.add("host_to_device", Traffic(failures=1))
-            raise
-        finally:
-            moved.seconds += time.monotonic() - start
+        list(self.fillers.map(fill, job.pieces, accumulate(piece.length for piece in job.pieces)))
+        uploaded = self.fillers.map(lambda part: self.device.upload(*part), staging.parts[stage])
+        return list(chain.from_iterable(uploaded))

@@ -23,7 +23,7 @@ from ragjax.store import host
 from ragjax.store.codec import Codec, cut, rest_dtype
 from ragjax.store.device import Excerpt
 from ragjax.store.host import HostEntry, HostStore
-from ragjax.store.load import Arrivals, Direction, Disk, PoolDevice, Snapshot, Traffic, TrafficMeter, nbytes
+from ragjax.store.load import Arrivals, Disk, PoolDevice, Snapshot, nbytes
 
 WORKERS = 2
 """Threads for loads, and as many for what they consist of; saves and writes have one each."""
@@ -83,14 +83,13 @@ class KVTransfer(TransferEngine):
         self._loaders = ThreadPoolExecutor(WORKERS, "ragjax-load")
         self._readers = ThreadPoolExecutor(WORKERS, "ragjax-read")  # parts of one load are done side by side
         self._fillers = ThreadPoolExecutor(WORKERS, "ragjax-fill")
-        self._meter = TrafficMeter()
         self._change = Condition()  # guards the counters and all below
         self._outstanding = 0
         self._backlog = 0
         self._loading: dict[int, _Begun] = {}
         self._closed = False
         self._ready: list[tuple[_Begun, _Outcome | _LoadedStage | str]] = []
-        self._arrivals = Arrivals(device, self._codec, disk, self._readers, self._fillers, self._meter)
+        self._arrivals = Arrivals(device, self._codec, disk, self._readers, self._fillers)
 
     def size(self, tokens: int) -> int:
         return self._codec.size(tokens)
@@ -100,9 +99,6 @@ class KVTransfer(TransferEngine):
         with self._change:
             return self._backlog
 
-    def traffic(self) -> dict[Direction, Traffic]:
-        return self._meter.read()
-
     def save(self, jobs: Sequence[Save]) -> None:
         self._check_open()
         begun = [self._begin(job, [self.host.begin(job.entry)]) for job in jobs]
@@ -110,11 +106,9 @@ class KVTransfer(TransferEngine):
             pages = np.unique(np.asarray([page for job in jobs for page in job.run.pages], np.int32))
             excerpts = host.download(self._device.extract(pages))
         except Exception as error:  # the pool is lost, or there is no memory for the copies
-            self._meter.add("device_to_host", Traffic(failures=len(jobs)))
             for one in begun:
                 self._report(one, _message(error))
             return
-        self._meter.add("device_to_host", Traffic(bytes=nbytes(excerpts)))
         snapshot = Snapshot(pages, excerpts)
         for job, one in zip(jobs, begun, strict=True):
             self._submit(self._savers, one, partial(self._save, job, one.keeps[0], snapshot))
@@ -201,7 +195,6 @@ class KVTransfer(TransferEngine):
             self._device.insert(np.asarray(begun.job.run.pages, np.int32), stage.excerpts, stage.number)
             begun.stages += 1
         except Exception as error:  # the pool is lost
-            self._meter.add("host_to_device", Traffic(failures=1))
             begun.error = _message(error)
 
     def _take_back(self, begun: _Begun) -> None:
@@ -266,17 +259,13 @@ class KVTransfer(TransferEngine):
             self._change.notify_all()
 
     def _save(self, job: Save, entry: HostEntry, snapshot: Snapshot) -> _Outcome:
-        with self._meter.measure("device_to_host"):
-            arrays, loss = self._codec.encode(*snapshot.read(job.run, self._codec, self._device.page_size))
-        self.host.put(entry, arrays)
-        return _Outcome(sum(x.nbytes for x in arrays.values()), loss)
+        entry.arrays, loss = self._codec.encode(*snapshot.read(job.run, self._codec, self._device.page_size))
+        return _Outcome(sum(x.nbytes for x in entry.arrays.values()), loss)
 
     def _write(self, job: Write, entry: HostEntry) -> _Outcome:
         assert self._disk is not None
-        with self._meter.measure("host_to_disk") as moved:
-            part = cut(entry.read(), job.copy.begin, job.copy.begin + job.copy.length)
-            moved.bytes = self._disk.write(job.record, part)
-        return _Outcome(moved.bytes)
+        part = cut(entry.read(), job.copy.begin, job.copy.begin + job.copy.length)
+        return _Outcome(self._disk.write(job.record, part))
 
     def _load(self, begun: _Begun, kept: Mapping[Copy, HostEntry]) -> _Outcome:
         assert isinstance(begun.job, Load)

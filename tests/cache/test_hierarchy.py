@@ -94,19 +94,10 @@ def test_a_node_is_swapped_out_once():
     assert bench.transfer.calls == {"save": 1, "load": 3}
 
 
-class Split(LRU):
-    """Two queues, by the first token."""
-
-    queues = 2
-
-    def queue_of(self, node, tier):
-        return node.raw[0] % 2
-
-
 def test_whatever_is_kept_the_books_add_up(monkeypatch):
     now, rng = [100.0], np.random.default_rng(5)
     monkeypatch.setattr("ragjax.cache.hierarchy.time.monotonic", lambda: now[0])
-    bench = tiers(17, host=24, policy=Split(), disk_index=FakeDiskIndex())
+    bench = tiers(17, host=24, disk_index=FakeDiskIndex())
     for step in range(400):
         path = [int(token) for token in rng.integers(1, 3, int(rng.integers(4, 17)))]
         bench.put(path, cuts=(int(rng.integers(1, len(path))),))
@@ -122,7 +113,7 @@ def test_whatever_is_kept_the_books_add_up(monkeypatch):
     bench.audit()
 
 
-@pytest.mark.parametrize("policy", [LRU, LACR, Split])
+@pytest.mark.parametrize("policy", [LRU, LACR])
 def test_what_is_kept_outlives_a_flood_until_its_time_is_over(policy, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("ragjax.cache.hierarchy.time.monotonic", lambda: now[0])
@@ -1184,9 +1175,6 @@ class Recorder(LRU):
     def on_evict(self, node, tier):
         self.calls.append(("evict", node.tokens.tolist(), tier))
 
-    def on_leave(self, node, tier):
-        self.calls.append(("leave", node.tokens.tolist(), tier))
-
     def on_split(self, upper, lower, key):
         self.calls.append(("split", upper.tokens.tolist(), lower.tokens.tolist()))
 
@@ -1297,13 +1285,9 @@ def test_a_policy_hears_of_everything_that_leaves_splits_and_merges():
     bench.squeeze()
     assert policy.calls == [
         ("evict", [9], Tier.DEVICE),
-        ("leave", [9], Tier.DEVICE),
         ("evict", [4], Tier.DEVICE),
-        ("leave", [4], Tier.DEVICE),
         ("evict", [1, 2, 3], Tier.DEVICE),
         ("evict", [9], Tier.HOST),  # makes room for the parent's copy
-        ("leave", [9], Tier.HOST),
-        ("leave", [1, 2, 3], Tier.DEVICE),
     ]
     bench = Bench(4, policy)
     bench.put_path([], [1, 2, 3, 4])
@@ -1311,14 +1295,13 @@ def test_a_policy_hears_of_everything_that_leaves_splits_and_merges():
     bench.path_length([], [1, 2, 3, 4])
     policy.calls.clear()
     bench.cache.free(bench.reserve(2 * PAGE))
-    left = [("evict", [9], Tier.DEVICE), ("leave", [9], Tier.DEVICE)]
-    assert policy.calls == [*left, ("merge", [1, 2, 3], [1, 2, 3, 4])]
+    assert policy.calls == [("evict", [9], Tier.DEVICE), ("merge", [1, 2, 3], [1, 2, 3, 4])]
     bench = tiers(12, policy=policy)
     for clear in (bench.cache.clear, bench.cache.lose_device):
         bench.put(A)
         policy.calls.clear()
         clear()
-        assert policy.calls == [("leave", A, Tier.DEVICE)], "nobody chose it: clocks stand still"
+        assert policy.calls == [], "nobody chose it: clocks stand still"
 
 
 # --------------------------------------------------------------------------- everything at once, at random
@@ -1690,8 +1673,6 @@ class Tiers(RuleBasedStateMachine):
         audit_cache(self.cache, live=())
         assert self.bench.pool.free_pages == self.bench.pool.capacity
         assert self.cache.metrics.host_bytes == 0 and not self.transfer.entries and not len(self.cache.tree)
-        if self.policy == "s3fifo":  # it counts what stands in its queues: it must hear of all that leaves
-            assert self.cache._hierarchy.policy._tokens == ([0, 0], [0, 0])
 
     # ---- helpers
 

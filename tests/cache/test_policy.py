@@ -9,8 +9,6 @@ import pytest
 from benchmarks.baseline.policy.belady import Belady
 from benchmarks.baseline.policy.fifo import FIFO
 from benchmarks.baseline.policy.lfu import LFU, PerfectLFU
-from benchmarks.baseline.policy.s3fifo import S3FIFO
-from benchmarks.baseline.policy.sieve import SIEVE
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import FEWEST, GHOSTS_PER_NODE, LRU, Access, Victims
 from ragjax.cache.policy.craft import CraftPolicy
@@ -56,7 +54,6 @@ class Cache:
             while self.used() + length > self.capacity:
                 gone = self.victims.pop()
                 self.policy.on_evict(gone, self.tier)
-                self.policy.on_leave(gone, self.tier)
                 left.append(gone.key)
                 self.policy.on_forget(gone)
                 del self.nodes[gone.key]
@@ -139,79 +136,6 @@ class Dual(Lowest):
         self.clock = max(self.clock, self.worth[key])
 
 
-class Three:
-    """S3-FIFO's algorithm 1 on lists, oldest first; the cache's size is what it holds."""
-
-    def __init__(self, capacity):
-        self.capacity, self.small, self.main, self.ghost = capacity, [], [], []
-        self.size, self.count = {}, {}
-
-    def tokens(self, keys):
-        return sum(self.size[key] for key in keys)
-
-    def access(self, key, length=1):
-        if key in self.small or key in self.main:
-            self.count[key] = min(self.count[key] + 1, 3)
-            return []
-        left = []
-        while self.tokens(self.small + self.main) + length > self.capacity:
-            left += self.evict()
-        remembered = key in self.ghost
-        if remembered:
-            self.ghost.remove(key)
-        (self.main if remembered else self.small).append(key)
-        self.size[key], self.count[key] = length, 0
-        return left
-
-    def evict(self):
-        small = self.tokens(self.small) >= 0.1 * self.tokens(self.small + self.main)
-        queue = (self.small or self.main) if small else (self.main or self.small)
-        key = queue.pop(0)
-        if queue is self.small and self.count[key] > 1:
-            self.main.append(key)
-            self.count[key] = 0
-            return []
-        if queue is self.main and self.count[key]:
-            self.main.append(key)
-            self.count[key] -= 1
-            return []
-        if queue is self.small:
-            self.ghost.append(key)
-            while self.tokens(self.ghost) > int(0.9 * self.tokens(self.small + self.main)):
-                self.ghost.pop(0)
-        return [key]
-
-
-class Hand:
-    """SIEVE's algorithm 1 on a list, oldest first."""
-
-    def __init__(self, capacity):
-        self.capacity, self.queue, self.size, self.visited, self.hand = capacity, [], {}, {}, None
-
-    def access(self, key, length=1):
-        if key in self.queue:
-            self.visited[key] = True
-            return []
-        left = []
-        while sum(self.size[k] for k in self.queue) + length > self.capacity:
-            left.append(self.evict())
-        self.queue.append(key)
-        self.size[key], self.visited[key] = length, False
-        return left
-
-    def after(self, key):
-        return next(iter(self.queue[self.queue.index(key) + 1 :]), None)
-
-    def evict(self):
-        here = self.hand or self.queue[0]
-        while self.visited[here]:
-            self.visited[here] = False
-            here = self.after(here) or self.queue[0]
-        self.hand = self.after(here)
-        self.queue.remove(here)
-        return here
-
-
 def requests(seed, count=4000, keys=60):
     """A skewed stream whose favourites drift."""
     rng = random.Random(seed)
@@ -233,8 +157,6 @@ PAIRS = {
     "gdsf": (lambda: GDSF(window=700), lambda size: Dual(size, 700, lambda **_: 1.0)),
     "pgdsf": (lambda: PGDSF(PROFILE, window=700), lambda size: Dual(size, 700, per_token)),
     "craft": (CraftPolicy, Fixed),
-    "s3fifo": (S3FIFO, Three),
-    "sieve": (SIEVE, Hand),
 }
 
 
@@ -290,7 +212,6 @@ def test_a_score_falls_only_where_the_queue_is_told(name):
             told = {node.key}
         elif action == 1:
             policy.on_evict(node, DEVICE)
-            policy.on_leave(node, DEVICE)
             told = {node.key}
         elif action == 2:
             told = set(policy.on_queue(f"r{at}", [n.key for n in rng.sample(nodes, 5)]))
@@ -306,7 +227,6 @@ def test_a_node_nobody_accessed_has_a_score_and_may_leave_or_be_cut(name):
     policy, node, upper = POLICIES[name].for_device(PROFILE), Node(b"a", 4), Node(b"b", 2)
     assert policy.score(node, HOST) <= policy.score(node, HOST)
     policy.on_evict(node, DEVICE)
-    policy.on_leave(node, DEVICE)
     upper.note = node.note
     policy.on_split(upper, node, b"whole")
     assert policy.score(upper, DEVICE) is not None
@@ -326,8 +246,6 @@ def test_halves_are_worth_what_the_whole_was_and_go_their_own_ways(name):
     policy.on_access(upper, HIT)
     assert policy.score(node, DEVICE) == was
     policy.on_evict(node, DEVICE)
-    policy.on_leave(node, DEVICE)
-    assert policy.second_chance(upper, DEVICE) == (name in ("s3fifo", "sieve"))
 
 
 # ------------------------------------------------------------------------------------------- papers
@@ -452,108 +370,6 @@ def test_what_needs_little_fixing_stays():
     for _ in range(99):
         policy.on_access(dear, HIT)
     assert policy.score(dear, DEVICE) == 99 < policy.score(cheap, DEVICE) == 100
-
-
-def test_a_long_scan_does_not_drive_out_what_s3fifo_has_proven():
-    for policy, survives in ((S3FIFO(), True), (LRU(), False), (FIFO(), False)):
-        cache = Cache(policy, 20)
-        for i in range(10):
-            for _ in range(3):
-                cache.access(b"hot%d" % i)
-        for i in range(100):
-            cache.access(b"cold%d" % i)
-        assert all(b"hot%d" % i in cache.nodes for i in range(10)) is survives
-
-
-def test_a_node_that_comes_back_soon_goes_to_main():
-    cache = Cache(S3FIFO(), 10)
-    for i in range(11):
-        cache.access(b"%d" % i)
-    assert b"0" not in cache.nodes
-    cache.access(b"0")
-    assert cache.policy.queue_of(cache.nodes[b"0"], DEVICE) == 1
-    cache.access(b"new")
-    assert cache.policy.queue_of(cache.nodes[b"new"], DEVICE) == 0
-
-
-def test_sieve_drops_new_nodes_first_and_moves_none():
-    cache = Cache(SIEVE(), 4)
-    for key in (b"a", b"b", b"c", b"d", b"a", b"b"):
-        cache.access(key)
-    left = [key for i in range(4) for key in cache.access(b"new%d" % i)]
-    # the hand cleared a and b on its way to c and d, then met the new ones before it came round
-    assert left == [b"c", b"d", b"new0", b"new1"]
-
-
-@pytest.mark.parametrize("make", [SIEVE, S3FIFO])
-def test_marks_and_places_are_each_tiers_own(make):
-    policy = make()
-    tiers = [Victims(policy, tier) for tier in (DEVICE, HOST)]
-    first, second = Node(b"1"), Node(b"2")
-    for node, order in ((first, tiers), (second, tiers)):
-        for victims in order:
-            victims.push(node)
-    for _ in range(2):
-        policy.on_access(first, HIT)
-    assert tiers[0].pop() is second
-    policy.on_leave(second, DEVICE)
-    tiers[0].discard(first)
-    assert tiers[1].pop() is second
-    policy.on_leave(second, HOST)
-    tiers[1].push(second)  # gone and back: the newest now
-    assert tiers[1].pop() is (first if make is SIEVE else second)
-
-
-@pytest.mark.parametrize("make", [FIFO, SIEVE, S3FIFO])
-def test_who_left_a_tier_and_came_back_is_its_newest_there_only(make):
-    policy = make()
-    device, host = Victims(policy, DEVICE), Victims(policy, HOST)
-    first, second = Node(b"1"), Node(b"2")
-    for node in (first, second):
-        device.push(node)
-        host.push(node)
-    device.discard(first)
-    policy.on_leave(first, DEVICE)
-    device.push(first)
-    assert device.pop() is second
-    assert host.pop() is first
-
-
-def test_the_hand_is_round_when_all_that_stood_before_it_are_gone():
-    policy = SIEVE()
-    victims, nodes = Victims(policy), {name: Node(name.encode()) for name in "abcd"}
-    for name in "abc":
-        victims.push(nodes[name])
-    policy.on_access(nodes["a"], HIT)
-    assert victims.pop() is nodes["b"]  # a was spared
-    policy.on_leave(nodes["b"], DEVICE)
-    victims.discard(nodes["c"])  # taken out by another hand
-    policy.on_leave(nodes["c"], DEVICE)
-    victims.push(nodes["d"])
-    assert victims.pop() is nodes["a"]
-
-
-def test_a_node_that_took_in_its_parent_has_one_place():
-    policy = SIEVE()
-    victims, lower, upper = Victims(policy), Node(b"lower"), Node(b"upper")
-    victims.push(lower)
-    upper.note = lower.note
-    policy.on_split(upper, lower, b"whole")
-    victims.push(upper)
-    victims.discard(upper)
-    policy.on_merge(upper, lower, b"lower")
-    victims.discard(lower)
-    policy.on_leave(lower, DEVICE)
-    nodes = {name: Node(name.encode()) for name in "abcd"}
-    for name in "abc":
-        victims.push(nodes[name])
-    policy.on_access(nodes["a"], HIT)
-    assert victims.pop() is nodes["b"]  # a was spared
-    policy.on_leave(nodes["b"], DEVICE)
-    victims.discard(nodes["c"])
-    policy.on_leave(nodes["c"], DEVICE)
-    victims.push(nodes["d"])
-    assert victims.pop() is nodes["a"], "the hand is round"
 
 
 # --------------------------------------------------------------------------------------------- LACR

@@ -43,7 +43,7 @@ MOST = 100
 STRATEGIES = ("full", "prefix", "naive", "blend", "craft", "fusion", "set-cache")
 TENANTS = ("", "", "a", "b")
 ORDERS = ("fcfs", "ratio", "lpm", "lsp")
-POLICIES = ("lacr", "lru", "pgdsf", "s3fifo")
+POLICIES = ("lacr", "lru", "pgdsf")
 INJECTED = "injected"
 
 

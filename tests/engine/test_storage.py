@@ -65,7 +65,7 @@ def assert_exact(answer: Answer, reference: Answer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", few(POLICIES, ["lru", "lacr", "pgdsf", "craft", "s3fifo"]))
+@pytest.mark.parametrize("policy", few(POLICIES, ["lru", "lacr", "pgdsf", "craft"]))
 def test_eviction_storms_change_no_answer(policy: str, reference: dict[int, Answer], tmp_path: Path) -> None:
     """Every prompt drives the others out; they come back from host memory and disk as they went."""
     with tiny.engine(pages=PAGES, policy=policy, host_bytes=300 * 1000, disk=disk(tmp_path)) as engine:

@@ -5,7 +5,7 @@ dictionary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from threading import Event, Lock, Semaphore, Timer
@@ -235,7 +235,6 @@ def test_runs_of_one_batch_share_pages(runner: Runner, transfer: KVTransfer) -> 
     cuts = (0, 10, 11, 30, 48)
     runs = [MIDDLE.slice(a, b, PAGE) for a, b in pairwise(cuts)]
     transfer.save([Save(i, run) for i, run in enumerate(runs)])
-    assert transfer.traffic()["device_to_host"].bytes == 4 * 2 * LAYERS * HEADS * PAGE * DIM * pool[0].itemsize
     order = (2, 0, 3, 1)
     transfer.load([Load(1, fresh(20, 48), tuple(Copy(i, 0, runs[i].length) for i in order))])
     succeed(transfer)
@@ -256,7 +255,6 @@ def test_slices_of_entries_from_everywhere_fill_one_run(runner: Runner, transfer
     first, second = at(pool, MIDDLE), at(pool, other)
     what = [sliced(first, 32, 37), sliced(second, 4, 17), sliced(first, 0, 1), sliced(first, 12, 16)]
     assert same(at(pool_of(runner), fresh(20, 31)), join([*what, sliced(first, 40, 48)]))
-    assert transfer.traffic()["disk_to_host"].jobs == 1  # once for both its pieces
 
 
 def test_unused_slots_of_loaded_pages_are_finite(runner: Runner, transfer: KVTransfer) -> None:
@@ -285,7 +283,7 @@ def test_lossy_kinds_say_so(runner: Runner, start: Start, kind: str, bound: floa
     transfer.write([Write(record(1, run.length), Copy(1, 0, run.length))])
     saved, written = succeed(transfer)
     assert 0.2 * bound < saved.loss < bound
-    assert saved.bytes == written.bytes == transfer.size(run.length) == transfer.host.bytes
+    assert saved.bytes == written.bytes == transfer.size(run.length)
     transfer.load(
         [Load(1, fresh(20, 20), (Copy(1, 30, 20),)), Load(2, fresh(30, 20), (Copy(record(1, 0).key, 30, 20),))]
     )
@@ -338,7 +336,7 @@ def test_a_load_waits_for_its_save_and_is_reported_after_it(
     assert isinstance(done[0].job, Save) and len(done) == 6
     pool = pool_of(runner)
     assert all(same(at(pool, fresh(20 + 4 * i, 48)), kept) for i in range(4))
-    assert (transfer.host.bytes, len(transfer.host)) == (0, 0)
+    assert not transfer.host._entries
 
 
 def test_loads_pass_slow_writes(runner: Runner, transfer: KVTransfer, disk: FakeDisk) -> None:
@@ -367,11 +365,11 @@ def test_an_entry_forgotten_during_a_write_is_written_and_freed(
     transfer.write([Write(record(1, 48), Copy(1, 0, 48))])
     disk.reached.wait()
     transfer.forget([1])
-    assert transfer.host.bytes == transfer.size(48) and 1 not in transfer.host
+    assert not transfer.host._entries
     transfer.save([Save(1, Run((30,), 0, 3))])  # the number is free
     disk.open.set()
     succeed(transfer)
-    assert transfer.host.bytes == transfer.size(3)
+    assert list(transfer.host._entries) == [1]
     transfer.load([Load(1, fresh(20, 48), (Copy(record(1, 0).key, 0, 48),))])
     succeed(transfer)
     assert same(at(pool_of(runner), fresh(20, 48)), kept)
@@ -506,7 +504,6 @@ def test_a_read_that_begins_again_must_find_the_same(
     assert done.error == ("OSError: disk is tired" if changed else None)
     if not changed:
         assert same(at(pool_of(staged), FROM_DISK.run), kept)
-        assert transfer.traffic()["disk_to_host"].retries == 1
 
 
 def test_a_lost_pool_between_stages_fails_the_load(
@@ -549,8 +546,7 @@ def test_a_failed_read_is_tried_again(runner: Runner, transfer: KVTransfer, disk
     transfer.load([FROM_DISK])
     succeed(transfer)
     assert same(at(pool_of(runner), FROM_DISK.run), kept)
-    traffic = transfer.traffic()["disk_to_host"]
-    assert (traffic.jobs, traffic.retries, traffic.failures, disk.reads) == (1, 1, 0, 2)
+    assert disk.reads == 2
 
 
 @pytest.mark.parametrize("job", [FROM_DISK, PIECES], ids=["alone", "one piece"])
@@ -564,8 +560,6 @@ def test_a_load_that_fails_for_good_changes_nothing(
     (done,) = finish(transfer)
     assert (done.job, done.error, done.bytes) == (job, "OSError: checksum differs", 0)
     assert same(pool_of(runner), before)
-    traffic = transfer.traffic()
-    assert (traffic["disk_to_host"].failures, traffic["disk_to_host"].bytes) == (1, 0)
     transfer.load([job])  # and the next one is fine
     succeed(transfer)
 
@@ -603,7 +597,6 @@ def test_a_failed_write_is_reported_once(runner: Runner, transfer: KVTransfer, d
     first, second = finish(transfer)
     assert (first.error, second.error) == ("OSError: no space left", None)
     assert record(2, 0).key not in disk.entries
-    assert transfer.traffic()["host_to_disk"].failures == 1
 
 
 @pytest.mark.parametrize("where", ["extract", "to_numpy"])
@@ -623,9 +616,8 @@ def test_a_failed_save_fails_what_waits_for_it(
         errors = {d.job: d.error for d in finish(transfer)}
     assert len(errors) == 4 and all("device lost" in str(error) for error in errors.values())
     assert same(pool_of(runner), before) and not disk.entries
-    assert transfer.traffic()["device_to_host"].failures == 2
     transfer.forget([1, 2])
-    assert (transfer.host.bytes, len(transfer.host)) == (0, 0)
+    assert not transfer.host._entries
     transfer.save([Save(1, MIDDLE)])
     succeed(transfer)
 
@@ -643,7 +635,6 @@ def test_a_load_that_the_device_refuses_is_an_error(
         transfer.load([FROM_DISK])
         (done,) = finish(transfer)
     assert done.error == "RuntimeError: out of memory" and done.bytes == 0
-    assert transfer.traffic()["host_to_device"].failures == 1
 
 
 def test_kv_outlives_the_pool(runner: Runner, transfer: KVTransfer) -> None:
@@ -689,7 +680,7 @@ def test_close_finishes_or_drops_what_has_begun(
     ):
         with pytest.raises(RuntimeError, match="the transfer engine is closed"):
             order()
-    assert len(transfer.host) == 1
+    assert len(transfer.host._entries) == 1
 
 
 def test_what_waits_for_a_save_when_the_engine_closes_is_dropped(
@@ -712,23 +703,6 @@ def test_what_waits_for_a_save_when_the_engine_closes_is_dropped(
     transfer.close()
     assert [type(d.job) for d in transfer.poll()] == [Save]
     assert not caplog.records
-
-
-def test_counters_add_up(runner: Runner, transfer: KVTransfer) -> None:
-    on_disk(runner, transfer)
-    transfer.load([FROM_DISK, replace(PIECES, number=3)])
-    done = succeed(transfer)
-    page = 2 * LAYERS * HEADS * PAGE * DIM * runner.storage_dtype.itemsize
-    traffic = transfer.traffic()
-    assert {name: (t.jobs, t.bytes) for name, t in traffic.items()} == {
-        "device_to_host": (1, 4 * page),
-        "host_to_device": (2, 7 * page),
-        "host_to_disk": (1, 3 * page),
-        "disk_to_host": (2, 6 * page),
-    }
-    assert sorted(d.bytes for d in done) == [3 * page, 4 * page]
-    assert all(t.seconds > 0 and not t.failures and not t.retries for t in traffic.values())
-    assert transfer.size(48) == 3 * page == transfer.host.bytes
 
 
 # ------------------------------------------------------------------------------------------ pinned memory
@@ -895,8 +869,8 @@ def test_random_orders_against_a_dictionary(
         if step % 30 == 29:
             settle(finish(transfer))
             assert same(pool_of(runner), (pool[0], pool[1])), f"seed {seed}, step {step}"
-            assert transfer.host.bytes == sum(k.nbytes + v.nbytes for k, v in entries.values())
+            assert transfer.host._entries.keys() == entries.keys()
     assert failed > 2 and loaded > 10
     transfer.forget(list(entries))
     settle(finish(transfer))
-    assert (transfer.host.bytes, len(transfer.host), len(busy)) == (0, 0, 0)
+    assert not transfer.host._entries and not busy

@@ -1,5 +1,5 @@
-"""Replacement policies of the tables: `none` (first in, first out), `lfu`, `s3fifo`, `sieve`, and `Belady`."""
+"""Replacement policies of the tables: `none` (first in, first out), `lfu`, and `Belady`."""
 
-from benchmarks.baseline.policy import fifo, lfu, s3fifo, sieve
+from benchmarks.baseline.policy import fifo, lfu
 
-__all__ = ["fifo", "lfu", "s3fifo", "sieve"]
+__all__ = ["fifo", "lfu"]

@@ -36,9 +36,6 @@ class Policy:
     the node itself, or by `on_queue` or `on_start`.
     """
 
-    queues = 1
-    """Number of separate queues."""
-
     @classmethod
     def for_device(cls, profile: Profile, **settings: Any) -> Policy:
         return cls(**settings)
@@ -48,13 +45,7 @@ class Policy:
     def score(self, node: Node, tier: Tier) -> float:
         return 0.0
 
-    def second_chance(self, node: Node, tier: Tier) -> bool:
-        """The node is about to leave: True lets it stay for another round, at the score it has after this call."""
-        return False
-
     def on_evict(self, node: Node, tier: Tier) -> None: ...
-
-    def on_leave(self, node: Node, tier: Tier) -> None: ...
 
     def on_forget(self, node: Node) -> None: ...
 
@@ -65,12 +56,6 @@ class Policy:
 
     def on_merge(self, upper: Node, lower: Node, key: bytes) -> None:
         """`lower`, which had this key, has taken in its parent `upper`, which is no more."""
-
-    def queue_of(self, node: Node, tier: Tier) -> int:
-        return 0
-
-    def next_queue(self, tier: Tier) -> int:
-        return 0
 
     def on_queue(self, request: str, keys: Collection[bytes]) -> Iterable[bytes]:
         """A request that will use these keys, kept or not, began to wait. Returns the keys whose scores fell."""
@@ -117,7 +102,7 @@ class Victims:
     def __init__(self, policy: Policy, tier: Tier = Tier.DEVICE):
         self._policy = policy
         self._tier = tier
-        self._heaps: list[list[tuple[float, int, Node]]] = [[] for _ in range(policy.queues)]
+        self._heap: list[tuple[float, int, Node]] = []
         self._owned: dict[str, list[tuple[float, int, Node]]] = {}
         self._serial = 0
         self._live = 0
@@ -135,7 +120,7 @@ class Victims:
         self._live += 1
         node.queued[self._tier] = self._serial
         entry = (self._score(node), self._serial, node)
-        heaps = [self._heaps[self._policy.queue_of(node, self._tier)]]
+        heaps = [self._heap]
         if node.tenant in self._owned:
             heaps.append(self._owned[node.tenant])
         for heap in heaps:
@@ -154,44 +139,24 @@ class Victims:
 
     def pop(self, tenant: str | None = None) -> Node | None:
         """The node to leave next (of a tenant that was named by `own`), no longer queued; None if there is none."""
-        while (entry := self._lowest(tenant)) is not None:
+        heap = self._heap if tenant is None else self._owned[tenant]
+        while heap:
+            entry = heapq.heappop(heap)
             node = entry[2]
-            if self._score(node) > entry[0] or self._policy.second_chance(node, self._tier):
+            if not self._good(entry):
+                continue
+            if self._score(node) > entry[0]:
                 self.push(node)
                 continue
             self.discard(node)
             return node
         return None
 
-    def _lowest(self, tenant: str | None) -> tuple[float, int, Node] | None:
-        if tenant is not None:
-            return self._pop_good(self._owned[tenant])
-        first = self._policy.next_queue(self._tier)
-        order = (self._heaps[first], *self._heaps[:first], *self._heaps[first + 1 :])
-        kept = None
-        for heap in order:
-            if (entry := self._pop_good(heap)) is not None and entry[0] < math.inf:
-                if kept is not None:
-                    heapq.heappush(kept[0], kept[1])
-                return entry
-            if entry is not None and kept is None:
-                kept = heap, entry
-            elif entry is not None:
-                heapq.heappush(heap, entry)
-        return None if kept is None else kept[1]
-
     def _score(self, node: Node) -> float:
         return math.inf if node.kept else self._policy.score(node, self._tier)
 
-    def _pop_good(self, heap: list[tuple[float, int, Node]]) -> tuple[float, int, Node] | None:
-        while heap:
-            entry = heapq.heappop(heap)
-            if self._good(entry):
-                return entry
-        return None
-
     def nodes(self) -> set[Node]:
-        return {entry[2] for heap in self._heaps for entry in heap if self._good(entry)}
+        return {entry[2] for entry in self._heap if self._good(entry)}
 
     def _good(self, entry: tuple[float, int, Node]) -> bool:
         return entry[2].queued[self._tier] == entry[1]

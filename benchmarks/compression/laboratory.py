@@ -84,7 +84,6 @@ class Laboratory:
         evidence = Evidence(
             prefill.k_LNKD, prefill.v_LNKD, jnp.full(layers, prefill.count, jnp.int32), prefill.q_LNHD[:, window],
             prefill.mass_LNK,
-            prefill.q_LNHD if compression.graph is not None and compression.graph.needs_queries else None,
         )  # fmt: skip
         score = _score(evidence, compression.method)
         numbers = quota(compression, scorer, layers, prefill.count, np.asarray(score.preference))

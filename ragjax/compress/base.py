@@ -30,7 +30,6 @@ class Evidence:
     count: jax.Array  # int32, tokens of the prompt; above the rows of `q_WHD`
     q_WHD: jax.Array | None = None  # queries of the prompt's last W tokens, oldest first; any float dtype
     mass_NK: jax.Array | None = None  # float32, attention that each key received, summed over rows; or [N, 1]
-    q_NHD: jax.Array | None = None  # queries of all tokens, for graphs with "q" in their edges
     scale: float | None = field(default=None, metadata={"static": True})  # of attention logits; None: 1/sqrt(D)
     cap: float | None = field(default=None, metadata={"static": True})  # of attention logits
 

@@ -38,16 +38,8 @@ class Ends(NamedTuple):
 
 
 def ends(evidence: Evidence, graph: GraphKV) -> Ends:
-    """Vectors that the edges compare: the first letter is the source's, "k", "v" or "q".
-
-    Queries are averaged over the heads of their KV head, so that widths agree; the paper does not say.
-    """
+    """Vectors that the edges compare: the first letter is the source's, "k" or "v"."""
     edges, of = graph.edges, {"k": evidence.k_NKD, "v": evidence.v_NKD}
-    if "q" in edges:
-        if evidence.q_NHD is None:
-            raise ValueError(f"edges {edges!r} need the queries of all tokens (Evidence.q_NHD)")
-        tokens, heads, width = evidence.k_NKD.shape
-        of["q"] = evidence.q_NHD.astype(jnp.float32).reshape(tokens, heads, -1, width).mean(2)
     if edges[0] == edges[1]:
         return Ends(of[edges[0]])
     sender_NKD, receiver_NKD = (from_storage(of[letter]).astype(jnp.float32) for letter in edges)

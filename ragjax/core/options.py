@@ -160,9 +160,7 @@ class StorageOptions:
         Flag(CACHE, "server that others share: redis://host/0?days=7 (docs/scale.md)", "URL", "remote-cache"),
     ] = None
     at_rest: Annotated[AtRest, Flag(CACHE, "KV below the device; only raw is exact (docs/cache.md)")] = "raw"
-    keep: Annotated[
-        Keep, Flag(CACHE, "what prefix keeps of a prompt: all, its documents, or the first N (docs/cache.md)", "WHAT")
-    ] = "all"
+    keep: Annotated[Keep, Flag(CACHE, "what prefix keeps of a prompt (docs/cache.md)")] = "all"
     load_timeout: Positive = 10.0  # seconds after which a request computes KV rather than wait for it
     quotas: Mapping[str, Positive] = field(default_factory=dict)  # 2^30 bytes of KV of a tenant, on device and in host
     variants: AtLeastOne = 500  # variants of chunks that Cache-Craft's strategies keep, in all (its N times M)

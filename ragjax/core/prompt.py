@@ -21,7 +21,7 @@ Tokens = NDArray[np.int32]
 """Token ids, int32 [n]."""
 
 
-Keep = Annotated[int, Ge(1)] | Literal["all", "documents"]
+Keep = Literal["all", "documents"]
 """The part of a prompt whose exact KV is kept: all, up to the last chunk, or up to the last of the first so many."""
 
 NEVER = np.int32(2**30)
@@ -222,7 +222,7 @@ class Prompt:
         ends = [self.starts[i + 1] for i, segment in enumerate(self.segments) if segment.kind is Kind.CHUNK]
         if keep == "all" or not ends:
             return len(self)
-        return ends[-1] if keep == "documents" else ends[:keep][-1]
+        return ends[-1]
 
     @property
     def preprocessed(self) -> bool:

@@ -45,10 +45,7 @@ def measures_of(compression: Compression) -> frozenset[Measure]:
 
 def check(compression: Compression, strategy: Strategy) -> None:
     reason, param = "", "rag.compression.method"
-    if compression.graph is not None and compression.graph.needs_queries:
-        reason = "edges by queries need those of all tokens, which an engine does not keep; choose kk, vv or kv"
-        param = "rag.compression.graph.edges"
-    elif compression.method in BY_MASS and compression.heads == "each":
+    if compression.method in BY_MASS and compression.heads == "each":
         reason = f"{compression.method} looks at attention by layer, the mean over heads; choose all, or another method"
         param = "rag.compression.heads"
     elif compression.method in BY_MASS and strategy.measures - {Measure.LOGITS}:

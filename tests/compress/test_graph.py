@@ -158,24 +158,17 @@ def test_the_order_of_tokens_does_not_matter() -> None:
         np.testing.assert_allclose(after(s[place], k[place], graph), after(s, k, graph)[place], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("edges", ["kk", "vv", "kv", "qk", "qq"])
+@pytest.mark.parametrize("edges", ["kk", "vv", "kv"])
 def test_edges_compare_what_their_letters_say(edges: str) -> None:
     rng = np.random.default_rng(1)
     k, v = (rng.standard_normal((N, K, D)).astype(np.float32) for _ in range(2))
-    q = rng.standard_normal((N, K * 3, D)).astype(np.float32)
     s = rng.random(N).astype(np.float32)
-    of = {"k": k, "v": v, "q": q.reshape(N, K, 3, D).mean(2)}
-    evidence = Evidence(jnp.asarray(k), jnp.asarray(v), jnp.int32(N), q_NHD=jnp.asarray(q))
+    of = {"k": k, "v": v}
+    evidence = Evidence(jnp.asarray(k), jnp.asarray(v), jnp.int32(N))
     both = ends(evidence, GraphKV(edges=edges))
     found = compiled(jnp.asarray(s), both, jnp.ones(N, bool), jnp.int32(8), jnp.int32(5), GraphKV(neighbours=5), 8)
     want = eviction.propagated(s, of[edges[0]], of[edges[1]], list(range(N)), 8, neighbours=5)
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
-
-
-def test_edges_without_their_queries_are_refused() -> None:
-    x = jnp.zeros((N, K, D))
-    with pytest.raises(ValueError, match=r"edges 'qk' need the queries of all tokens"):
-        ends(Evidence(x, x, jnp.int32(N)), GraphKV(edges="qk"))
 
 
 def test_bfloat16_bits_are_compared_as_numbers() -> None:

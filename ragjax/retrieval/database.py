@@ -159,7 +159,7 @@ _OPEN, _CLOSED = "open", "closed"
 
 
 def verify_sealed(folder: Path) -> dict[str, str]:
-    """Compare a store that nobody has open with what it was when it was closed, and return the digests for `unseal`.
+    """Compare a store that nobody has open with what it was when it was closed, and return the digests for `seal`.
 
     After a kill, only files that never change are compared. A store without a seal is taken as it is. Raises
     DamageError.
@@ -180,14 +180,6 @@ def verify_sealed(folder: Path) -> dict[str, str]:
     return {name: digest for name, digest in found.items() if name.endswith(_LASTING)}
 
 
-def unseal(folder: Path, digests: Mapping[str, str]) -> None:
-    _write_seal(folder, _OPEN, digests)
-
-
-def seal(folder: Path) -> None:
-    _write_seal(folder, _CLOSED, _file_digests(folder))
-
-
 def _file_digests(folder: Path) -> dict[str, str]:
     found = {}
     for path in (path for pattern in _KEPT for path in sorted(folder.glob(pattern))):
@@ -196,7 +188,9 @@ def _file_digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def _write_seal(folder: Path, state: str, digests: Mapping[str, str]) -> None:
+def seal(folder: Path, digests: Mapping[str, str] | None = None) -> None:
+    """Write the seal of a store: of one that is opened these digests, of one that was closed (None) those of now."""
+    state, digests = (_CLOSED, _file_digests(folder)) if digests is None else (_OPEN, digests)
     body = "\n".join([state, *(f"{name} {digest}" for name, digest in digests.items())])
     with atomic_path(folder / _SEAL, durable=True) as part:
         part.write_text(f"{body}\n{hashlib.blake2b(body.encode(), digest_size=16).hexdigest()}", encoding="ascii")

@@ -35,12 +35,8 @@ class Bases(Protocol):
     def drop(self, name: str) -> None: ...
 
 
-class _DetachedError(Exception):
-    """A file is not in its store any more."""
-
-
-class _AttachedAgainError(Exception):
-    """A file is in its store again."""
+class _MovedError(Exception):
+    """A file left its store while it was read, or is there again while it is forgotten."""
 
 
 class Ingest:
@@ -78,12 +74,12 @@ class Ingest:
         """
 
         def check() -> None:
-            if not self._gone(store, file):
-                raise _AttachedAgainError
+            if self._catalog.attachment(store, file) is not None:
+                raise _MovedError
 
         try:
             self._bases.get(store).delete([file], check)
-        except _AttachedAgainError:
+        except _MovedError:
             _log.debug("%s has the document %s again", store, file)
         except RequestError:  # it never came so far, or the store is gone too
             _log.debug("%s held no document %s", store, file)
@@ -129,7 +125,7 @@ class Ingest:
             if content is None:
                 return
             settled = yield from self._fill(attachment, content)
-        except _DetachedError:
+        except _MovedError:
             return
         except DiskFullError:
             raise
@@ -142,15 +138,12 @@ class Ingest:
             settled = replace(attachment, state="failed", error=("server_error", "the file could not be read"))
         self._catalog.settle(settled)
 
-    def _gone(self, store: str, file: str) -> bool:
-        return self._catalog.attachment(store, file) is None
-
     def _fill(self, attachment: Attachment, content: bytes) -> Generator[None, None, Attachment]:
         name, file = self._catalog.name(attachment.file), attachment.file
 
         def check() -> None:
-            if self._gone(attachment.store, file):
-                raise _DetachedError
+            if self._catalog.attachment(attachment.store, file) is None:
+                raise _MovedError
 
         document = yield from checked(parse_steps(content, Path(name), file), check)
         if not document.text:

@@ -379,19 +379,16 @@ class KnowledgeBase:
         if not count:
             return ()
         least = -math.inf if min_score is None else min_score
-        if within is not None:
-            nearest = self._nearest(self._vector(query), max(count, POOL), within, least)
-            return tuple(hit for _, hit in self._best(query, nearest, count))
         # the earlier questions of a conversation are searched in each turn
         key = hashlib.blake2b(repr((query.tenant, query.questions, count, least)).encode()).digest()
         known, age = self._found.get(key), self._found.age
-        if known is not None:
+        if within is None and known is not None:
             self._asked.extendleft(number for number, _ in reversed(known))
             chunks = self._chunks([number for number, _ in known])
             return tuple(Hit(chunks[number], score) for number, score in known if number in chunks)
-        nearest = self._nearest(self._vector(query), max(count, POOL), None, least)
-        best = self._best(query, nearest, count)
-        self._found.keep(key, tuple((number, hit.score) for number, hit in best), age)
+        best = self._best(query, self._nearest(self._vector(query), max(count, POOL), within, least), count)
+        if within is None:
+            self._found.keep(key, tuple((number, hit.score) for number, hit in best), age)
         return tuple(hit for _, hit in best)
 
     def _nearest(

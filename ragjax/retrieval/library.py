@@ -50,8 +50,6 @@ LEAST_BYTES = 4096
 
 FOLDER = ".library"
 """Beside the folders of the knowledge bases; none of them can have this name."""
-FEWEST_TOKENS, MOST_TOKENS = 100, 4096
-"""Tokens of a chunk that a client may ask for, as in OpenAI's API."""
 RESPONSE_DAYS = 30
 """Days for which a response is kept after its last use, as OpenAI does."""
 RESPONSE_SHARE = 16

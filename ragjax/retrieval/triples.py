@@ -23,7 +23,7 @@ from urllib.parse import quote, unquote
 import pyoxigraph as ox
 
 from ragjax.core import ConfigError, DamageError, RequestError, is_unicode
-from ragjax.retrieval.database import seal, unseal, verify_sealed
+from ragjax.retrieval.database import seal, verify_sealed
 
 INVERSE = " (inverse)"
 """What ends a relation that a path walks against its direction."""
@@ -168,7 +168,7 @@ class OxigraphStore:
         self._store = ox.Store(self._path)
         try:
             if self._path is not None:
-                unseal(self._path, digests)
+                seal(self._path, digests)
             self._count = len(self._store) - sum(1 for _ in self.aliases())
         except BaseException:
             self._store = None  # which lets go of it

@@ -35,6 +35,7 @@ from ragjax.models.config import GLM
 from ragjax.models.huggingface import GLM4_NAMES, read_config
 from ragjax.models.tensors import expected_shapes
 from ragjax.models.weights import open_checkpoint
+from tests.support.forward import dense_logits
 
 PROMPTS = {"austen": 50, "lincoln": 150, "melville": 400, "carroll": 800, "jefferson": 1500}
 """Text and length in tokens of each prompt."""
@@ -152,7 +153,7 @@ def ours(model: Path) -> Logits:
 
     checkpoint = open_checkpoint(model)
     decoder = Decoder.from_tensors(checkpoint.config, checkpoint.tensors, jnp.dtype("float32"))
-    return lambda tokens: np.asarray(decoder.logits(jnp.asarray(tokens, jnp.int32)))
+    return lambda tokens: np.asarray(dense_logits(decoder, jnp.asarray(tokens, jnp.int32)))
 
 
 def encoded_prompts(worker: envs.Worker, model: Path) -> dict[str, list[int]]:

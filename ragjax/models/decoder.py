@@ -314,28 +314,6 @@ class Decoder(nnx.Module):
     def _normed(self, x_NE: jax.Array) -> jax.Array:
         return rms_norm(x_NE, self.norm[...], self.config.norm_eps)
 
-    def logits(self, tokens_T: jax.Array) -> jax.Array:
-        """Dense causal forward of one prompt, float32 [T, V]: the plain reading of the model, for tests."""
-        t = tokens_T.shape[0]
-        rotation = rotation_table(self.config, t)
-        cos_TR, sin_TR = rotation.at(jnp.arange(t))
-        causal_TT = jnp.tril(jnp.ones((t, t), bool))
-        x_TE = self.embed(tokens_T)
-        for layer in self.layers:
-            q_THD, k_TKD, v_TKD = layer.project(x_TE, cos_TR, sin_TR)
-            x_TE = layer.finish(x_TE, _attend(q_THD, k_TKD, v_TKD, causal_TT, self.config))
-        return self.unembed(x_TE)
-
-
-def _attend(q_THD: jax.Array, k_SKD: jax.Array, v_SKD: jax.Array, seen_TS: jax.Array, config: ModelConfig) -> jax.Array:
-    t, h, d = q_THD.shape
-    q_TKGD = q_THD.reshape(t, k_SKD.shape[1], -1, d) * config.attention_scale
-    logits_KGTS = jnp.einsum("tkgd,skd->kgts", q_TKGD, k_SKD, precision="highest")
-    if config.attention_cap is not None:
-        logits_KGTS = config.attention_cap * jnp.tanh(logits_KGTS / config.attention_cap)
-    prob_KGTS = jax.nn.softmax(jnp.where(seen_TS, logits_KGTS, -jnp.inf), axis=-1)
-    return jnp.einsum("kgts,skd->tkgd", prob_KGTS, v_SKD, precision="highest").reshape(t, h, d)
-
 
 INPUTS: Mapping[str, int] = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
 """The matrices of a layer, and how many of each one's last axes are inputs."""

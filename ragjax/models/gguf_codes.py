@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,8 @@ PACKINGS: Mapping[str, Packing] = {
 
 def read_codes(raw_OB: Bytes, kind: str) -> Codes:
     """A matrix from its bytes [O, B], as GGUF stores them; `kind` is one of `PACKINGS`."""
-    value_OGN, scale_OG, low_OG = _READERS[kind](raw_OB)
+    size, read = _READERS[kind]
+    value_OGN, scale_OG, low_OG = read(raw_OB.reshape(-1, size))
     outputs = len(raw_OB)
     value_OI = value_OGN.astype(np.int16).reshape(outputs, -1)
     scale_OG = scale_OG.astype(np.float32).reshape(outputs, -1)
@@ -36,45 +38,23 @@ def read_codes(raw_OB: Bytes, kind: str) -> Codes:
 Parts = tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.float32] | None]
 
 
-def _blocks(raw_OB: Bytes, size: int) -> Bytes:
-    return raw_OB.reshape(-1, size)
-
-
 def _half(block_NB: Bytes, at: int) -> NDArray[np.float32]:
     return np.ascontiguousarray(block_NB[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
-def _nibbles(block_NB: Bytes) -> NDArray[np.uint8]:
-    return np.concatenate([block_NB & 15, block_NB >> 4], axis=1)
+def _of_32(block_NB: Bytes, lows: bool, fifth: bool) -> Parts:
+    """Scale, low, fifth bits, and halves of bytes; numbers without lows may be negative."""
+    begin = 4 if lows else 2
+    codes_NB = block_NB[:, begin + 4 :] if fifth else block_NB[:, begin:]
+    number_NI = np.concatenate([codes_NB & 15, codes_NB >> 4], axis=1)
+    if fifth:
+        number_NI |= np.unpackbits(block_NB[:, begin : begin + 4], axis=1, bitorder="little") << 4
+    if lows:
+        return number_NI, _half(block_NB, 0), _half(block_NB, 2)
+    return number_NI.astype(np.int16) - (16 if fifth else 8), _half(block_NB, 0), None
 
 
-def _fifth(block_NB: Bytes) -> NDArray[np.uint8]:
-    return np.unpackbits(block_NB, axis=1, bitorder="little") * np.uint8(16)
-
-
-def _q4_0(raw_OB: Bytes) -> Parts:
-    block_NB = _blocks(raw_OB, 18)
-    return _nibbles(block_NB[:, 2:]).astype(np.int16) - 8, _half(block_NB, 0), None
-
-
-def _q4_1(raw_OB: Bytes) -> Parts:
-    block_NB = _blocks(raw_OB, 20)
-    return _nibbles(block_NB[:, 4:]), _half(block_NB, 0), _half(block_NB, 2)
-
-
-def _q5_0(raw_OB: Bytes) -> Parts:
-    block_NB = _blocks(raw_OB, 22)
-    number = _nibbles(block_NB[:, 6:]) | _fifth(block_NB[:, 2:6])
-    return number.astype(np.int16) - 16, _half(block_NB, 0), None
-
-
-def _q5_1(raw_OB: Bytes) -> Parts:
-    block_NB = _blocks(raw_OB, 24)
-    return _nibbles(block_NB[:, 8:]) | _fifth(block_NB[:, 4:8]), _half(block_NB, 0), _half(block_NB, 2)
-
-
-def _q8_0(raw_OB: Bytes) -> Parts:
-    block_NB = _blocks(raw_OB, 34)
+def _q8_0(block_NB: Bytes) -> Parts:
     return np.ascontiguousarray(block_NB[:, 2:]).view(np.int8), _half(block_NB, 0), None
 
 
@@ -93,19 +73,16 @@ def _k_nibbles(block_NB: Bytes) -> NDArray[np.uint8]:
     return np.concatenate([by_pair & 15, by_pair >> 4], axis=2).reshape(-1, 8, 32)
 
 
-def _q4_k(raw_OB: Bytes) -> Parts:
-    block_NB = _blocks(raw_OB, 144)
+def _q4_k(block_NB: Bytes) -> Parts:
     return _k_nibbles(block_NB[:, 16:]), *_k_scales(block_NB)
 
 
-def _q5_k(raw_OB: Bytes) -> Parts:
-    block_NB = _blocks(raw_OB, 176)
+def _q5_k(block_NB: Bytes) -> Parts:
     bit = block_NB[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
     return _k_nibbles(block_NB[:, 48:]) | bit << 4, *_k_scales(block_NB)
 
 
-def _q6_k(raw_OB: Bytes) -> Parts:
-    block_NB = _blocks(raw_OB, 210)
+def _q6_k(block_NB: Bytes) -> Parts:
     both = block_NB[:, :128].reshape(-1, 2, 1, 2, 32)
     low = np.concatenate([both & 15, both >> 4], axis=2)
     high = block_NB[:, 128:192].reshape(-1, 2, 1, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8).reshape(2, 2, 1) & 3
@@ -114,13 +91,14 @@ def _q6_k(raw_OB: Bytes) -> Parts:
     return number, _half(block_NB, 208) * scale, None
 
 
-_READERS: Mapping[str, Callable[[Bytes], Parts]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
+_READERS: Mapping[str, tuple[int, Callable[[Bytes], Parts]]] = {
+    "Q4_0": (18, partial(_of_32, lows=False, fifth=False)),
+    "Q4_1": (20, partial(_of_32, lows=True, fifth=False)),
+    "Q5_0": (22, partial(_of_32, lows=False, fifth=True)),
+    "Q5_1": (24, partial(_of_32, lows=True, fifth=True)),
+    "Q8_0": (34, _q8_0),
+    "Q4_K": (144, _q4_k),
+    "Q5_K": (176, _q5_k),
+    "Q6_K": (210, _q6_k),
 }
+"""Bytes of a block, and what reads blocks."""

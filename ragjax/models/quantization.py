@@ -37,9 +37,9 @@ class Scheme(ABC):
     unused: frozenset[str] = frozenset()
     """Tensors that say how to round activations or KV, which keep the engine's dtype here."""
 
-    @abstractmethod
     def stores(self, dtypes: Mapping[str, str]) -> bool:
         """True if a module with these parts and dtypes has a matrix to widen."""
+        return not dtypes.keys().isdisjoint(("qweight", "weight_packed"))
 
     @abstractmethod
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
@@ -68,8 +68,9 @@ class GroupedScheme(Scheme):
     bits: 4 or 8. size: inputs of a group; 0 for all. ordered: groups are in a row.
     """
 
-    def __init__(self, bits: int, size: int, *, ordered: bool):
+    def __init__(self, name: str, bits: int, size: int, *, ordered: bool):
         self.bits, self.size, self.ordered = bits, size, ordered
+        self.title = f"{name}, {bits} bits, {f'groups of {size}' if size else 'a scale per output'}"
 
     @abstractmethod
     def read(self, parts: Mapping[str, Array]) -> GroupedCodes: ...
@@ -272,12 +273,8 @@ class Packed(GroupedScheme):
     parts = frozenset({"weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"})
 
     def __init__(self, bits: int, group: int, *, symmetric: bool, ordered: bool):
-        super().__init__(bits, group, ordered=ordered)
+        super().__init__("compressed-tensors", bits, group, ordered=ordered)
         self._symmetric = symmetric
-        self.title = f"compressed-tensors, {bits} bits, {f'groups of {group}' if group else 'a scale per output'}"
-
-    def stores(self, dtypes: Mapping[str, str]) -> bool:
-        return "weight_packed" in dtypes
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         outputs, words = shapes["weight_packed"]
@@ -357,11 +354,7 @@ class Awq(GroupedScheme):
     parts = frozenset({"qweight", "qzeros", "scales"})
 
     def __init__(self, group: int):
-        super().__init__(4, group, ordered=True)
-        self.title = f"AWQ, 4 bits, {f'groups of {group}' if group else 'a scale per output'}"
-
-    def stores(self, dtypes: Mapping[str, str]) -> bool:
-        return "qweight" in dtypes
+        super().__init__("AWQ", 4, group, ordered=True)
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         inputs, words = shapes["qweight"]
@@ -373,13 +366,12 @@ class Awq(GroupedScheme):
         return 8 * words, inputs
 
     def read(self, parts: Mapping[str, Array]) -> GroupedCodes:
-        code_OI, zero_OG = (np.ascontiguousarray(_outputs(parts[name]).T) for name in ("qweight", "qzeros"))
-        return GroupedCodes(code_OI, zero_OG, np.ascontiguousarray(parts["scales"].T, np.float32), None)
+        def by_outputs(packed: Array) -> NDArray[np.uint8]:
+            ordered = unpack(packed, 4).reshape(*packed.shape, 8)[..., _PLACES]
+            return np.ascontiguousarray(ordered.reshape(len(packed), -1).T)
 
-
-def _outputs(packed: Array) -> NDArray[np.uint8]:
-    """Words [..., out / 8] as numbers in the outputs' order, uint8 [..., out]."""
-    return unpack(packed, 4).reshape(*packed.shape, 8)[..., _PLACES].reshape(len(packed), -1)
+        scale_OG = np.ascontiguousarray(parts["scales"].T, np.float32)
+        return GroupedCodes(by_outputs(parts["qweight"]), by_outputs(parts["qzeros"]), scale_OG, None)
 
 
 def read_awq(section: Mapping[str, Any]) -> Awq:
@@ -409,12 +401,8 @@ class Gptq(GroupedScheme):
     parts = frozenset({"qweight", "qzeros", "scales", "g_idx"})
 
     def __init__(self, bits: int, group: int, *, ordered: bool, less_one: bool):
-        super().__init__(bits, group, ordered=ordered)
+        super().__init__("GPTQ", bits, group, ordered=ordered)
         self._less_one = less_one
-        self.title = f"GPTQ, {bits} bits, {f'groups of {group}' if group else 'a scale per output'}"
-
-    def stores(self, dtypes: Mapping[str, str]) -> bool:
-        return "qweight" in dtypes
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         words, outputs = shapes["qweight"]

@@ -11,6 +11,7 @@ import pytest
 from ragjax.core import RequestError
 from ragjax.engine import Engine
 from tests.support import tiny
+from tests.support.forward import dense_logits
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -26,7 +27,7 @@ def test_log_probabilities_are_the_model_s(engine: Engine, options: dict[str, An
     prompt = tiny.prompt(3)
     answer = engine.answer_prompt(prompt, strategy="full", max_tokens=24, logprobs=20, **options)
     tokens = np.concatenate([prompt.tokens, np.array(answer.tokens, np.int32)])
-    dense_TV = np.asarray(tiny.decoder().logits(jnp.asarray(tokens)))[len(prompt) - 1 : -1].astype(np.float64)
+    dense_TV = np.asarray(dense_logits(tiny.decoder(), jnp.asarray(tokens)))[len(prompt) - 1 : -1].astype(np.float64)
     dense_TV -= np.logaddexp.reduce(dense_TV, axis=1, keepdims=True)
     assert [one.id for one in answer.logprobs] == list(answer.tokens)
     for one, log_V in zip(answer.logprobs, dense_TV, strict=True):

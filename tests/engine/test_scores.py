@@ -20,6 +20,7 @@ from ragjax.schedule import decoding
 from ragjax.schedule.state import RequestState
 from tests.support import tiny
 from tests.support.audit import audit_engine
+from tests.support.forward import dense_logits
 from tests.support.pace import Hold, until
 
 FORCED = np.array([5, 17, 200, 3, 90], np.int32)
@@ -33,7 +34,7 @@ def test_scores_are_the_logits_that_predict_the_continuation(engine: Engine, str
     plain = engine.answer_prompt(prompt, strategy="full", max_tokens=max_tokens)
     answer = engine.answer_prompt(prompt, strategy=strategy, continuation=FORCED, max_tokens=max_tokens)
     tokens = np.concatenate([prompt.tokens, FORCED])
-    dense = np.asarray(tiny.decoder().logits(jnp.asarray(tokens)))[len(prompt) - 1 : -1]
+    dense = np.asarray(dense_logits(tiny.decoder(), jnp.asarray(tokens)))[len(prompt) - 1 : -1]
     assert answer.scores is not None and answer.scores.shape == dense.shape
     np.testing.assert_allclose(answer.scores, dense, atol=2e-4)
     assert answer.tokens == plain.tokens, "what is forced leaves nothing behind"
@@ -142,7 +143,7 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(engine: Engine) -> None:
     sampling = Sampling(3, logprobs=2)
     asked = Request(prompt=tokens, sampling=sampling, rag=Rag(top_k=0), echo=True)
     answer = answer_of(engine, asked)
-    dense = np.asarray(tiny.decoder().logits(jnp.asarray(np.array(tokens, np.int32))))[:-1]
+    dense = np.asarray(dense_logits(tiny.decoder(), jnp.asarray(np.array(tokens, np.int32))))[:-1]
     expected = np.asarray(jax.nn.log_softmax(dense))
     told = answer.logprobs[1 : len(tokens)]
     assert [one.id for one in answer.logprobs[: len(tokens)]] == [*tokens]

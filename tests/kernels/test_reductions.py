@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.pages import Pages, from_storage
+from ragjax.kernels.reductions import op as reductions_op
 from ragjax.kernels.reductions import triton as reductions_triton
-from ragjax.kernels.reductions import xla as reductions_xla
-from ragjax.kernels.reductions.op import key_neighbours, key_score, kv_deviation, restrict, row_segment_score
+from ragjax.kernels.reductions.op import key_neighbours, key_score, kv_deviation, restrict
 from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.view import View
 from tests.support.cases import (
@@ -255,7 +255,7 @@ def cosines(k_NKD: np.ndarray) -> np.ndarray:
 @functools.partial(jax.jit, static_argnames=("count", "tile"))
 def compiled_neighbours(k, valid, source, *, count, tile):  # type: ignore[no-untyped-def]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reductions_xla, "KEY_TILE", tile)
+        patch.setattr(reductions_op, "KEY_TILE", tile)
         return key_neighbours(k, valid, source, count)
 
 
@@ -389,64 +389,16 @@ def test_devices_combine_as_the_docstrings_say() -> None:
     assert_agreement(SHARDED, devices=2)
 
 
-# -------------------------------------------------------------------------------------------- bad input
-
-
-OPS: dict[Callable[..., object], tuple[str, ...]] = {
-    key_score: ("q", "lse", "view", "chosen"),
-    row_segment_score: ("q", "lse", "view", "row_segment", "key_segment", "segments"),
-    kv_deviation: ("k", "k", "view", "slot", "offset"),
-    key_neighbours: ("keys", "valid", "source", "count"),
-}
-
-
-def call(op: Callable[..., object], **changed: object) -> None:
-    """An op on a case, arguments replaced by name."""
-    case = rich_case(WIDE)
-    ints = jnp.zeros(48, jnp.int32)
-    given = {
-        "q": case.q, "lse": jnp.zeros((48, 3)), "view": case.view(),
-        "chosen": ints == 0, "row_segment": ints, "key_segment": jnp.zeros((48, 16), jnp.int32), "segments": SEGMENTS,
-        "k": jnp.zeros((48, 1, 16)), "slot": ints, "offset": ints,
-        "keys": jnp.ones((48, 1, 16)), "valid": ints == 0, "source": ints, "count": 2,
-    } | changed  # fmt: skip
-    op(*(given[name] for name in OPS[op]), **{name: str(changed[name]) for name in ("backend",) if name in changed})
+# ------------------------------------------------------------------------------------------------ backends
 
 
 @pytest.mark.parametrize(
-    ("op", "name", "value", "said"),
-    [
-        (key_score, "q", jnp.zeros((48, 3, 8)), "q_THD has 3 heads of 8"),
-        (key_score, "lse", jnp.zeros((3, 48)), r"lse_TH has shape \(3, 48\), not \(48, 3\)"),
-        (key_score, "lse", jnp.zeros((48, 3), jnp.bfloat16), "lse_TH is bfloat16, not float32"),
-        (key_score, "chosen", jnp.zeros(48, jnp.int32), "chosen_T is int32, not bool"),
-        (key_score, "chosen", jnp.zeros(24, bool), "chosen_T has shape"),
-        (key_score, "backend", "triton", "'triton' cannot serve this call: it runs on GPUs"),
-        (row_segment_score, "lse", jnp.zeros((48, 4)), "lse_TH has shape"),
-        (row_segment_score, "row_segment", jnp.zeros(48), "row_segment_T is float32, not int32"),
-        (row_segment_score, "key_segment", jnp.zeros((48, 8), jnp.int32), "key_segment_SC has shape"),
-        (row_segment_score, "segments", 0, "segments is 0"),
-        (row_segment_score, "backend", "triton", "'triton' cannot serve this call: it runs on GPUs"),
-        (kv_deviation, "k", jnp.zeros((48, 2, 16)), "k_TKD has shape"),
-        (kv_deviation, "k", jnp.zeros((48, 1, 16), jnp.int32), "k_TKD is int32, not float32 or bfloat16 or float16"),
-        (kv_deviation, "slot", jnp.full(48, 48 * 16, jnp.int32), "slot_T holds 768, outside of the 768 slots"),
-        (kv_deviation, "offset", jnp.zeros(9, jnp.int32), "offset_T has shape"),
-        (key_neighbours, "keys", jnp.zeros((48, 16)), "k_NKD has 2 axes"),
-        (key_neighbours, "valid", jnp.zeros(8, bool), "valid_N has shape"),
-        (key_neighbours, "source", jnp.full(2, 48, jnp.int32), "source_I holds 48, outside of the 48 keys"),
-        (key_neighbours, "source", jnp.zeros(2), "source_I is float32, not int32"),
-        (key_neighbours, "count", 0, "count is 0"),
-    ],
+    ("backend", "said"), [("cuda", "'cuda' is none of xla, triton"), ("triton", "it runs on GPUs")]
 )
-def test_bad_input_is_named(op: Callable[..., object], name: str, value: object, said: str) -> None:
+def test_backend_that_cannot_serve_is_refused(backend: str, said: str) -> None:
+    case = rich_case(WIDE)
     with pytest.raises(ValueError, match=said):
-        call(op, **{name: value})
-
-
-@pytest.mark.parametrize("op", [key_score, row_segment_score])
-def test_unknown_backend_is_refused(op: Callable[..., object]) -> None:
-    with pytest.raises(ValueError, match="'cuda' is none of xla, triton"):
-        call(op, backend="cuda")
+        key_score(case.q, jnp.zeros((48, 3)), case.view(), backend=backend)
 
 
 def test_triton_refuses_with_a_reason() -> None:

@@ -15,6 +15,7 @@ from flax import nnx
 
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, dense
+from tests.support.forward import dense_logits
 from tests.support.oracle import Float
 from tests.support.plain import FAMILIES, LLAMA2, forward, tensors_of
 
@@ -24,7 +25,7 @@ TOKENS = np.random.default_rng(0).integers(0, 61, 37).astype(np.int32)
 def logits_of(config: ModelConfig, tensors: dict[str, np.ndarray], dtype: str = "float32") -> np.ndarray:
     decoder = Decoder.from_tensors(config, tensors, jnp.dtype(dtype))
     graph, state = nnx.split(decoder)
-    run = jax.jit(lambda state, tokens: nnx.merge(graph, state).logits(tokens))
+    run = jax.jit(lambda state, tokens: dense_logits(nnx.merge(graph, state), tokens))
     return np.asarray(run(state, jnp.asarray(TOKENS)))
 
 
@@ -61,7 +62,7 @@ def test_every_tensor_matters(family: str) -> None:
     config = FAMILIES[family]
     tensors = tensors_of(config)
     graph, _ = nnx.split(Decoder.abstract(config, jnp.dtype("float32")))
-    run = jax.jit(lambda state, tokens: nnx.merge(graph, state).logits(tokens))
+    run = jax.jit(lambda state, tokens: dense_logits(nnx.merge(graph, state), tokens))
     what = forward(config, tensors, TOKENS)
     for name in tensors:
         if ".layers." in name and f".layers.{config.num_layers - 1}." not in name:

@@ -40,6 +40,7 @@ from ragjax.models.tensors import Checkpoint, Stored, Tensors, expected_shapes
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 from ragjax.runner.runner import Runner
 from tests.support import steps
+from tests.support.forward import dense_logits
 
 Array = NDArray[Any]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -495,7 +496,7 @@ def test_gguf_tensors_and_architectures_that_are_unknown_are_named(tmp_path: Pat
 
 
 def logits(decoder: Decoder) -> Array:
-    return np.asarray(decoder.logits(jnp.arange(9, dtype=jnp.int32)))
+    return np.asarray(dense_logits(decoder, jnp.arange(9, dtype=jnp.int32)))
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ from jax.typing import DTypeLike
 from llvmlite import ir
 
 from ragjax.core import NEVER
-from ragjax.kernels.cpu.code import BF16, F32, I8, I16, I32, I64, Code, Pointer, Value, vector
+from ragjax.kernels.cpu.amx import Tiles, paired
+from ragjax.kernels.cpu.code import F32, I8, I16, I32, I64, Code, Pointer, Value, vector
 from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelLibrary, KernelPhase, Machine
 from ragjax.kernels.cpu.numbers import LN2, LOG2E, power, to_bfloat16, transposed
 from ragjax.kernels.view import View
@@ -224,8 +225,9 @@ class _Writer:
         self.block_number, self.block_full = code.room(I64, CHUNK), code.room(I64, CHUNK)
         self.value_at = code.room(I64, KEYS)
         self.key_at = code.room(I64, CHUNK * KEYS // PART)
+        self.tiles = Tiles(code)
         if form.tiled:
-            self._configure()
+            self.tiles.open()
         for number in code.range(0, self.states):
             self._begin(number)
         with code.when(self.high >= 0):
@@ -233,27 +235,8 @@ class _Writer:
         for number in code.range(0, self.states):
             self._end(number)
         if form.tiled:
-            code.intrinsic("llvm.x86.tilerelease", ir.VoidType())
+            self.tiles.close()
         code.intrinsic("free", ir.VoidType(), raw)
-
-    def _configure(self) -> None:
-        code = self.code
-        setting = code.room(I8, 64)
-        for i in range(64):
-            setting[i] = 0
-        setting[0] = 1
-        for tile in range(8):
-            setting.of(I16)[8 + tile] = 64
-            setting[48 + tile] = 16
-        code.intrinsic("llvm.x86.ldtilecfg", ir.VoidType(), setting)
-
-    def _move(self, name: str, tile: int, place: Pointer, stride: int = 64) -> None:
-        code = self.code
-        code.intrinsic(f"llvm.x86.{name}", ir.VoidType(), ir.Constant(I8, tile), place, code.constant(I64, stride))
-
-    def _multiply(self, out: int, a: int, b: int) -> None:
-        tiles = (ir.Constant(I8, tile) for tile in (out, a, b))
-        self.code.intrinsic("llvm.x86.tdpbf16ps", ir.VoidType(), *tiles)
 
     def _fma(self, a: Value, b: Value, c: Value) -> Value:
         b = self.code.like(a, b)
@@ -297,8 +280,7 @@ class _Writer:
         state = self.state(number)
         acc, results = state.at(self._acc), self.logits
         greatest, total = (state.at(self._about(i)).load(0, self.wide) for i in range(2))
-        live = (state.at(self._about(2)).load(0, self.whole) >= 0).raw
-        live = Value(code, code.builder.and_(live, (total > 0.0).raw))
+        live = (state.at(self._about(2)).load(0, self.whole) >= 0) & (total > 0.0)
         nothing = code.constant(self.wide, 0)
         factor = code.where(live, code.constant(self.wide, 1) / total, nothing)
         last = code.least(self.rows * self.group - number * form.lanes, form.lanes)
@@ -339,7 +321,7 @@ class _Writer:
                     count.value = count.value + 1
                 ready = count.value.compare("==", CHUNK)
                 last = (number + 1).compare("==", self.key_blocks)
-                with code.when(Value(code, code.builder.or_(ready.raw, last.raw))), code.when(count.value > 0):
+                with code.when(ready | last), code.when(count.value > 0):
                     self._look(count.value)
                     count.value = code.constant(I64, 0)
             sweep.value = sweep.value + 1
@@ -359,7 +341,7 @@ class _Writer:
                 end = code.least(first + PART, begin + self.page_size)
                 listed = code.variable(code.constant(I64, 0))
                 many = (end - first).compare("==", PART)
-                with code.when(Value(code, code.builder.and_(many.raw, sweep.compare("==", 0).raw))):
+                with code.when(many & sweep.compare("==", 0)):
                     self._list_run(first, fields, listed)
                 with code.when(listed.value.compare("==", 0)):
                     for slot in code.range(first, end):
@@ -372,12 +354,9 @@ class _Writer:
         low = index.lane(0)
         count = Value(code, ir.Constant(kind, list(range(PART))))
         ordered = index.compare("==", code.spread(low, PART) + count)
-        hidden = code.builder.and_(
-            (hide_from <= code.largest(index, self.low)).raw, (hide_until > code.spread(self.high, PART)).raw
-        )
-        good = Value(code, code.builder.and_(ordered.raw, code.builder.not_(hidden)))
-        inside = code.builder.and_((low >= 0).raw, (low + (PART - 1) <= self.high).raw)
-        with code.when(Value(code, code.builder.and_(self._all(good).raw, inside))):
+        hidden = (hide_from <= code.largest(index, self.low)) & (hide_until > code.spread(self.high, PART))
+        inside = (low >= 0) & (low + (PART - 1) <= self.high)
+        with code.when(self._all(ordered & ~hidden) & inside):
             place = low.cast(I64)
             free = self.times.load(place, kind).compare("==", 0)
             with code.when(self._all(free)):
@@ -392,11 +371,10 @@ class _Writer:
     def _list_slot(self, slot: Value, fields: list[Pointer], sweep: Value, more: Any) -> None:
         code = self.code
         index = fields[0][slot]
-        inside = Value(code, code.builder.and_((index >= 0).raw, (index <= self.high).raw))
-        with code.when(inside):
+        with code.when((index >= 0) & (index <= self.high)):
             hide_from, hide_until = fields[1][slot], fields[2][slot]
-            hidden = code.builder.and_((hide_from <= code.largest(self.low, index)).raw, (hide_until > self.high).raw)
-            with code.when(Value(code, code.builder.not_(hidden))):
+            hidden = (hide_from <= code.largest(self.low, index)) & (hide_until > self.high)
+            with code.when(~hidden):
                 before = self.times[index].cast(I64)
                 self.times[index] = (before + 1).cast(I32)
                 with code.when(before.compare("==", sweep)):
@@ -420,7 +398,7 @@ class _Writer:
             within = first % self.page_size + (PART - 1) < self.page_size
             count = Value(code, ir.Constant(vector(I32, PART), list(range(PART))))
             run = self._all(slots.compare("==", code.spread(slots.lane(0), PART) + count))
-            with code.when(Value(code, code.builder.and_((first >= 0).raw, code.builder.and_(within.raw, run.raw)))):
+            with code.when((first >= 0) & (within & run)):
                 self._gather_run(number * KEYS + part, first, about, done)
                 with code.when(done.value.compare("!=", 0)):
                     offset = self.frame.data(_OFFSET, I32)[first / self.page_size]
@@ -465,8 +443,8 @@ class _Writer:
         hide_from, hide_until = (self.frame.data(x, I32).load(slot, kind) for x in (_FROM, _UNTIL))
         low, beyond = (code.spread(x, PART) for x in (self.low, self.high + 1))
         apart = code.largest(hide_from, low) >= code.least(hide_until, beyond)
-        early = (index + (PART - 1) <= self.low.cast(I64)).raw
-        with code.when(Value(code, code.builder.and_(self._all(apart).raw, early))):
+        early = index + (PART - 1) <= self.low.cast(I64)
+        with code.when(self._all(apart) & early):
             for place, x in zip(about, (index.cast(I32), hide_from, hide_until), strict=True):
                 if x.type == I32:
                     x = code.spread(x, PART) + Value(code, ir.Constant(kind, list(range(PART))))
@@ -483,8 +461,8 @@ class _Writer:
         with code.when(slot >= 0):
             hide_from, hide_until = (frame.data(x, I32)[slot] for x in (_FROM, _UNTIL))
             begin = code.largest(hide_from, self.low)
-            apart = code.builder.and_((index <= self.low).raw, (begin >= code.least(hide_until, self.high + 1)).raw)
-            whole.value = Value(code, code.builder.zext(apart, I64))
+            apart = (index <= self.low) & (begin >= code.least(hide_until, self.high + 1))
+            whole.value = apart.widen(I64)
             seen = code.variable(whole.value)
             with code.when(whole.value.compare("==", 0)):
                 for r in code.range(0, self.rows):
@@ -571,9 +549,7 @@ class _Writer:
                     self._step(state, at)
 
     def _visible(self, row: Value, index: Value, hide_from: Value, hide_until: Value) -> Value:
-        code, like = self.code, self.code.like
-        hidden = code.builder.and_((row >= hide_from).raw, (row < hide_until).raw)
-        return Value(code, code.builder.and_((row >= like(row, index)).raw, code.builder.not_(hidden)))
+        return (row >= index) & ~((row >= hide_from) & (row < hide_until))
 
     def _make_logits(self, state: Pointer, at: Value) -> None:
         code = self.code
@@ -615,7 +591,7 @@ class _Writer:
             for i, p in enumerate(pair):
                 sums[i].value = sums[i].value + p
             if form.tiled:
-                self.weights.at(j * (self.row_bytes // 2))[0] = self._paired(*pair)
+                self.weights.at(j * (self.row_bytes // 2))[0] = paired(code, *pair)
                 continue
             for i, p in enumerate(pair):
                 if form.bits:
@@ -631,22 +607,15 @@ class _Writer:
                     place = acc.at((d + i) * self.row_bytes)
                     place[0] = place.load(0, wide) * decay
         if form.tiled:
-            self._move("tileloadd64", _P_TILE, self.weights)
+            self.tiles.load(_P_TILE, self.weights)
             for part in range(0, form.dim, 16):
                 out, place = _O_TILE + part // 16 % 2, acc.at(part * 64)
-                self._move("tileloadd64", out, place)
-                self._move("tileloadd64", _V_TILE, values.at(part * 64))
-                self._multiply(out, _V_TILE, _P_TILE)
-                self._move("tilestored64", out, place)
+                self.tiles.load(out, place)
+                self.tiles.load(_V_TILE, values.at(part * 64))
+                self.tiles.multiply(out, _V_TILE, _P_TILE)
+                self.tiles.store(out, place)
         else:
             self._plain_outputs(acc, values)
-
-    def _paired(self, low: Value, high: Value) -> Value:
-        """Numbers of two vectors side by side, in bfloat16."""
-        code, words = self.code, vector(I16, 32)
-        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-        both = code.intrinsic(name, vector(BF16, 32), high, low).bits(words)
-        return code.shuffle(both, both, [i // 2 + 16 * (i % 2) for i in range(32)])
 
     def _capped(self, x: Value) -> Value:
         """The soft cap: cap * tanh(x / cap)."""
@@ -659,14 +628,14 @@ class _Writer:
     def _tiled_logits(self, state: Pointer, keys: list[Pointer], logits: Pointer) -> None:
         dim = self.form.dim
         for half in range(2):
-            self._move("tileloadd64", _S_TILE + half, self.zeros)
+            self.tiles.load(_S_TILE + half, self.zeros)
         for d in range(0, dim, 32):
-            self._move("tileloadd64", _Q_TILE, state.at(d // 2 * 64))
+            self.tiles.load(_Q_TILE, state.at(d // 2 * 64))
             for half in range(2):
-                self._move("tileloadd64", _K_TILE, keys[half].at(2 * d), 2 * dim)
-                self._multiply(_S_TILE + half, _K_TILE, _Q_TILE)
+                self.tiles.load(_K_TILE, keys[half].at(2 * d), 2 * dim)
+                self.tiles.multiply(_S_TILE + half, _K_TILE, _Q_TILE)
         for half in range(2):
-            self._move("tilestored64", _S_TILE + half, logits.at(half * 16 * 64))
+            self.tiles.store(_S_TILE + half, logits.at(half * 16 * 64))
 
     def _plain_logits(self, state: Pointer, keys: list[Pointer], logits: Pointer) -> None:
         code, dim = self.code, self.form.dim

@@ -7,7 +7,7 @@ sums are made in the order in which they are written, so that equal numbers give
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,17 +73,8 @@ class Value:
     def __mul__(self, other: Operand) -> Value:
         return self._binary("mul", "fmul", other)
 
-    def __rmul__(self, other: Operand) -> Value:
-        return self._binary("mul", "fmul", other)
-
     def __truediv__(self, other: Operand) -> Value:
         return self._binary("sdiv", "fdiv", other)
-
-    def __rtruediv__(self, other: Operand) -> Value:
-        return self._binary("sdiv", "fdiv", other, turned=True)
-
-    def __floordiv__(self, other: Operand) -> Value:
-        return self._binary("sdiv", "", other)
 
     def __mod__(self, other: Operand) -> Value:
         return self._binary("srem", "", other)
@@ -93,6 +84,9 @@ class Value:
 
     def __or__(self, other: Operand) -> Value:
         return self._binary("or_", "", other)
+
+    def __invert__(self) -> Value:
+        return Value(self.code, self.code.builder.not_(self.raw))
 
     def __lshift__(self, other: Operand) -> Value:
         return self._binary("shl", "", other)
@@ -344,20 +338,18 @@ class Code:
 
     def total(self, a: Value) -> Value:
         """The sum of the lanes: halves are added until one is left, a fixed order."""
-        lanes = a.type.count
-        while lanes > 1:
-            lanes //= 2
-            low, high = (self.shuffle(a, a, range(at, at + lanes)) for at in (0, lanes))
-            a = low + high
-        return a.lane(0)
+        return self._joined(a, Value.__add__)
 
     def highest(self, a: Value) -> Value:
         """The greatest of the lanes."""
+        return self._joined(a, self.largest)
+
+    def _joined(self, a: Value, join: Callable[[Value, Value], Value]) -> Value:
         lanes = a.type.count
         while lanes > 1:
             lanes //= 2
             low, high = (self.shuffle(a, a, range(at, at + lanes)) for at in (0, lanes))
-            a = self.largest(low, high)
+            a = join(low, high)
         return a.lane(0)
 
     def shift_signed(self, a: Value, by: int) -> Value:

@@ -21,6 +21,7 @@ from ragjax.kernels.cpu.product import (
     form_for,
     parts_of,
     product_phase,
+    tiles_of,
 )
 from ragjax.kernels.cpu.tiles import CHUNK, ROWS, UNIT_BYTES, add_units, rows_of_tiles, widen_panel
 
@@ -45,7 +46,7 @@ def gated_mlp(gate_up: Packing, down: Packing, machine: Machine, name: str) -> K
         return ProductCall(frame.size(X, 0), blocks_of(frame), hidden, stack, out, outputs)
 
     def count(code: Code, frame: CallFrame) -> Value:
-        return (blocks_of(frame) + parts_of(blocks_of(frame)) - 1) / parts_of(blocks_of(frame))
+        return tiles_of(blocks_of(frame))
 
     def body(code: Code, frame: CallFrame, tile: Value) -> None:
         stack, blocks = PackedStack(frame, _GATE_UP), blocks_of(frame)
@@ -81,19 +82,18 @@ def serves(inputs: int, hidden: int) -> bool:
 def tiled_mlp(gate_up: Packing, down: Packing, name: str) -> Kernel:
     """`gated_mlp` by AMX, in bfloat16; the rows and the hidden ones as tiles (`tiles.cast_bytes`) are scratch."""
 
-    def first(frame: CallFrame) -> tiles.TileProduct:
+    def first(frame: CallFrame) -> ProductCall:
         hidden = frame.data(_HIDDEN, F32)
         cast, units = frame.data(_DIGITS, I8), frame.size(X, 1) / 32
-        return tiles.TileProduct(frame.size(X, 0), units, cast, PackedStack(frame, _GATE_UP), hidden, frame.size(X, 1))
+        return ProductCall(frame.size(X, 0), units, cast, PackedStack(frame, _GATE_UP), hidden, frame.size(X, 1))
 
-    def second(frame: CallFrame) -> tiles.TileProduct:
+    def second(frame: CallFrame) -> ProductCall:
         hidden, units = frame.data(_HIDDEN, I8), PackedStack(frame, _GATE_UP).panels / 4
         out, stack = frame.data(_OUT, F32), PackedStack(frame, _DOWN)
-        return tiles.TileProduct(frame.size(X, 0), units, hidden, stack, out, frame.size(_OUT, 1))
+        return ProductCall(frame.size(X, 0), units, hidden, stack, out, frame.size(_OUT, 1))
 
     def parts(code: Code, frame: CallFrame) -> Value:
-        panels = first(frame).stack.panels / 2
-        return (panels + parts_of(panels) - 1) / parts_of(panels)
+        return tiles_of(first(frame).stack.panels / 2)
 
     def body(code: Code, frame: CallFrame, tile: Value) -> None:
         made, room = first(frame), tiles.TileRoom(code)
@@ -102,11 +102,11 @@ def tiled_mlp(gate_up: Packing, down: Packing, name: str) -> Kernel:
         zero = code.constant(begin.type, 0)
         for panel in code.range(begin, code.least(begin + parts_of(panels), panels)):
             for number, of_part in enumerate((panel, panel + panels)):
-                widen_panel(code, gate_up, made.stack.at(of_part), room, number, zero, made.units)
+                widen_panel(code, gate_up, made.stack.at(of_part), room, number, zero, made.blocks)
             for row, together in rows_of_tiles(code, made.rows):
                 for tile_of_sums in range(4, 4 + 2 * together):
                     room.tiles.load(tile_of_sums, room.zeros)
-                add_units(code, made, room, row, together, 2, zero, made.units)
+                add_units(code, made, room, row, together, 2, zero, made.blocks)
                 for number in range(2 * together):
                     room.tiles.store(4 + number, room.sums.at(number * ROWS * PANEL))
                 for r in range(together):

@@ -132,11 +132,15 @@ class PackedStack:
 
 @dataclass(frozen=True)
 class ProductCall:
-    """A product, as code has it. numbers: the digits of `rows` rows. out: float32 [rows, outputs]."""
+    """A product, as code has it.
+
+    source: `rows` rows, as digits of the packing's blocks or as tiles of 32 inputs, so many each. out: float32 [rows,
+    outputs].
+    """
 
     rows: Value
     blocks: Value
-    numbers: Pointer
+    source: Pointer
     stack: PackedStack
     out: Pointer
     outputs: Value
@@ -161,8 +165,7 @@ def product_phase(
     """Panels of a product, some at a time."""
 
     def tiles(code: Code, frame: CallFrame) -> Value:
-        panels = of_call(frame).stack.panels
-        return (panels + parts_of(panels) - 1) / parts_of(panels)
+        return tiles_of(of_call(frame).stack.panels)
 
     def body(code: Code, frame: CallFrame, tile: Value) -> None:
         made = of_call(frame)
@@ -172,7 +175,7 @@ def product_phase(
         for panel in code.range(tile * width, code.least(tile * width + width, panels)):
             for first in code.range(0, made.rows, GROUP):
                 rows = code.least(made.rows - first, GROUP)
-                panel_sums.compute(made.stack.at(panel), made.numbers, first, rows, made.blocks, sums)
+                panel_sums.compute(made.stack.at(panel), made.source, first, rows, made.blocks, sums)
                 for row in code.range(0, rows):
                     _store(code, made, first + row, panel, sums.at(row * PANEL))
         panel_sums.close(made.rows)
@@ -190,12 +193,12 @@ class PanelSums:
     def open(self, rows: Value) -> None:
         if self._tiles is not None:
             with self._code.when(rows >= LEAST_ROWS):
-                self._tiles.open()
+                self._tiles.tiles.open()
 
     def close(self, rows: Value) -> None:
         if self._tiles is not None:
             with self._code.when(rows >= LEAST_ROWS):
-                self._tiles.close()
+                self._tiles.tiles.close()
 
     def compute(
         self, weight: Pointer, numbers: Pointer, first: Value, rows: Value, blocks: Value, sums: Pointer
@@ -312,6 +315,11 @@ def digits_for(packing: Packing, machine: Machine, span: int = SPAN) -> Digits:
 def parts_of(count: Value) -> Value:
     """Items of a tile, of so many, so that a call has about sixteen tiles."""
     return (count + 15) / 16
+
+
+def tiles_of(count: Value) -> Value:
+    """Tiles of a call, of so many items."""
+    return (count + parts_of(count) - 1) / parts_of(count)
 
 
 def _store(code: Code, made: ProductCall, row: Value, panel: Value, sums: Pointer) -> None:

@@ -7,15 +7,13 @@ that stays in its tile, one row as sixteen: what a row's product is does not dep
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-from llvmlite import ir
-
-from ragjax.kernels.cpu.code import BF16, F32, I8, I16, I32, Code, Pointer, Value, vector
+from ragjax.kernels.cpu.amx import Tiles, narrow, paired
+from ragjax.kernels.cpu.code import F32, I8, I32, Code, Pointer, Value, vector
 from ragjax.kernels.cpu.digits import SCALE, X, packed_factors, root_mean_square
 from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelPhase
 from ragjax.kernels.cpu.packing import PANEL, Packing
-from ragjax.kernels.cpu.product import PackedStack, parts_of
+from ragjax.kernels.cpu.product import PackedStack, ProductCall, parts_of, tiles_of
 
 ROWS = 16
 """Rows of a tile."""
@@ -27,8 +25,6 @@ CHUNK = 64
 """Units of a panel that are kept as bfloat16 at a time: two panels take 128 KB of the second cache."""
 
 _OUT, _CAST = 4, 5  # of the buffers, as in `product`
-
-_VOID = ir.VoidType()
 
 
 def cast_bytes(rows: int, inputs: int) -> int:
@@ -66,74 +62,21 @@ def cast_rows(*, normed: bool, to: int = _CAST) -> KernelPhase:
     return KernelPhase(tiles, body)
 
 
-def narrow(code: Code, first: Value, second: Value) -> Value:
-    """Two vectors of float32 as one of bfloat16, 64 bytes."""
-    made = code.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(BF16, 32), second, first)
-    return made.bits(vector(I8, 64))
-
-
-class Tiles:
-    """AMX's tiles, as a kernel has them: two of rows, two of codes, four of sums."""
-
-    def __init__(self, code: Code):
-        self._code = code
-        setting = code.room(I8, 64)
-        setting[0] = code.constant(vector(I8, 64), 0)
-        setting[0] = 1
-        for tile in range(8):
-            setting.of(I16)[8 + tile] = 64
-            setting[48 + tile] = ROWS
-        code.intrinsic("llvm.x86.ldtilecfg", _VOID, setting)
-
-    def load(self, tile: int, place: Pointer, stride: Value | int = 64) -> None:
-        self._move("tileloadd64", tile, place, stride)
-
-    def store(self, tile: int, place: Pointer, stride: Value | int = 64) -> None:
-        self._move("tilestored64", tile, place, stride)
-
-    def multiply(self, sums: int, rows: int, codes: int) -> None:
-        """Add a product of bfloat16 to a tile of float32."""
-        tiles = (ir.Constant(I8, tile) for tile in (sums, rows, codes))
-        self._code.intrinsic("llvm.x86.tdpbf16ps", _VOID, *tiles)
-
-    def close(self) -> None:
-        self._code.intrinsic("llvm.x86.tilerelease", _VOID)
-
-    def _move(self, name: str, tile: int, place: Pointer, stride: Value | int) -> None:
-        self._code.intrinsic(f"llvm.x86.{name}", _VOID, ir.Constant(I8, tile), place, self._code.like(None, stride))
-
-
-@dataclass(frozen=True)
-class TileProduct:
-    """A product, as code has it.
-
-    rows: how many. units: of 32 inputs. source: the rows as tiles. stack: the matrix. out: float32 [rows, outputs].
-    """
-
-    rows: Value
-    units: Value
-    source: Pointer
-    stack: PackedStack
-    out: Pointer
-    outputs: Value
-
-
 def product(packing: Packing, name: str, *, normed: bool) -> Kernel:
     """Rows [T, K] times a packed matrix [N, K], one of a stack: float32 [T, N]; the cast rows are scratch."""
 
-    def of_call(frame: CallFrame) -> TileProduct:
+    def of_call(frame: CallFrame) -> ProductCall:
         cast, out = frame.data(_CAST, I8), frame.data(_OUT, F32)
-        return TileProduct(frame.size(X, 0), frame.size(X, 1) / 32, cast, PackedStack(frame), out, frame.size(_OUT, 1))
+        return ProductCall(frame.size(X, 0), frame.size(X, 1) / 32, cast, PackedStack(frame), out, frame.size(_OUT, 1))
 
     return Kernel(name, 4, (cast_rows(normed=normed), product_phase(packing, of_call)))
 
 
-def product_phase(packing: Packing, of_call: Callable[[CallFrame], TileProduct]) -> KernelPhase:
+def product_phase(packing: Packing, of_call: Callable[[CallFrame], ProductCall]) -> KernelPhase:
     """Panels of a product, some at a time."""
 
     def tiles(code: Code, frame: CallFrame) -> Value:
-        panels = of_call(frame).stack.panels
-        return (panels + parts_of(panels) - 1) / parts_of(panels)
+        return tiles_of(of_call(frame).stack.panels)
 
     def body(code: Code, frame: CallFrame, tile: Value) -> None:
         made = of_call(frame)
@@ -155,7 +98,8 @@ class TileRoom:
     """Memory of a thread: panels as bfloat16, zeros, and sums of rows that are not all there."""
 
     def __init__(self, code: Code):
-        self.tiles = Tiles(code)
+        self.tiles = Tiles(code)  # two of rows, two of codes, four of sums
+        self.tiles.open()
         self.spread = code.room(I8, 2 * CHUNK * UNIT_BYTES)
         self.zeros = code.room(F32, ROWS * PANEL)
         self.sums = code.room(F32, 4 * ROWS * PANEL)
@@ -164,11 +108,11 @@ class TileRoom:
 
 
 def _multiply_panels(
-    code: Code, made: TileProduct, packing: Packing, room: TileRoom, panel: Value, panels: int
+    code: Code, made: ProductCall, packing: Packing, room: TileRoom, panel: Value, panels: int
 ) -> None:
     """All rows times one panel or two, a chunk of inputs after the other."""
-    for chunk in code.range(0, made.units, CHUNK):
-        chunk_end = code.least(chunk + CHUNK, made.units)
+    for chunk in code.range(0, made.blocks, CHUNK):
+        chunk_end = code.least(chunk + CHUNK, made.blocks)
         for number in range(panels):
             widen_panel(code, packing, made.stack.at(panel + number), room, number, chunk, chunk_end)
         for row, together in rows_of_tiles(code, made.rows):
@@ -195,7 +139,7 @@ def widen_panel(
 
 def add_units(
     code: Code,
-    made: TileProduct,
+    made: ProductCall,
     room: TileRoom,
     row: Value,
     together: int,
@@ -206,7 +150,7 @@ def add_units(
     """Add products of a chunk to the tiles of sums, from 4 on: those of each tile of rows one after the other."""
     for unit in code.range(chunk, chunk_end):
         for r in range(together):
-            room.tiles.load(r, made.source.at(((row / ROWS + r) * made.units + unit) * UNIT_BYTES))
+            room.tiles.load(r, made.source.at(((row / ROWS + r) * made.blocks + unit) * UNIT_BYTES))
         for p in range(panels):
             room.tiles.load(2 + p, room.spread.at((unit - chunk + p * CHUNK) * UNIT_BYTES))
         for r in range(together):
@@ -216,7 +160,7 @@ def add_units(
 
 def _add_chunk(
     code: Code,
-    made: TileProduct,
+    made: ProductCall,
     room: TileRoom,
     panel: Value,
     panels: int,
@@ -238,12 +182,12 @@ def _add_chunk(
 
 
 def _move_sums(
-    code: Code, made: TileProduct, room: TileRoom, tile: int, row: Value, panel: Value, *, load: bool
+    code: Code, made: ProductCall, room: TileRoom, tile: int, row: Value, panel: Value, *, load: bool
 ) -> None:
     """A tile of sums from the output, or to it; of rows and outputs that are there."""
     rows, outputs = made.rows, made.outputs
     out = made.out.at(row * outputs + panel * PANEL)
-    whole = Value(code, code.builder.and_((row + ROWS <= rows).raw, ((panel + 1) * PANEL <= outputs).raw))
+    whole = (row + ROWS <= rows) & ((panel + 1) * PANEL <= outputs)
     with code.otherwise(whole) as (yes, no):
         with yes:
             (room.tiles.load if load else room.tiles.store)(tile, out, outputs * 4)
@@ -266,7 +210,6 @@ def _move_sums(
 def _widen(code: Code, packing: Packing, unit: Pointer, place: Pointer) -> None:
     """32 inputs of a panel as a tile of bfloat16: each row has two inputs of all outputs."""
     kind, wide = vector(I32, PANEL), vector(F32, PANEL)
-    together = [i // 2 + PANEL * (i % 2) for i in range(2 * PANEL)]
     pair = 0
     for number in range(32 // packing.block):
         block = unit.at(number * packing.block_bytes)
@@ -285,8 +228,7 @@ def _widen(code: Code, packing: Packing, unit: Pointer, place: Pointer) -> None:
                 digits = (moved & ((2**packing.bits - 1) << _PLACE)) | _OFFSET_BITS
                 parts.append(code.fma(digits.bits(wide), scale, low))
             for first, second in (parts[:2], parts[2:]):
-                both = narrow(code, first, second).bits(vector(I16, 2 * PANEL))
-                place[pair * 64] = code.shuffle(both, both, together).bits(vector(I8, 64))
+                place[pair * 64] = paired(code, first, second)
                 pair += 1
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llvmlite import ir
-
-from ragjax.kernels.cpu.code import F32, I8, I16, I32, Code, Pointer, Value, Variable, vector
+from ragjax.kernels.cpu.amx import Tiles
+from ragjax.kernels.cpu.code import F32, I8, I32, Code, Pointer, Value, Variable, vector
 from ragjax.kernels.cpu.digits import TOGETHER, Digits, add_block, packed_factors
 from ragjax.kernels.cpu.packing import PANEL, Packing
 
@@ -19,8 +18,6 @@ LEAST_ROWS = 9
 
 CHUNK = 64
 """Blocks of a panel that are kept as tiles at a time, 64 KB at most."""
-
-_VOID = ir.VoidType()
 
 
 class TileSums:
@@ -31,7 +28,8 @@ class TileSums:
         # of a tile: a code of 4 bits is there twice
         self._inputs = digits.row_bytes if packing.bits == 4 else packing.block
         self._halves = 1 if packing.bits == 4 else 2
-        self._setting = code.room(I8, 64)
+        rows, codes, sums = (TOGETHER, self._inputs), (self._inputs // 4, 4 * PANEL), (TOGETHER, 4 * PANEL)
+        self.tiles = Tiles(code, [rows] * 2 + [codes] * 2 + [sums] * 4)
         self._codes = code.room(I8, CHUNK * self._inputs * PANEL)
         self._factors = code.room(F32, CHUNK * 2 * PANEL)
         self._found = code.room(I32, 4 * TOGETHER * PANEL)
@@ -49,22 +47,6 @@ class TileSums:
                 own = numbers.at((row / TOGETHER * blocks + chunk) * self._digits.block_bytes)
                 for first in code.range(0, end, span):
                     self._add_span(own, first, code.least(first + span, end), sums.at(row * PANEL))
-
-    def close(self) -> None:
-        """Give the tiles back."""
-        self._code.intrinsic("llvm.x86.tilerelease", _VOID)
-
-    def open(self) -> None:
-        """Configure the tiles."""
-        setting = self._setting
-        setting[0] = self._code.constant(vector(I8, 64), 0)
-        setting[0] = 1
-        for tile, (rows, row_bytes) in enumerate(
-            [(TOGETHER, self._inputs)] * 2 + [(self._inputs // 4, 4 * PANEL)] * 2 + [(TOGETHER, 4 * PANEL)] * 4
-        ):
-            setting.of(I16)[8 + tile] = row_bytes
-            setting[48 + tile] = rows
-        self._code.intrinsic("llvm.x86.ldtilecfg", _VOID, setting)
 
     def _unpack(self, block: Pointer, number: Value) -> None:
         """A block of a panel as a tile of codes, and its scales and lows as float32."""
@@ -109,15 +91,14 @@ class TileSums:
         """Whole sums of a block, in the first or second place; of 8-bit codes those of high bytes, then of low ones."""
         place = numbers.at(b * self._digits.block_bytes)
         codes = 2 + number
-        self._move("tileloadd64", codes, self._codes.at(b * (self._inputs * PANEL)), 4 * PANEL)
+        self.tiles.load(codes, self._codes.at(b * (self._inputs * PANEL)))
         signed = "s" if self._packing.zero else "u"  # codes without a zero reach 240
         for half in range(self._halves):
             rows, sums = number if self._halves == 1 else half, 4 + 2 * number + half
-            self._code.intrinsic("llvm.x86.tilezero", _VOID, ir.Constant(I8, sums))
-            self._move("tileloadd64", rows, place.at(half * self._packing.block), self._digits.row_bytes)
-            tiles = (ir.Constant(I8, tile) for tile in (sums, rows, codes))
-            self._code.intrinsic(f"llvm.x86.tdpbs{signed}d", _VOID, *tiles)
-            self._move("tilestored64", sums, self._place(number, half).of(I8), 4 * PANEL)
+            self.tiles.clear(sums)
+            self.tiles.load(rows, place.at(half * self._packing.block), self._digits.row_bytes)
+            self.tiles.multiply(sums, rows, codes, f"bs{signed}d")
+            self.tiles.store(sums, self._place(number, half).of(I8))
 
     def _add(self, numbers: Pointer, b: Value, number: int, made: Sequence[Variable]) -> None:
         """Add a block's whole sums to those of the span."""
@@ -136,6 +117,3 @@ class TileSums:
     def _place(self, number: int, half: int) -> Pointer:
         """Whole sums of a block, or of its high or low bytes."""
         return self._found.at((2 * number + half) * TOGETHER * PANEL)
-
-    def _move(self, name: str, tile: int, place: Pointer, stride: int) -> None:
-        self._code.intrinsic(f"llvm.x86.{name}", _VOID, ir.Constant(I8, tile), place, self._code.like(None, stride))

@@ -18,13 +18,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
+from ragjax.kernels.attention.xla import dot
 from ragjax.kernels.device import Device
+from ragjax.kernels.pages import from_storage
 from ragjax.kernels.reductions import triton, xla
-from ragjax.kernels.view import View, check
+from ragjax.kernels.rope import rotate
+from ragjax.kernels.view import View
 
 BACKENDS = ("xla", "triton")
+
+KEY_TILE = 1024
+"""Keys that `key_neighbours` compares with the sources at a time."""
 
 
 class KeyScore(NamedTuple):
@@ -67,7 +73,7 @@ def key_score(
         float32 [S, C]; zero for a key that no chosen row sees.
 
     Raises:
-        ValueError: naming the argument that does not fit, or saying why the backend cannot serve the call.
+        ValueError: saying why the backend cannot serve the call.
     """
     return _key_scores(q_THD, lse_TH, view, chosen_T, backend, valued=False)[0]
 
@@ -103,11 +109,6 @@ def row_segment_score(
     row and of each entry's slots; a number outside of [0, segments) says none. Returns float32 [T, Z]; zeros for a row
     of no segment.
     """
-    _check_attention(q_THD, lse_TH, view)
-    _expect("row_segment_T", row_segment_T, q_THD.shape[:1], jnp.int32)
-    _expect("key_segment_SC", key_segment_SC, view.entries.index_SC.shape, jnp.int32)
-    if segments < 1:
-        raise ValueError(f"segments is {segments}, not positive")
     backend = _serving(backend, q_THD, view, segments)
     lse_TH, view = restrict(lse_TH, view, (row_segment_T >= 0) & (row_segment_T < segments))
     compute = xla.row_segment_score if backend == "xla" else triton.row_segment_score
@@ -131,13 +132,19 @@ def kv_deviation(k_TKD: jax.Array, v_TKD: jax.Array, view: View, slot_T: jax.Arr
         float32 [T] for keys and for values. Rows without cached KV and padding rows get zero, whatever their slots and
         new values hold.
     """
-    shape = (view.rows.index_T.shape[0], view.pages.k_LPKCD.shape[2], view.pages.k_LPKCD.shape[4])
-    for name, x in (("k_TKD", k_TKD), ("v_TKD", v_TKD)):
-        _expect(name, x, shape, jnp.float32, jnp.bfloat16, jnp.float16)
-    for name, x in (("slot_T", slot_T), ("offset_T", offset_T)):
-        _expect(name, x, shape[:1], jnp.int32)
-    _below("slot_T", slot_T, view.pages.k_LPKCD.shape[1] * view.pages.page_size, "slots of the pool")
-    return KVDeviation(*xla.kv_deviation(k_TKD, v_TKD, view, slot_T, offset_T))
+    compared_T = (slot_T >= 0) & (view.rows.index_T >= 0)
+    slot_T = jnp.where(compared_T, slot_T, 0)
+    page_T, slot_T = slot_T // view.pages.page_size, slot_T % view.pages.page_size
+    cos_TR, sin_TR = view.rotation.at(offset_T)
+
+    def kept(pool: jax.Array) -> jax.Array:
+        return from_storage(pool[view.layer, page_T, :, slot_T]).astype(jnp.float32)
+
+    def distance(new_TKD: jax.Array, kept_TKD: jax.Array) -> jax.Array:
+        return jnp.where(compared_T, jnp.square(new_TKD.astype(jnp.float32) - kept_TKD).sum((1, 2)), 0.0)
+
+    moved_TKD = rotate(kept(view.pages.k_LPKCD), cos_TR[:, None], sin_TR[:, None])
+    return KVDeviation(distance(k_TKD, moved_TKD), distance(v_TKD, kept(view.pages.v_LPKCD)))
 
 
 def key_neighbours(
@@ -160,19 +167,36 @@ def key_neighbours(
         enhances. Where fewer than `count` others are valid, or the source is not, similarity 0 and index -1. A key of
         zeros has cosine 0 with all.
     """
-    if k_NKD.ndim != 3:
-        raise ValueError(f"k_NKD has {k_NKD.ndim} axes, not 3")
-    _expect("k_NKD", k_NKD, k_NKD.shape, jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16)
-    _expect("valid_N", valid_N, k_NKD.shape[:1], jnp.bool_)
-    _expect("source_I", source_I, source_I.shape[:1], jnp.int32)
-    if asking_NKD is not None:
-        _expect("k_NKD", k_NKD, k_NKD.shape, jnp.float32)
-        _expect("asking_NKD", asking_NKD, k_NKD.shape, jnp.float32)
-    if count < 1:
-        raise ValueError(f"count is {count}, not positive")
-    _below("source_I", source_I, k_NKD.shape[0], "keys")
-    asking_NKD = k_NKD if asking_NKD is None else asking_NKD
-    return KeyNeighbours(*xla.key_neighbours(k_NKD, valid_N, source_I, count, asking_NKD))
+    # keeps the best so far, tile after tile; `lax.top_k` is stable, so ties go to the lower index
+    n = k_NKD.shape[0]
+    tile = min(KEY_TILE, n)
+    real_I = (source_I >= 0) & valid_N[source_I]
+    source_IE, source_length_I = _flat((k_NKD if asking_NKD is None else asking_NKD)[source_I], real_I)
+
+    def step(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        begin = jnp.minimum(i * tile, n - tile)  # the last tile may overlap the one before
+        index_N = begin + jnp.arange(tile, dtype=jnp.int32)
+        fresh_N = lax.dynamic_slice_in_dim(valid_N, begin, tile) & (index_N >= i * tile)
+        key_NE, length_N = _flat(lax.dynamic_slice_in_dim(k_NKD, begin, tile), fresh_N)
+        cosine_IN = dot(source_IE, key_NE, ((1,), (1,)), batch=()) / (source_length_I[:, None] * length_N)
+        compared_IN = fresh_N & real_I[:, None] & (source_I[:, None] != index_N)
+        joined_IN = jnp.concatenate([best[0], jnp.where(compared_IN, cosine_IN, -jnp.inf)], axis=1)
+        named_IN = jnp.concatenate([best[1], jnp.broadcast_to(index_N, cosine_IN.shape)], axis=1)
+        cosine_IY, place_IY = lax.top_k(joined_IN, count)
+        return cosine_IY, jnp.take_along_axis(named_IN, place_IY, 1)
+
+    shape = source_I.shape[0], count
+    start = jnp.full(shape, -jnp.inf), jnp.full(shape, -1, jnp.int32)
+    cosine_IY, index_IY = lax.fori_loop(0, -(-n // tile), step, start)
+    return KeyNeighbours(jnp.maximum(jnp.where(jnp.isneginf(cosine_IY), 0.0, cosine_IY), 0.0), index_IY)
+
+
+def _flat(k_NKD: jax.Array, valid_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys with their heads side by side, zero where not valid, and their lengths, infinite for keys of zeros."""
+    k_NKD = from_storage(jnp.where(valid_N[:, None, None], k_NKD, jnp.zeros((), k_NKD.dtype)))
+    flat_NE = k_NKD.reshape(k_NKD.shape[0], -1)
+    length_N = jnp.sqrt(jnp.square(flat_NE.astype(jnp.float32)).sum(-1))
+    return flat_NE, jnp.where(length_N > 0, length_N, jnp.inf)
 
 
 def restrict(lse_TH: jax.Array, view: View, chosen_T: jax.Array | None) -> tuple[jax.Array, View]:
@@ -191,28 +215,10 @@ def restrict(lse_TH: jax.Array, view: View, chosen_T: jax.Array | None) -> tuple
 def _key_scores(
     q_THD: jax.Array, lse_TH: jax.Array, view: View, chosen_T: jax.Array | None, backend: str | None, *, valued: bool
 ) -> tuple[jax.Array, ...]:
-    _check_attention(q_THD, lse_TH, view)
-    if chosen_T is not None:
-        _expect("chosen_T", chosen_T, q_THD.shape[:1], jnp.bool_)
     backend = _serving(backend, q_THD, view)
     lse_TH, view = restrict(lse_TH, view, chosen_T)
     compute = xla.key_scores if backend == "xla" else triton.key_scores
     return compute(q_THD, lse_TH, view, valued=valued)
-
-
-# ---------------------------------------------------------------------------------------------- checks
-
-
-def _expect(name: str, x: jax.Array, shape: tuple[int, ...], *dtypes: jax.typing.DTypeLike) -> None:
-    if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name} has shape {tuple(x.shape)}, not {tuple(shape)}")
-    if x.dtype not in dtypes:
-        raise ValueError(f"{name} is {x.dtype}, not {' or '.join(jnp.dtype(d).name for d in dtypes)}")
-
-
-def _check_attention(q_THD: jax.Array, lse_TH: jax.Array, view: View) -> None:
-    check(q_THD, view)
-    _expect("lse_TH", lse_TH, q_THD.shape[:2], jnp.float32)
 
 
 def _serving(backend: str | None, q_THD: jax.Array, view: View, segments: int = 1) -> str:
@@ -226,12 +232,3 @@ def _serving(backend: str | None, q_THD: jax.Array, view: View, segments: int = 
     if backend is None:
         return "xla"
     raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
-
-
-def _below(name: str, x: jax.Array, end: int, of: str) -> None:
-    """Outside of jit alone, where there are values."""
-    if isinstance(x, jax.core.Tracer):
-        return
-    highest = int(np.asarray(x).max(initial=-1))
-    if highest >= end:
-        raise ValueError(f"{name} holds {highest}, outside of the {end} {of}")

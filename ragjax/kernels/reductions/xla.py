@@ -1,6 +1,6 @@
-"""The reductions in XLA: blockwise sweeps over the visible keys, for CPU and as the fallback.
+"""The attention scores in XLA: blockwise sweeps over the visible keys, for CPU and as the fallback.
 
-`op` says what each computes, and checks its arguments. Scores take LSE and view as `op.restrict` makes them.
+`op` says what each computes. They take LSE and view as `op.restrict` makes them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragjax.kernels.attention.xla import Lists, Tile, dot, fold_heads, gather_tile, lists, masked_logits
-from ragjax.kernels.pages import from_storage
-from ragjax.kernels.rope import rotate
 from ragjax.kernels.view import View
-
-KEY_TILE = 1024
-"""Keys that `key_neighbours` compares with the sources at a time."""
 
 
 @dataclass(frozen=True)
@@ -106,59 +101,3 @@ def row_segment_score(
     blocked = (row_segment_T.reshape(-1, b), *_blocked(q_THD, lse_TH, view))
     score_NBZ: jax.Array = lax.map(one_block, blocked)
     return score_NBZ.reshape(-1, segments)
-
-
-def kv_deviation(
-    k_TKD: jax.Array, v_TKD: jax.Array, view: View, slot_T: jax.Array, offset_T: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    compared_T = (slot_T >= 0) & (view.rows.index_T >= 0)
-    slot_T = jnp.where(compared_T, slot_T, 0)
-    page_T, slot_T = slot_T // view.pages.page_size, slot_T % view.pages.page_size
-    cos_TR, sin_TR = view.rotation.at(offset_T)
-
-    def kept(pool: jax.Array) -> jax.Array:
-        return from_storage(pool[view.layer, page_T, :, slot_T]).astype(jnp.float32)
-
-    def distance(new_TKD: jax.Array, kept_TKD: jax.Array) -> jax.Array:
-        return jnp.where(compared_T, jnp.square(new_TKD.astype(jnp.float32) - kept_TKD).sum((1, 2)), 0.0)
-
-    moved_TKD = rotate(kept(view.pages.k_LPKCD), cos_TR[:, None], sin_TR[:, None])
-    return distance(k_TKD, moved_TKD), distance(v_TKD, kept(view.pages.v_LPKCD))
-
-
-def key_neighbours(
-    k_NKD: jax.Array, valid_N: jax.Array, source_I: jax.Array, count: int, asking_NKD: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """See `op.key_neighbours`. Keeps the best `count` so far, tile after tile.
-
-    Ties go to the lower index: `lax.top_k` is stable.
-    """
-    n = k_NKD.shape[0]
-    tile = min(KEY_TILE, n)
-    real_I = (source_I >= 0) & valid_N[source_I]
-    source_IE, source_length_I = _flat(asking_NKD[source_I], real_I)
-
-    def step(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        begin = jnp.minimum(i * tile, n - tile)  # the last tile may overlap the one before
-        index_N = begin + jnp.arange(tile, dtype=jnp.int32)
-        fresh_N = lax.dynamic_slice_in_dim(valid_N, begin, tile) & (index_N >= i * tile)
-        key_NE, length_N = _flat(lax.dynamic_slice_in_dim(k_NKD, begin, tile), fresh_N)
-        cosine_IN = dot(source_IE, key_NE, ((1,), (1,)), batch=()) / (source_length_I[:, None] * length_N)
-        compared_IN = fresh_N & real_I[:, None] & (source_I[:, None] != index_N)
-        joined_IN = jnp.concatenate([best[0], jnp.where(compared_IN, cosine_IN, -jnp.inf)], axis=1)
-        named_IN = jnp.concatenate([best[1], jnp.broadcast_to(index_N, cosine_IN.shape)], axis=1)
-        cosine_IY, place_IY = lax.top_k(joined_IN, count)
-        return cosine_IY, jnp.take_along_axis(named_IN, place_IY, 1)
-
-    shape = source_I.shape[0], count
-    start = jnp.full(shape, -jnp.inf), jnp.full(shape, -1, jnp.int32)
-    cosine_IY, index_IY = lax.fori_loop(0, -(-n // tile), step, start)
-    return jnp.maximum(jnp.where(jnp.isneginf(cosine_IY), 0.0, cosine_IY), 0.0), index_IY
-
-
-def _flat(k_NKD: jax.Array, valid_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys with their heads side by side, zero where not valid, and their lengths, infinite for keys of zeros."""
-    k_NKD = from_storage(jnp.where(valid_N[:, None, None], k_NKD, jnp.zeros((), k_NKD.dtype)))
-    flat_NE = k_NKD.reshape(k_NKD.shape[0], -1)
-    length_N = jnp.sqrt(jnp.square(flat_NE.astype(jnp.float32)).sum(-1))
-    return flat_NE, jnp.where(length_N > 0, length_N, jnp.inf)

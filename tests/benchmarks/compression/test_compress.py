@@ -20,6 +20,7 @@ from ragjax.core import Answer, ConfigError, Timings
 from ragjax.core.compression import Compression, GraphKV
 from ragjax.engine import Engine
 from tests.support import tiny
+from tests.support.forward import dense_logits
 
 TOKENS = np.random.default_rng(3).permutation(256)[:90].astype(np.int32)
 SAID = [5, 80, 200]
@@ -33,7 +34,7 @@ def laboratory() -> Laboratory:
 @pytest.mark.slow
 def test_logits_over_everything_are_the_models(laboratory: Laboratory) -> None:
     prefill = laboratory.prefill(TOKENS)
-    want = np.asarray(tiny.decoder().logits(jnp.asarray(np.concatenate([TOKENS, SAID]).astype(np.int32))))
+    want = np.asarray(dense_logits(tiny.decoder(), jnp.asarray(np.concatenate([TOKENS, SAID]).astype(np.int32))))
     np.testing.assert_allclose(prefill.logits_V, want[len(TOKENS) - 1], atol=1e-4)
     found = laboratory.logits(prefill, laboratory.everything(prefill), SAID)
     np.testing.assert_allclose(found, want[len(TOKENS) :], atol=1e-4)

@@ -36,6 +36,9 @@ MENDED = 8
 LEAST = 8
 """Tokens of the shortest stretch that is moved."""
 
+LEAST_FIRST = 32
+"""The same of the first: what stands behind it is no exact prefix any more, which a conversation would extend."""
+
 
 class Moved(Strategy):
     """Reuses stretches of earlier prompts and answers at any place."""
@@ -127,10 +130,11 @@ class Moved(Strategy):
         kept: list[Stretch] = []
         for begin, node, at, length in cache.tree.stretches.find(raw, hit, len(prompt) - ASKING, tenant):
             assert node.parent is not None
-            before = node.meta if node.method == MOVED else node.parent.raw[-4 * self._mended :]
-            goes_on = not at and before and raw.endswith(before, 0, 4 * begin)
+            before = (node.meta if node.method == MOVED else node.parent.raw) + node.raw[: 4 * at]
+            before = before[-4 * self._mended :]
+            goes_on = before and raw.endswith(before, 0, 4 * begin)
             seam = 0 if goes_on else self._mended
-            if length - seam >= LEAST:
+            if length - seam >= (LEAST if kept else LEAST_FIRST):
                 kept.append(Stretch(begin + seam, node, at + seam, length - seam))
         return hit, kept
 

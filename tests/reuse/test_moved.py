@@ -95,8 +95,25 @@ def test_turns_and_answers_behind_moved_stretches_are_found_again(executor: Exec
     assert reused == len(FILE) - MENDED + len(first) + len(said), "the turn goes on from the file as it did before"
 
 
+def test_a_stretch_that_goes_on_in_the_middle_of_another_prompt_has_no_seam(executor: Executor) -> None:
+    first, second = words(80), words(60)
+    serve(executor, Prefix(), prompt(HEAD, first, words(40)))
+    serve(executor, Prefix(), prompt(first[30:], second, words(40)))
+    reused, _ = serve(executor, Moved(), prompt(OTHER, first, second, words(40)))
+    assert reused == len(first) - MENDED + len(second), "what stood before the second stood there, too"
+
+
+def test_a_phrase_is_not_moved_where_it_would_end_the_exact_prefix(executor: Executor) -> None:
+    phrase, turn = words(36), words(20)
+    serve(executor, Prefix(), prompt(OTHER, phrase, FILE, words(40)))
+    reused, _ = serve(executor, Moved(), prompt(HEAD, turn, phrase, words(30), FILE, words(40)))
+    assert reused == len(FILE) - MENDED
+    reused, exact = serve(executor, Moved(), prompt(HEAD, turn, phrase, words(50)))
+    assert reused == len(HEAD) + len(turn) + len(phrase) and exact, "the conversation extends its exact prefix"
+
+
 def test_the_last_tokens_are_computed_though_they_are_known(executor: Executor) -> None:
-    question = words(60)
+    question = words(90)
     serve(executor, Prefix(), prompt(HEAD, FILE, question))
     reused, _ = serve(executor, Moved(), prompt(HEAD, MORE, question))
     assert reused == len(HEAD) + len(question) - ASKING - MENDED

@@ -1762,7 +1762,7 @@ def run_machine(examples, steps, policies):
 
 @pytest.mark.slow
 def test_two_thousand_random_operations():
-    assert run_machine(125, 60, len(POLICIES) // 2) >= 2_000
+    assert run_machine(250, 60, len(POLICIES) // 2) >= 2_000
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""What an engine and a fleet of replicas tell of themselves alike: names, settings, and work on texts."""
+"""Names, settings and work on texts that an engine and a fleet of replicas share."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Grounding:
         return self.share and not self.knowledge.owned(name)
 
     def _searched(self, request: Request, retrieve: str = "") -> Rag | None:
-        """What a request says of its knowledge, if there is any to search and a question. retrieve: instead of ours."""
+        """The request's choice of knowledge, if there is any to search and a question. retrieve: instead of ours."""
         rag, how = request.rag, retrieve or self.retrieve
         if rag is None or rag.graph is not None or rag.documents is not None or not request.question.strip():
             return None

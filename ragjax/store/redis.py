@@ -154,7 +154,7 @@ class RedisServer:
                 pipe.execute()
 
     def renew(self, parcels: Sequence[Parcel]) -> None:
-        """Have the life of entries that are there begin anew."""
+        """Begin the life of entries that are there anew."""
         with _telling(), self._client.pipeline(transaction=False) as pipe:
             for parcel in parcels:
                 self._stay(pipe, parcel)

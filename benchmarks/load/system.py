@@ -27,7 +27,7 @@ TIERS: Settings = {"policy": "lacr", "host_gb": 4.0}
 
 OWN: Mapping[str, Settings] = {
     "full": {"strategy": "full"}, "prefix-lru": {"strategy": "prefix", "policy": "lru", "host_gb": 0.0},
-    "prefix-tiers": {"strategy": "prefix", **TIERS, "order": "ratio", "speculate": 4},
+    "prefix-tiers": {"strategy": "prefix", **TIERS, "order": "ratio", "speculate": "4"},
     "naive": {"strategy": "naive", **TIERS}, "fusion": {"strategy": "fusion", **TIERS},
     "blend": {"strategy": "blend", "recompute_ratio": 0.15, **TIERS},
     "anchor": {"strategy": "anchor", **TIERS}, "craft": {"strategy": "craft", **TIERS},

@@ -28,6 +28,7 @@ from ragjax.runner.runner import Runner
 from ragjax.store.disk import DiskStore
 from tests.data.make_disk import model, prompts
 from tests.support import tiny
+from tests.support.audit import audit_engine
 from tests.support.pace import Hold
 from tests.support.remotes import FakeRemote, settle, tier
 

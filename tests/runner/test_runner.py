@@ -23,6 +23,7 @@ from ragjax.kernels.reductions.measure import ARRAYS
 from ragjax.runner.runner import Runner
 from ragjax.store.device import BUCKETS
 from tests.support.devices import assert_agreement
+from tests.support.forward import dense_logits
 from tests.support.matrix import few
 from tests.support.steps import (
     CONFIG,
@@ -147,7 +148,7 @@ def test_widened_products_are_nearer_to_float32(monkeypatch: pytest.MonkeyPatch)
     for layer in exact.layers:
         for name in ("qkv", "out", "gate_up", "down"):
             getattr(layer, name).set_value(getattr(layer, name)[...].astype(jnp.float32))
-    wanted = np.asarray(jax.jit(exact.logits)(jnp.asarray(tokens)))
+    wanted = dense_logits(exact, jnp.asarray(tokens))
 
     def error(widen: bool) -> float:
         (got,) = compute(make_runner(dtype="bfloat16", widen=widen), [whole(tokens, 3)], 24)
@@ -587,7 +588,7 @@ def test_decoder_on_pallas_attention(monkeypatch: pytest.MonkeyPatch, scanned: b
     part = whole(tokens, 3, start=5)
     (first,) = compute(made, [piece(part, 0, 20)], 24)
     (last,) = compute(made, [piece(part, 20, 21)], 2)
-    what = np.asarray(jax.jit(make_decoder(replace(CONFIG, num_layers=2)).logits)(jnp.asarray(tokens)))
+    what = np.asarray(dense_logits(make_decoder(replace(CONFIG, num_layers=2)), jnp.asarray(tokens)))
     assert_near(np.concatenate([first, last]), what)
     assert made.calls == {"triton": 4} and not made.fallbacks
 

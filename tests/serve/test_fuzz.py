@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ragjax.core import RequestError
 from ragjax.serve.library import parse
-from tests.support.audit import audit_engine
 from tests.support.fakes import FakeEngine
 from tests.support.mutation import EXAMPLES, altered, damaged, tried
 from tests.support.serving import CHAT, Caught, error_of, serving
@@ -59,7 +58,6 @@ def test_damaged_bodies(fuzzed: Caught, name: str, examples: int) -> None:
                 assert error_of(response)["type"] == "invalid_request_error"
 
         tried(examples, altered(body) | damaged(json.dumps(body).encode()), check)
-    audit_engine(fuzzed.engine)
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -15,6 +14,7 @@ from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.runner.runner import Runner
 from ragjax.store.device import Excerpt
+from tests.support.forward import dense_logits
 
 PAGE = 8
 CONFIG = ModelConfig(
@@ -115,7 +115,7 @@ def tokens_of(seed: int, n: int) -> np.ndarray:
 
 
 def dense(tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
-    return np.asarray(jax.jit(make_decoder(dtype=dtype).logits)(jnp.asarray(tokens)))
+    return np.asarray(dense_logits(make_decoder(dtype=dtype), jnp.asarray(tokens)))
 
 
 def whole(tokens: np.ndarray, first_page: int, start: int = 0) -> Part:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,6 +32,7 @@ from benchmarks.latency.bare import (
 from ragjax.core import NEVER
 from ragjax.models.decoder import Decoder, Weight
 from tests.support.checks import FakeRival
+from tests.support.forward import dense_logits
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ LAYOUT = Layout(128, 32, 8, 16)
 
 
 def dense(tokens: np.ndarray) -> np.ndarray:
-    return np.asarray(jax.jit(random_decoder(TINY, "float32").logits)(jnp.asarray(tokens)))
+    return np.asarray(dense_logits(random_decoder(TINY, "float32"), jnp.asarray(tokens)))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ Tokens = NDArray[np.int32]
 
 
 Keep = Literal["all", "documents"]
-"""The part of a prompt whose exact KV is kept: all, up to the last chunk, or up to the last of the first so many."""
+"""The part of a prompt whose exact KV is kept: all, or up to the last chunk."""
 
 NEVER = np.int32(2**30)
 """An index that no row has: the index of unused slots, and the end of an interval that never closes."""

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.audit import audit_engine
-
 if TYPE_CHECKING:
     from ragjax.engine import Engine
 
@@ -106,7 +104,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """The engine in miniature, with the options of the mark `engine`; at the end its books are clean."""
-    from tests.support import tiny
+    from tests.support import tiny  # these import JAX, which reads the settings above
+    from tests.support.audit import audit_engine
 
     mark = request.node.get_closest_marker("engine")
     with tiny.engine(**(mark.kwargs if mark else {})) as made:

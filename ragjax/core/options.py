@@ -258,9 +258,6 @@ class EngineOptions:
     strict_documents: Annotated[
         bool, Flag(RETRIEVAL, "end the start if a document or fact cannot be read, instead of leaving it out")
     ] = False
-    file_quota_gb: Annotated[
-        Positive, Flag(RETRIEVAL, "files that a tenant may keep, and put into its stores, units of 2^30 B")
-    ] = 1.0
     graph_dir: Annotated[
         Place | None, Flag(RETRIEVAL, "where the graph is kept between starts (default: in memory)", "DIR")
     ] = None

@@ -151,7 +151,6 @@ class Knowledge:
         chunker: Chunker,
         encoder: Callable[[], KnowledgeEncoder],
         directory: str | Path | None = None,
-        file_quota_gb: float = 1.0,
         fits: float = -1.0,
         encoder_name: str = ENCODER,
     ):
@@ -162,7 +161,7 @@ class Knowledge:
         self.chunker = chunker
         self.encoder = encoder
         folder = None if directory is None else Path(directory)
-        self.library = Library(bases, folder, quota=int(file_quota_gb * 2**30), chunk_tokens=chunker.max_tokens)
+        self.library = Library(bases, folder, chunk_tokens=chunker.max_tokens)
         self._filler: Filler | None = None
         self._warming: Future[None] | None = None
 
@@ -181,7 +180,6 @@ class Knowledge:
             Chunker(partial(tokenizer.encode, special=False, continued=True), options.chunk_tokens),
             encoder,
             options.index_dir,
-            options.file_quota_gb,
             FITS if options.encoder == ENCODER else -1.0,
             encoder_name(options.encoder),
         )

@@ -44,7 +44,7 @@ from ragjax.retrieval.ingest import Bases, Ingest
 NAME_CHARS = 1024
 """Characters of a file's name: every passage has it."""
 QUOTA = 2**30
-"""Bytes of files that a tenant may keep unless somebody says otherwise."""
+"""Bytes of files that a tenant may keep."""
 LEAST_BYTES = 4096
 """What a file counts as, at least: a quota bounds the number of files too."""
 

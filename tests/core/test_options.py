@@ -42,7 +42,6 @@ NAN, INF = float("nan"), float("inf")
         ({"device_cache_gb": INF}, "device_cache_gb must be less than or equal to 1000000000, not inf"),
         ({"device_cache_gb": "1"}, "device_cache_gb must be a valid number, not"),
         ({"device_cache_gb": 0}, "device_cache_gb must be greater than 0, not 0"),
-        ({"file_quota_gb": "1"}, "file_quota_gb must be a valid number, not"),
         ({"shadow_rate": "1"}, "shadow_rate must be a valid number, not"),
         ({"shadow_rate": NAN}, "shadow_rate must be .*, not nan"),
         ({"recompute_ratio": "0.5"}, "recompute_ratio must be a valid number, not"),

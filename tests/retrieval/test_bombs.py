@@ -8,10 +8,12 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import tracemalloc
 import zlib
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -22,13 +24,14 @@ import pytest
 from ragjax.core import ConfigError
 from ragjax.retrieval import confined, html
 from ragjax.retrieval.chunking import finish
-from ragjax.retrieval.confined import ReadingLimits, ReadingProcess, _Forker, read_confined, told_by
+from ragjax.retrieval.confined import ReadingLimits, ReadingProcess, read_confined, told_by
 from ragjax.retrieval.document import load, parse
 from ragjax.retrieval.html import read_html
 from ragjax.retrieval.markdown import read_markdown
 from ragjax.retrieval.pdf import read_pdf
 from ragjax.retrieval.text import FilePart, Reading
 from tests.support.growth import assert_linear, calls
+from tests.support.serving import wait_for
 
 PATH = Path("page")
 
@@ -86,7 +89,7 @@ def test_the_maker_of_bombs_makes_pdfs(tmp_path: Path) -> None:
         ({"MAX_STREAM": 10**5}, lambda: pdf_of(SHOWN + b" " * 10**6), r"the PDF asks for too much: Limit reached"),
         ({"MAX_CHARS": 100}, lambda: pdf_of(SHOWN, pages=50), r"more text than the limit of 100 characters"),
         ({"MAX_CHARS": 100}, lambda: pdf_of(b"/F Do " * 50, form=SHOWN), r"more text than the limit of 100 char"),
-        ({"MAX_SECONDS": 0}, lambda: pdf_of(SHOWN), r"not read within 0 seconds; split the file"),
+        ({"MAX_SECONDS": 0}, lambda: pdf_of(SHOWN, pages=500), r"not read within 0 seconds; split the file"),
     ],
     ids=["pages", "decompressed", "text", "text of a form", "time"],
 )
@@ -124,22 +127,27 @@ def test_a_form_that_draws_itself_ends(tmp_path: Path) -> None:
     assert "light" in document.text
 
 
-def notes_processes(monkeypatch: pytest.MonkeyPatch) -> list[ReadingProcess]:
-    """The processes that read files from now on."""
-    started = list[ReadingProcess]()
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ReadingProcess]]:
+    """The processes that begin in a test, in which nothing is within a step."""
+    found = list[ReadingProcess]()
 
     class Noted(ReadingProcess):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            started.append(self)
+        def __init__(self) -> None:
+            super().__init__()
+            found.append(self)
 
     monkeypatch.setattr(confined, "ReadingProcess", Noted)
-    return started
-
-
-def test_between_steps_neither_the_process_nor_the_clock_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confined, "_IDLE", deque())
     monkeypatch.setattr(confined, "STEP_SECONDS", 0.0)
-    started = notes_processes(monkeypatch)
+    yield found
+    for process in found:
+        process.close()
+
+
+def test_between_steps_neither_the_process_nor_the_clock_runs(
+    monkeypatch: pytest.MonkeyPatch, started: list[ReadingProcess]
+) -> None:
     now = [0.0]
     monkeypatch.setattr(confined, "time", SimpleNamespace(monotonic=lambda: now[0]))
     steps, state = read_confined(pdf_of(SHOWN, pages=3), PATH, read_pdf), ""
@@ -148,7 +156,6 @@ def test_between_steps_neither_the_process_nor_the_clock_runs(monkeypatch: pytes
     while state != "T":
         state = Path(f"/proc/{started[0].pid}/stat").read_text().rpartition(")")[2].split()[0]
     assert finish(forwarded(steps, now)) == Reading("", tuple(FilePart("light\n\n", page=page) for page in (1, 2, 3)))
-    assert not Path(f"/proc/{started[0].pid}").exists()
 
 
 def forwarded(steps: Generator[None, None, Any], now: list[float]) -> Generator[None, None, Any]:
@@ -163,42 +170,57 @@ def forwarded(steps: Generator[None, None, Any], now: list[float]) -> Generator[
         yield
 
 
-def test_steps_that_are_left_leave_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confined, "STEP_SECONDS", 0.0)
-    started = notes_processes(monkeypatch)
+def test_steps_that_are_left_leave_no_process(started: list[ReadingProcess]) -> None:
     steps = read_confined(pdf_of(SHOWN), PATH, read_pdf)
     next(steps)
     steps.close()
     assert not Path(f"/proc/{started[0].pid}").exists()
 
 
-def test_one_process_imports_the_libraries_and_another_one_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confined, "STEP_SECONDS", 0.0)
-    started = notes_processes(monkeypatch)
-    with contextlib.closing(_Forker()) as forker:
-        monkeypatch.setattr(confined, "_forker", lambda: forker)
-        read_in_steps(pdf_of(SHOWN))
-        assert forker._process is not None
-        first = forker._process
-        steps = read_confined(pdf_of(SHOWN), PATH, read_pdf)
-        next(steps)
-        assert forker._process is first and len({one.pid for one in started}) == 2
-        first.kill()
-        os.kill(started[1].pid, signal.SIGKILL)
-        with pytest.raises(ConfigError, match="page: not a readable file: reading it ends its process; save it anew"):
-            finish(steps)
-        assert read_in_steps(pdf_of(SHOWN)) and forker._process is not first
+def test_one_process_reads_file_after_file_and_another_one_follows_it(
+    monkeypatch: pytest.MonkeyPatch, started: list[ReadingProcess]
+) -> None:
+    read_in_steps(pdf_of(SHOWN))
+    with pytest.raises(ConfigError, match="not a readable PDF"):
+        read_in_steps(b"no pdf")
+    (first,) = started
+    first.signal(signal.SIGKILL)
+    first._process.wait()
+    steps = read_confined(pdf_of(SHOWN), PATH, read_pdf)
+    next(steps)
+    started[1].signal(signal.SIGKILL)
+    with pytest.raises(ConfigError, match="page: not a readable file: reading it ends its process; save it anew"):
+        finish(steps)
+    assert read_in_steps(pdf_of(SHOWN)) and len(started) == 3
+    monkeypatch.setattr(confined, "IDLE_SECONDS", 0.0)
+    assert read_in_steps(pdf_of(SHOWN)) and len(started) == 4
 
 
-def test_the_process_with_the_libraries_ends_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_ends_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(confined, "IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(sys, "stdin", theirs)
     monkeypatch.setattr(logging, "disable", lambda: None)
     monkeypatch.setattr(confined, "resource", SimpleNamespace(setrlimit=lambda *_: None, RLIMIT_CORE=0))
-    confined.fork_as_ordered()
+    confined.read_as_ordered(theirs.detach(), os.memfd_create("file"), os.memfd_create("told"))
     ours.close()
-    theirs.detach()
+
+
+def test_a_process_that_is_stopped_ends_with_the_one_that_began_it() -> None:
+    code = """
+import os, signal
+from pathlib import Path
+from ragjax.retrieval import confined, pdf
+confined.STEP_SECONDS = 0.0
+steps = confined.read_confined(b"%PDF-1.4", Path("a.pdf"), pdf.read_pdf)
+next(steps)
+print(steps.gi_frame.f_locals["process"].pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(confined.__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, check=False)
+    assert done.returncode == -signal.SIGKILL
+    status = Path(f"/proc/{int(done.stdout)}/status")
+    wait_for(lambda: not status.exists() or "State:\tZ" in status.read_text())
 
 
 def forger() -> bytes:

@@ -6,6 +6,7 @@ import io
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -682,6 +683,7 @@ def test_a_long_pdf_gives_way_to_other_tenants(monkeypatch: pytest.MonkeyPatch) 
             return read.count("step") > 6 and super().wait(seconds)  # whatever the machine's speed
 
     monkeypatch.setattr(confined, "ReadingProcess", Slow)
+    monkeypatch.setattr(confined, "_IDLE", idle := deque[confined.ReadingProcess]())
     settle = library._catalog.settle
     monkeypatch.setattr(library._catalog, "settle", lambda one: read.append(one.store) or settle(one))
     book = io.BytesIO()
@@ -702,6 +704,7 @@ def test_a_long_pdf_gives_way_to_other_tenants(monkeypatch: pytest.MonkeyPatch) 
     (passage,) = library.search("acme", stores[0], ["honey"], 1)
     assert all(f"honey {page}" in passage.chunk.text for page in range(9))
     library.close()
+    idle.pop().close()
 
 
 @pytest.mark.parametrize("way", ["remove", "detach", "store"])

@@ -2,12 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from benchmarks import cost, demo, restart, scale
+from benchmarks import cost, demo
+
+REFUSED = {
+    "cluster": {
+        "--rate 1": "--rate is a flag of --part replicas",
+        "--workloads zipf": "--workloads is a flag of --part replicas",
+        "--part replicas --workloads zipf,nonsense": "argument --workloads",
+        "--warm 1": "--warm is a flag of --part replicas",
+        "--part replicas --rate 1 --clients 2": "not allowed with",
+        "--ray-address localhost:1": "--ray-address is a flag of --part replicas",
+        "--part replicas --plot x.png": "--plot is a flag of --part simulation",
+    },
+    "compress": {
+        "--methods zip": "unknown method 'zip'",
+        "--graphs zip": "unknown graph 'zip'",
+        "--budgets 8": "whole number from 33",
+        "--part zip": "invalid choice",
+    },
+    "cost": {"--out cost.json --longest 32": "--longest: must be a whole number from 33"},
+    "decode": {
+        "--lookup 7": "whole number from 1 to 6",
+        "--clients 0": "whole number from 1",
+        "--tokens 1": "whole number from 2",
+    },
+    "demo": {
+        "--strategy full,fastest": "unknown strategy 'fastest'",
+        "--limit 0": "whole number from 1",
+        "--limit -70": "whole number from 1",
+    },
+    "e2e": {"--qui": "--qui", "--platform tpu": "invalid choice: 'tpu'", "--out a --json b": "give one of them"},
+    "figures": {
+        "": "required",
+        "--figure fusionrag_99": "invalid choice",
+        "--figure fusionrag_13": "give --data DIR",
+        "--figure fusionrag_14a --data .": "leave out --data",
+        "--figure fusionrag_13 --list": "not allowed",
+        f"--figure fusionrag_13 --rows {__file__}": "--rows goes with",
+        f"--figure fusionrag_13 --rows {__file__} --plot x.png --quick": "--rows goes with",
+    },
+    "graphrag": {"--data d --limit 0": "--limit: must be a whole number from 1"},
+    "grounding": {"--data d --limit 0": "--limit: must be a whole number from 1"},
+    "kernels": {"--seconds 0": "greater than 0", "--platform tpu": "invalid choice: 'tpu'"},
+    "load": {
+        "--workload questions": "--data DIR is needed",
+        "--data . --systems vllm": "unknown system 'vllm'",
+        "--data . --engine turbo=1": "fields are",
+        "--data . --workload trace": "needs --arrivals",
+        "--data . --requests 1": "whole number from 2",
+    },
+    "overlap": {
+        "--clients 0": "whole number from 1",
+        "--tokens 1": "whole number from 8",
+        "--rounds 0": "whole number from 1",
+    },
+    "parity": {
+        "--no-such-flag": "--no-such-flag",
+        "extra": "extra",
+        "--make x --check": "--check",
+        "--make x --json y": "--check",
+    },
+    "passages": {
+        "--sets demo": "give --adapter, --packet or both",
+        "--adapter a": "give --data for the sets of a folder",
+        "--adapter a --data /nowhere/at/all": "/nowhere/at/all",
+    },
+    "peers": {"--qui": "--qui", "--seconds 0": "greater than 0"},
+    "policies": {
+        "": "--data",
+        "--storage --data .": "not allowed with",
+        "--data no-such-folder": "no such folder: no-such-folder",
+        "--storage --limit 0": "--limit: must be a whole number from 1",
+        "--storage --qui": "--qui",
+    },
+    "quality": {
+        "": "give --data, --triviaqa or both",
+        "--data . --judge http://x/v1": "--judge and --judge-model belong together",
+        "--data . --judge-model m": "--judge and --judge-model belong together",
+        "--data . --judge-key K": "--judge-key to both",
+        "--data . --options 1": "whole number from 2 to 8",
+        "--data . --ratios 2": "numbers from 0 to 1",
+        "--data . --limit 0": "whole number from 1",
+        "--data . --neighbours x": "numbers from 0 to 100",
+        "--data . --sweeps 1": "--sweeps",
+        "--data . --strategies blent": "unknown strategy 'blent'",
+        "--data . --rivals lingua": "unknown rival 'lingua'",
+    },
+    "repair": {"--runs 0": "whole number from 1", "--strategies nothing": "unknown strategy 'nothing'"},
+    "restart": {"--limit 0": "--limit: must be a whole number from 1"},
+    "scale": {"--nodes 9": "--nodes: must be a whole number from 10"},
+    "speculate": {
+        "--data . --stage-ms 5,x": "give milliseconds above 0",
+        "--data . --stages 1": "from 2",
+        "--data . --indexes flat,other": "unknown index 'other'",
+    },
+    "ttft": {"--qui": "--qui"},
+}
+"""Flags of each command, and words of the error."""
+
+PACKAGES = ("cluster", "kernels", "load", "policies", "quality")
+
+
+@pytest.mark.parametrize(("name", "flags"), [(name, flags) for name, cases in REFUSED.items() for flags in cases])
+def test_flags_that_cannot_work_are_errors_before_anything_is_measured(
+    name: str, flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = import_module(f"benchmarks.{name}" + ".__main__" * (name in PACKAGES))
+    with pytest.raises(SystemExit) as stop:
+        command.main(flags.split())
+    assert stop.value.code == 2 and REFUSED[name][flags] in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,26 +123,3 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.Ca
     assert demo.main(["--model", "nope"]) == 1
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and all("unknown model 'nope'" in line for line in errors)
-
-
-@pytest.mark.parametrize("limit", ["0", "-70"])
-def test_the_demo_refuses_no_questions(limit: str) -> None:
-    with pytest.raises(SystemExit):
-        demo.main(["--limit", limit])
-
-
-@pytest.mark.parametrize(
-    ("command", "flags", "message"),
-    [
-        (cost.main, ["--out", "cost.json", "--longest", "32"], "--longest: must be a whole number from 33"),
-        (demo.main, ["--strategy", "full,fastest"], "unknown strategy 'fastest'"),
-        (restart.main, ["--limit", "0"], "--limit: must be a whole number from 1"),
-        (scale.main, ["--nodes", "9"], "--nodes: must be a whole number from 10"),
-    ],
-)
-def test_flags_that_cannot_work_are_errors_before_anything_is_measured(
-    command: Callable[[list[str]], int], flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        command(flags)
-    assert message in capsys.readouterr().err

@@ -36,9 +36,3 @@ def test_several_clients_ask_at_once() -> None:
     engines: Any = [FakeEngine(1.0, 1.0)] * 2
     row = decode.row(engines, "demo", [decode.Case(str(n)) for n in range(5)], 4, 3)
     assert row["n"] == 5 and row["tokens"] == 15
-
-
-@pytest.mark.parametrize("flags", [["--lookup", "7"], ["--clients", "0"], ["--tokens", "1"]])
-def test_flags_that_cannot_work_are_refused(flags: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        decode.main(flags)

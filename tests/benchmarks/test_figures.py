@@ -44,26 +44,6 @@ def test_the_list_names_all_figures_and_other_commands(capsys: pytest.CaptureFix
         assert figure.paper == f"{ {'fusionrag': 'FusionRAG', 'cachecraft': 'Cache-Craft'}[paper] }, Figure {number}"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        ([], "required"),
-        (["--figure", "fusionrag_99"], "invalid choice"),
-        (["--figure", "fusionrag_13"], "give --data DIR"),
-        (["--figure", "fusionrag_14a", "--data", "."], "leave out --data"),
-        (["--figure", "fusionrag_13", "--list"], "not allowed"),
-        (["--figure", "fusionrag_13", "--rows", __file__], "--rows goes with"),
-        (["--figure", "fusionrag_13", "--rows", __file__, "--plot", "x.png", "--quick"], "--rows goes with"),
-    ],
-)
-def test_flags_that_cannot_work_are_refused(
-    arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        figures.main(arguments)
-    assert word in capsys.readouterr().err
-
-
 def test_a_file_that_is_no_report_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.json"
     other.write_text('{"rows": [{"set": "x"}]}')

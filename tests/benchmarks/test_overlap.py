@@ -17,9 +17,3 @@ def test_a_row_counts_steps_in_which_all_clients_decode(mode: str) -> None:
     assert set(row) == set(overlap.COLUMNS)
     assert 0 < row["steps"] <= 2 * 79
     assert 0 < row["hidden_ms"] < row["step_ms"] and row["waited_ms"] > 0 and row["exposed_ms"] > 0
-
-
-@pytest.mark.parametrize("flags", [["--clients", "0"], ["--tokens", "1"], ["--rounds", "0"]])
-def test_flags_that_cannot_work_are_refused(flags: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        overlap.main(flags)

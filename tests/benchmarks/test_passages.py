@@ -64,20 +64,6 @@ def test_a_chunk_as_a_passage_is_cut_into_the_same_chunk() -> None:
             np.testing.assert_array_equal(again.tokens, chunk.tokens)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--sets", "demo"], "give --adapter, --packet or both"),
-        (["--adapter", "a"], "give --data for the sets of a folder"),
-        (["--adapter", "a", "--data", "/nowhere/at/all"], "/nowhere/at/all"),
-    ],
-)
-def test_flags_that_cannot_work(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        passages.BENCHMARK.parse(flags)
-    assert message in capsys.readouterr().err
-
-
 def test_a_set_that_is_not_there_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert passages.main(["--adapter", "a", "--data", str(tmp_path), "--sets", "other"]) == 1
     assert "no set 'other'" in capsys.readouterr().err

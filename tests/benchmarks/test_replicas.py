@@ -146,24 +146,6 @@ def test_a_case_is_measured_from_its_loads_to_the_new_replicas_curve(pair: Pair,
     assert [strategy for strategy, _ in asked] == [None] * 20 + ["prefix"] * 8 + [None] * 12
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--rate", "1"], "--rate is a flag of --part replicas"),
-        (["--workloads", "zipf"], "--workloads is a flag of --part replicas"),
-        (["--part", "replicas", "--workloads", "zipf,nonsense"], "argument --workloads"),
-        (["--warm", "1"], "--warm is a flag of --part replicas"),
-        (["--part", "replicas", "--rate", "1", "--clients", "2"], "not allowed with"),
-        (["--ray-address", "localhost:1"], "--ray-address is a flag of --part replicas"),
-        (["--part", "replicas", "--plot", "x.png"], "--plot is a flag of --part simulation"),
-    ],
-)
-def test_flags_without_effect_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(flags)
-    assert message in capsys.readouterr().err
-
-
 def test_without_ray_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["--part", "replicas"]) == 1

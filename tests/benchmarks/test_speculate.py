@@ -78,17 +78,3 @@ def test_less_of_a_search_is_exposed_where_an_early_stage_has_the_final_chunks(d
     where = {"set": "nq_open", "index": "flat", "search_ms": 80.0}
     draw([{**where, **made}], tmp_path, speculate.FIGURES)
     assert (tmp_path / "speculation.png").stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--stage-ms", "5,x"], "give milliseconds above 0"),
-        (["--stages", "1"], "from 2"),
-        (["--indexes", "flat,other"], "unknown index 'other'"),
-    ],
-)
-def test_flags_that_cannot_work(flags: list[str], message: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        speculate.main(["--data", str(data), *flags])
-    assert message in capsys.readouterr().err

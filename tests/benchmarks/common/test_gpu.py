@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import e2e, peers
 from benchmarks.common import gpu, machine
-from benchmarks.kernels import __main__ as kernels
 from tests.support.checks import record_of
 
 
@@ -48,14 +46,6 @@ def test_the_file_is_named_by_day_device_and_part(tmp_path: Path) -> None:
     chosen = gpu.parse("peers", "x", ["--platform", "cpu", "--out", str(tmp_path)])
     file = gpu.result_file("peers", chosen)
     assert file is not None and file.parent == tmp_path and file.name.endswith("-cpu-peers.json")
-
-
-@pytest.mark.parametrize("module", [kernels, peers, e2e])
-@pytest.mark.parametrize("flags", [["--qui"], ["--seconds", "0"], ["--platform", "tpu"], ["--out", "a", "--json", "b"]])
-def test_wrong_flags_are_errors(module: Any, flags: list[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        module.main(flags)
-    assert stop.value.code == 2
 
 
 def test_version_comes_from_the_project_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

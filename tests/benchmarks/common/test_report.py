@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import parity, ttft
 from benchmarks.common import report, samples
 from benchmarks.common.envs import RivalError
 from benchmarks.common.machine import median
@@ -18,23 +17,6 @@ from benchmarks.common.samples import Samples
 from ragjax.core import ConfigError, RequestError
 
 HEAD = report.Header("ttft", "python -m benchmarks.ttft", {"cpu": "a"}, {"python": "3"})
-
-
-@pytest.mark.parametrize("module", [parity, ttft])
-@pytest.mark.parametrize("flag", ["--qui", "--no-such-flag", "extra"])
-def test_unknown_flags_are_errors(module: Any, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        module.main([flag])
-    assert stop.value.code == 2
-    assert flag in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flags", [["--make", "x", "--check"], ["--make", "x", "--json", "y"]])
-def test_flags_that_contradict_are_errors(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parity.main(flags)
-    assert stop.value.code == 2
-    assert "--check" in capsys.readouterr().err
 
 
 def finished(

@@ -120,12 +120,6 @@ def test_pages_of_a_request_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
     assert snapkv["bytes"] == snapkv["pages"] * tiny.PAGE * tiny.CONFIG.kv_bytes_per_token(4)
 
 
-@pytest.mark.parametrize("flags", [["--methods", "zip"], ["--graphs", "zip"], ["--budgets", "8"], ["--part", "zip"]])
-def test_flags_that_cannot_work_are_refused(flags: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        compress.BENCHMARK.parse(flags)
-
-
 @pytest.mark.slow
 def test_chunks_encoded_at_rest_are_measured_beside_exact_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def options(*flags: str) -> argparse.Namespace:

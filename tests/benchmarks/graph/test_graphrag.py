@@ -83,12 +83,6 @@ def test_sets_of_text_are_asked_over_an_extracted_graph(tmp_path: Path, monkeypa
     assert graphrag.main(["--data", str(tmp_path), "--sets", "films"]) == 1  # a set of text has no graph of its own
 
 
-def test_no_questions_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        graphrag.BENCHMARK.parse(["--data", "d", "--limit", "0"])
-    assert "--limit: must be a whole number from 1" in capsys.readouterr().err
-
-
 def test_samples_belong_to_the_weights_behind_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path / "cache"))
     model, tuned = tmp_path / "m.gguf", tmp_path / "t.gguf"

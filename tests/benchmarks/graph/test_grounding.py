@@ -67,11 +67,6 @@ def test_every_method_answers_what_both_sets_ask(
     assert "no question in common" in capsys.readouterr().err
 
 
-def test_no_questions_cannot_be_asked_for() -> None:
-    with pytest.raises(SystemExit):
-        grounding.main(["--data", "d", "--limit", "0"])
-
-
 def test_every_figure_is_drawn_of_its_rows_alone(tmp_path: Path) -> None:
     part: dict[str, Any] = {"set": "films", "n": 1}
     rows = [

@@ -99,24 +99,6 @@ def test_flags_that_are_given_go_before_a_figures(tmp_path: Path) -> None:
     assert chosen.sets == ["nq_open"] and chosen.rate == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--workload", "questions"], "--data DIR is needed"),
-        (["--data", ".", "--systems", "vllm"], "unknown system 'vllm'"),
-        (["--data", ".", "--engine", "turbo=1"], "fields are"),
-        (["--data", ".", "--workload", "trace"], "needs --arrivals"),
-        (["--data", ".", "--requests", "1"], "whole number from 2"),
-    ],
-)
-def test_flags_that_cannot_work_are_errors_before_anything_is_measured(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        command.main(flags)
-    assert message in capsys.readouterr().err
-
-
 def test_pictures_are_drawn_of_rows_by_rate_and_by_clients(tmp_path: Path) -> None:
     from benchmarks.common.plot import draw
 

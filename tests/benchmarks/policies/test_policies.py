@@ -124,23 +124,6 @@ def test_storage_and_characterise_report(data: Path, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ([], "--data"),
-        (["--storage", "--data", "."], "not allowed with"),
-        (["--data", "no-such-folder"], "no such folder: no-such-folder"),
-        (["--storage", "--limit", "0"], "--limit: must be a whole number from 1"),
-        (["--storage", "--qui"], "--qui"),
-    ],
-)
-def test_flags_that_make_no_sense_are_errors(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        policies.main(flags)
-    assert stop.value.code == 2
-    assert said in capsys.readouterr().err
-
-
 def test_a_folder_without_data_is_an_error(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert policies.main(["--data", str(tmp_path / "empty")]) == 1

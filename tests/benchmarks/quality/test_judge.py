@@ -153,11 +153,3 @@ def test_an_endpoint_that_is_gone_is_one_error() -> None:
     judge.verdicts = replace(judge.verdicts, sleep=lambda seconds: None)
     with pytest.raises(RagjaxError, match=r"cannot be reached .*correct --judge"):
         judge.check()
-
-
-@pytest.mark.parametrize(
-    "flags", [["--judge", "http://x/v1"], ["--judge-model", "m"], ["--judge-key", "K"], ["--options", "1"]]
-)
-def test_flags_that_do_not_go_together_are_refused(data: Path, flags: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        quality.BENCHMARK.parse(["--data", str(data), *flags])

@@ -51,18 +51,6 @@ def test_the_command_measures_and_reports(data: Path, monkeypatch: pytest.Monkey
     assert not list((tmp_path / "store").glob("quality-*"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [(["--strategies", "blent"], "unknown strategy 'blent'"), (["--rivals", "lingua"], "unknown rival 'lingua'")],
-)
-def test_the_command_refuses_unknown_names(
-    data: Path, arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        quality.main(["--data", str(data), *arguments])
-    assert word in capsys.readouterr().err
-
-
 def test_a_set_that_is_not_there_is_one_line(
     data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,11 +58,3 @@ def test_a_set_that_is_not_there_is_one_line(
     monkeypatch.setattr(quality, "weights_of", str)
     assert quality.main(["--data", str(data), "--sets", "cars"]) == 1
     assert "no set 'cars'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--ratios", "2"], ["--limit", "-1"], ["--limit", "0"], ["--neighbours", "x"], ["--sweeps", "1"], []]
-)
-def test_the_command_refuses_bad_flags(data: Path, arguments: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        quality.BENCHMARK.parse([*(["--data", str(data)] if arguments else []), *arguments])

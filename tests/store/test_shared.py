@@ -20,7 +20,8 @@ from ragjax.store.entry import Damaged, encode
 from ragjax.store.exchange import Link
 from ragjax.store.redis import MOST, Parcel, RedisServer, RemoteError
 from ragjax.store.shared import SharedTier, open_shared
-from tests.support.remotes import GIGA, FakeRemote, answering, eventually, real_server, tier
+from tests.support.pace import until
+from tests.support.remotes import GIGA, FakeRemote, answering, real_server, tier
 
 fakeredis = pytest.importorskip("fakeredis", reason="run make setup: the lock has fakeredis")
 
@@ -44,7 +45,7 @@ def known(shared: SharedTier, look: Callable[[], object]) -> object:
     shared.asked()
     look()
     asked = shared.asked()
-    eventually(lambda: not shared.waits(asked))
+    until(lambda: not shared.waits(asked))
     return look()
 
 
@@ -78,7 +79,7 @@ def test_the_index_answers_at_once_and_knows_more_later() -> None:
     questions = reader.asked()
     assert len(questions) == 2 and reader.waits(questions)
     remote.held.set()
-    eventually(lambda: not reader.waits(questions))
+    until(lambda: not reader.waits(questions))
     assert reader.find(ones[0].key) == ones[0]
     assert {one.key for one in reader.children(place, ones[0].tokens)} == {ones[0].key, ones[1].key}
     assert known(reader, lambda: reader.children(place, ones[3].tokens)) == [ones[3]]
@@ -162,7 +163,7 @@ def test_a_server_that_failed_is_probed_once_in_each_pause(caplog: pytest.LogCap
         raise OSError("gone")
     link.fail(OSError("still gone"))
     assert not link.on and link.error == "still gone" and not link.takes_probe()
-    eventually(link.takes_probe)
+    until(link.takes_probe)
     assert not link.takes_probe() and link.counts()[0]["changes"] == 1
     link.recover()
     link.recover()
@@ -197,7 +198,7 @@ def test_a_dead_server_is_not_asked_until_it_is_back() -> None:
         read(shared, b"k" * 32)
     assert set(remote.calls) == {"ping"}
     remote.down = False
-    eventually(lambda: shared.standing().on)
+    until(lambda: shared.standing().on)
     shared.write(record("a"), ARRAYS)
     assert shared.flush(60) and remote.parcels
     assert shared.standing().counts["changes"] == 2 and shared.standing().dropped["off"] == 1

@@ -5,6 +5,7 @@ It loops over layers, heads and rows; it shares neither the fused layout nor the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -118,10 +119,18 @@ def activated(x: Float, name: str) -> Float:
     return x / (1 + np.exp(-x))
 
 
-def forward(config: ModelConfig, tensors: dict[str, np.ndarray], tokens: np.ndarray) -> Float:
-    """Causal logits of one prompt, float64 [T, V]."""
+def forward(
+    config: ModelConfig,
+    tensors: Mapping[str, np.ndarray],
+    tokens: np.ndarray,
+    position: np.ndarray | None = None,
+    seen: np.ndarray | None = None,
+) -> Float:
+    """Logits of one prompt, float64 [T, V]; position: int [T] (None: in order), seen: bool [T, T] (None: causal)."""
     weights = {name: value.astype(np.float64) for name, value in tensors.items()}
-    d, position = config.head_dim, np.arange(len(tokens))
+    d, n_tokens = config.head_dim, len(tokens)
+    position = np.arange(n_tokens) if position is None else position
+    seen = np.tri(n_tokens, dtype=bool) if seen is None else seen
     x_TE = config.embedding_scale * weights["model.embed_tokens.weight"][tokens]
     scale = (config.query_scalar or d) ** -0.5
     for i in range(config.num_layers):
@@ -132,18 +141,19 @@ def forward(config: ModelConfig, tensors: dict[str, np.ndarray], tokens: np.ndar
         q, k, v = (h_TE @ layer[f"self_attn.{n}_proj.weight"].T for n in "qkv")
         if config.qkv_bias:
             q, k, v = (x + layer[f"self_attn.{n}_proj.bias"] for n, x in zip("qkv", (q, k, v), strict=True))
-        q_THD, k_TKD, v_TKD = (x.reshape(len(tokens), -1, d) for x in (q, k, v))
+        q_THD, k_TKD, v_TKD = (x.reshape(n_tokens, -1, d) for x in (q, k, v))
         if config.qk_norm:
             q_THD = norm(q_THD, layer["self_attn.q_norm.weight"], config.norm_eps)
             k_TKD = norm(k_TKD, layer["self_attn.k_norm.weight"], config.norm_eps)
         q_THD, k_TKD = turn(config, q_THD, position), turn(config, k_TKD, position)
         out_THD = np.zeros_like(q_THD)
-        for t in range(len(tokens)):
+        for t in range(n_tokens):
             for h in range(config.num_heads):
                 kv_head = h // (config.num_heads // config.num_kv_heads)
-                prob = np.exp(capped(k_TKD[: t + 1, kv_head] @ q_THD[t, h] * scale, config.attention_cap))
-                out_THD[t, h] = prob @ v_TKD[: t + 1, kv_head] / prob.sum()
-        out_TE = out_THD.reshape(len(tokens), -1) @ layer["self_attn.o_proj.weight"].T
+                logits = capped(k_TKD[seen[t], kv_head] @ q_THD[t, h] * scale, config.attention_cap)
+                prob = np.exp(logits - logits.max())
+                out_THD[t, h] = prob @ v_TKD[seen[t], kv_head] / prob.sum()
+        out_TE = out_THD.reshape(n_tokens, -1) @ layer["self_attn.o_proj.weight"].T
         if config.post_norms:
             x_TE = x_TE + norm(out_TE, layer["post_attention_layernorm.weight"], config.norm_eps)
             h_TE = norm(x_TE, layer["pre_feedforward_layernorm.weight"], config.norm_eps)

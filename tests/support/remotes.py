@@ -8,7 +8,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -19,6 +19,7 @@ from ragjax.store.disk import DiskStore
 from ragjax.store.exchange import Link
 from ragjax.store.redis import MOST, Parcel, RedisServer, RefusedError, RemoteError, ServerRoom
 from ragjax.store.shared import SharedTier
+from tests.support.pace import until
 
 GIGA = 2**30
 
@@ -181,14 +182,6 @@ def answering(reply: bytes) -> Iterator[int]:
     thread.join(10)
 
 
-def eventually(true: Callable[[], object]) -> None:
-    """Wait until something is true."""
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @contextmanager
 def real_server(*arguments: str, port: int = 0) -> Iterator[int]:
     """A Redis server of its own; its port."""
@@ -199,7 +192,7 @@ def real_server(*arguments: str, port: int = 0) -> Iterator[int]:
     options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *arguments)
     with subprocess.Popen((program, *options), stdout=subprocess.DEVNULL) as process:
         try:
-            eventually(lambda: _answers(port))
+            until(lambda: _answers(port))
             yield port
         finally:
             process.kill()

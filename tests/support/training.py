@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from jax.sharding import Mesh
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.models.hub import LocalModel
-from tests.support.oracle import Float, rotate
-from tests.support.plain import frequencies, norm, tensors_of
+from tests.support.plain import tensors_of
 from tests.support.tiny import CONFIG, TEMPLATE, byte_tokenizer, decoder
 from train.batch import Rows
 from train.export import export, hf_config
@@ -51,32 +49,6 @@ def adapters(seed: int = 0) -> Tree:
     made = LORA.init(weights_of(SMALL)["layers"], 0)
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.05, jnp.float32), made)
-
-
-def next_logits(
-    config: ModelConfig, tensors: Mapping[str, np.ndarray], token: np.ndarray, position: np.ndarray, seen: np.ndarray
-) -> Float:
-    """Logits behind every token, float64 [n, V], from a dense forward; seen: bool [n, n]."""
-    w = {name: value.astype(np.float64) for name, value in tensors.items()}
-    n, d, inv_freq_R = len(token), config.head_dim, frequencies(config)
-    x_TE = w["model.embed_tokens.weight"][token]
-    for i in range(config.num_layers):
-        layer = {k.removeprefix(f"model.layers.{i}."): v for k, v in w.items() if k.startswith(f"model.layers.{i}.")}
-        h_TE = norm(x_TE, layer["input_layernorm.weight"], config.norm_eps)
-        q, k, v = ((h_TE @ layer[f"self_attn.{p}_proj.weight"].T).reshape(n, -1, d) for p in "qkv")
-        if config.qk_norm:
-            q, k = (norm(x, layer[f"self_attn.{p}_norm.weight"], config.norm_eps) for p, x in (("q", q), ("k", k)))
-        q, k = (rotate(x, position, inv_freq_R) for x in (q, k))
-        k, v = (np.repeat(x, config.num_groups, axis=1) for x in (k, v))
-        logits = np.where(seen, np.einsum("thd,shd->hts", q, k) / np.sqrt(d), -np.inf)
-        prob = np.exp(logits - logits.max(-1, keepdims=True))
-        out = np.einsum("hts,shd->thd", prob / prob.sum(-1, keepdims=True), v).reshape(n, -1)
-        x_TE = x_TE + out @ layer["self_attn.o_proj.weight"].T
-        h_TE = norm(x_TE, layer["post_attention_layernorm.weight"], config.norm_eps)
-        gate, up = (h_TE @ layer[f"mlp.{p}_proj.weight"].T for p in ("gate", "up"))
-        x_TE = x_TE + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
-    head = w["model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"]
-    return norm(x_TE, w["model.norm.weight"], config.norm_eps) @ head.T
 
 
 def make_model(folder: Path) -> Path:

@@ -14,10 +14,10 @@ from ragjax.engine import Engine
 from ragjax.models.decoder import rotation_table
 from ragjax.models.trained import PacketFile
 from tests.support import tiny
-from tests.support.plain import tensors_of
+from tests.support.plain import forward, tensors_of
 from tests.support.reading import HEAD, READING, copied, log_softmax, seen_of, written
 from tests.support.tiny import byte_tokenizer
-from tests.support.training import ROWS, SMALL, lines, make_model, next_logits, one_device, weights_of
+from tests.support.training import ROWS, SMALL, lines, make_model, one_device, weights_of
 from train.depft import main as depft_main
 from train.example import Coder
 from train.model import Model, gradient_program, loss_program
@@ -83,12 +83,12 @@ def test_the_loss_is_the_divergence_of_packets_from_the_text() -> None:
     trained, weights = {"soft": jnp.asarray(soft_SE)}, weights_of(SMALL)
     kl_N, same_N = (np.asarray(x) for x in loss_program(MODEL)(trained, weights, ROTATION, microbatch.batch))
     token, position, full, learned = written(READING, apart=False)
-    teacher = log_softmax(next_logits(SMALL, tensors_of(SMALL), token, position, full)[[row for row, _ in learned]])
+    teacher = log_softmax(forward(SMALL, tensors_of(SMALL), token, position, full)[[row for row, _ in learned]])
     tensors = dict(tensors_of(SMALL))
     tensors["model.embed_tokens.weight"] = np.concatenate([tensors["model.embed_tokens.weight"], soft_SE])
     seen = seen_of(example.hide_from, example.hide_until)
     rows = np.flatnonzero(example.target >= 0)
-    logits = next_logits(SMALL, tensors, example.token, example.position, seen)[rows]
+    logits = forward(SMALL, tensors, example.token, example.position, seen)[rows]
     student = log_softmax(logits[:, : SMALL.vocab_size])
     live = microbatch.example_N >= 0
     np.testing.assert_allclose(kl_N[live], (np.exp(teacher) * (teacher - student)).sum(1), rtol=1e-3, atol=1e-5)

@@ -19,10 +19,10 @@ from ragjax.models.decoder import rotation_table
 from ragjax.models.trained import Adapter
 from ragjax.prompting.chat import chat_prompt
 from tests.support import tiny
-from tests.support.plain import tensors_of
+from tests.support.plain import forward, tensors_of
 from tests.support.reading import READING, copied, log_softmax, seen_of, written
 from tests.support.tiny import byte_tokenizer
-from tests.support.training import LORA, ROWS, SAMPLES, SMALL, adapters, next_logits, one_device, weights_of
+from tests.support.training import LORA, ROWS, SAMPLES, SMALL, adapters, one_device, weights_of
 from train.answer import answered
 from train.batch import Rows
 from train.corpus import check_taught
@@ -91,9 +91,9 @@ def test_the_loss_is_the_divergence_from_full_attention(plain: bool) -> None:
     tensors = tensors_of(SMALL)
     for i, sample in enumerate(samples):
         token, position, seen, learned = written(sample, apart=not plain)
-        student = log_softmax(next_logits(SMALL, merged(pairs), token, position, seen)[[row for row, _ in learned]])
+        student = log_softmax(forward(SMALL, merged(pairs), token, position, seen)[[row for row, _ in learned]])
         token, position, seen, learned = written(sample, apart=False)
-        teacher = log_softmax(next_logits(SMALL, tensors, token, position, seen)[[row for row, _ in learned]])
+        teacher = log_softmax(forward(SMALL, tensors, token, position, seen)[[row for row, _ in learned]])
         expected = (np.exp(teacher) * (teacher - student)).sum(1)
         np.testing.assert_allclose(kl_N[microbatch.example_N == i], expected, rtol=1e-3, atol=1e-5)
         assert (same_N[microbatch.example_N == i] == (teacher.argmax(1) == student.argmax(1))).all()

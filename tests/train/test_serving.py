@@ -14,9 +14,8 @@ from ragjax.models.trained import PacketFile
 from ragjax.prompting.chat import chat_prompt
 from ragjax.reuse.naive import Packet
 from tests.support import tiny
-from tests.support.plain import tensors_of
+from tests.support.plain import forward, tensors_of
 from tests.support.reading import READING, seen_of
-from tests.support.training import next_logits
 from train.example import Coder, Example, hits_of
 from train.sample import Sample
 
@@ -60,5 +59,5 @@ def student(example: Example) -> np.ndarray:
     embedding = np.concatenate([tensors["model.embed_tokens.weight"], SOFT_SE])
     tensors["model.embed_tokens.weight"] = embedding
     seen = seen_of(example.hide_from, example.hide_until)
-    logits = next_logits(tiny.CONFIG, tensors, example.token, example.position, seen)
+    logits = forward(tiny.CONFIG, tensors, example.token, example.position, seen)
     return logits[example.target >= 0][:, : tiny.CONFIG.vocab_size]

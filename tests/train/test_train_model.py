@@ -25,9 +25,9 @@ from ragjax.models.trained import LORA_FORMAT, Adapter
 from ragjax.prompting.chat import GRAPH_INSTRUCTION
 from tests.support.matrix import with_smoke
 from tests.support.oracle import Float
-from tests.support.plain import tensors_of
+from tests.support.plain import forward, tensors_of
 from tests.support.tiny import CONFIG, byte_tokenizer
-from tests.support.training import LORA, QWEN, ROWS, SAMPLES, SMALL, adapters, next_logits, one_device, weights_of
+from tests.support.training import LORA, QWEN, ROWS, SAMPLES, SMALL, adapters, one_device, weights_of
 from train.example import Coder
 from train.export import merge
 from train.lora import Lora
@@ -93,7 +93,7 @@ def preorder(nodes: Sequence[str], root: str = "") -> list[str]:
 
 def losses(config: ModelConfig, tensors: dict[str, np.ndarray], view: Dense) -> Float:
     """Negative log-probability of each learned token, float64."""
-    rows = next_logits(config, tensors, view.token, view.position, view.seen)[[row for row, _ in view.learned]]
+    rows = forward(config, tensors, view.token, view.position, view.seen)[[row for row, _ in view.learned]]
     return np.log(np.exp(rows).sum(1)) - rows[np.arange(len(rows)), [x for _, x in view.learned]]
 
 

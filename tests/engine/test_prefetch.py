@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +15,9 @@ from ragjax.core.step import StepLimits
 from ragjax.core.tiers import Tier
 from ragjax.engine import Engine
 from ragjax.schedule.admission import PREFETCH, Allocations, Prefetch, Preview
-from ragjax.store.disk import DiskStore
 from tests.support import tiny
 from tests.support.audit import audit_engine
+from tests.support.disks import Faults, open_store, paced
 from tests.support.matrix import few
 from tests.support.pace import lasting, until
 from tests.support.states import table
@@ -133,33 +132,10 @@ def test_what_a_nearer_request_needs_stays_while_a_farther_ones_is_brought() -> 
 # ------------------------------------------------------------------------------------------ the engine
 
 
-class Gated:
-    """Stands before a disk: reads wait for the gate, or fail."""
-
-    def __init__(self, store: DiskStore):
-        self.store = store
-        self.failing = False
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.store, name)
-
-    def read_shares(self, *args: Any) -> Iterator[object]:
-        self.gate.wait(30)
-        if self.failing:
-            raise OSError("the disk is on fire")
-        yield from self.store.read_shares(*args)
-
-
-def disk(folder: Path) -> DiskStore:
-    return DiskStore.open(folder, b"tiny", about={}, max_bytes=GIGA)
-
-
 @pytest.fixture
 def filled(tmp_path: Path) -> Iterator[Path]:
     """A folder that holds the KV of prompts 0 to 3."""
-    with tiny.engine(disk=disk(tmp_path)) as engine:
+    with tiny.engine(disk=open_store(tmp_path)) as engine:
         for seed in range(4):
             engine.answer_prompt(tiny.prompt(seed), max_tokens=1)
     yield tmp_path
@@ -181,9 +157,9 @@ def arrived(engine: Engine) -> bool:
 
 @pytest.mark.parametrize("strategy", ["prefix", "naive"])
 def test_who_waited_finds_its_kv_on_the_device(strategy: str, tmp_path: Path) -> None:
-    with tiny.engine(disk=disk(tmp_path)) as engine:
+    with tiny.engine(disk=open_store(tmp_path)) as engine:
         expected = engine.answer_prompt(tiny.prompt(0), strategy=strategy, max_tokens=3)
-    with tiny.engine(disk=disk(tmp_path), max_running=1) as engine:
+    with tiny.engine(disk=open_store(tmp_path), max_running=1) as engine:
         running = busy(engine)
         waiting = engine.begin_prompt(tiny.prompt(0), strategy=strategy, max_tokens=3)
         until(lambda: arrived(engine))
@@ -197,7 +173,7 @@ def test_who_waited_finds_its_kv_on_the_device(strategy: str, tmp_path: Path) ->
 
 def test_no_more_is_loaded_than_a_share_of_the_pool(filled: Path) -> None:
     """Four prompts of eleven pages wait; a quarter of the pool is 20, and holds parts of two."""
-    with tiny.engine(pages=81, disk=disk(filled), max_running=1) as engine:
+    with tiny.engine(pages=81, disk=open_store(filled), max_running=1) as engine:
         running = busy(engine)
         for seed in range(4):
             engine.begin_prompt(tiny.prompt(seed), max_tokens=1)
@@ -207,11 +183,11 @@ def test_no_more_is_loaded_than_a_share_of_the_pool(filled: Path) -> None:
 
 
 def test_a_load_that_fails_while_its_request_waits_costs_it_nothing_but_the_kv(filled: Path) -> None:
-    store = Gated(disk(filled))
+    faults = Faults()
     with tiny.engine() as engine:
         expected = engine.answer_prompt(tiny.prompt(1), strategy="full", max_tokens=3)
-    store.failing = True
-    with tiny.engine(disk=store, max_running=1) as engine:  # type: ignore[arg-type]
+    faults.failing = 10**9
+    with tiny.engine(disk=paced(open_store(filled), faults), max_running=1) as engine:
         running = busy(engine)
         waiting = engine.begin_prompt(tiny.prompt(1), max_tokens=3)
         until(lambda: engine.stats()["transfer_failures_total"].get("load"))  # type: ignore[union-attr]
@@ -229,11 +205,10 @@ def test_random_arrivals_cancels_and_faults(filled: Path, seed: int) -> None:
     prompts = [tiny.prompt(i) for i in range(6)]
     with tiny.engine() as engine:
         expected = [engine.answer_prompt(prompt, strategy="full", max_tokens=2).tokens for prompt in prompts]
-    store = Gated(disk(filled))
-    with tiny.engine(
-        pages=60, host_bytes=300_000, disk=store, max_running=2, order=str(random.choice(["fcfs", "ratio"])),  # type: ignore[arg-type]
-        load_timeout=0.2, max_queue=100,
-    ) as engine:  # fmt: skip
+    faults = Faults()
+    order: Any = random.choice(["fcfs", "ratio"])
+    limits: Any = {"pages": 60, "host_bytes": 300_000, "max_running": 2, "load_timeout": 0.2, "max_queue": 100}
+    with tiny.engine(disk=paced(open_store(filled), faults), order=str(order), **limits) as engine:
         futures: list[tuple[int, Any]] = []
         for _ in range(40):
             number = int(random.integers(6))
@@ -243,12 +218,12 @@ def test_random_arrivals_cancels_and_faults(filled: Path, seed: int) -> None:
             elif act < 0.75 and futures:
                 futures[int(random.integers(len(futures)))][1].cancel()
             elif act < 0.85:
-                store.failing = not store.failing
+                faults.failing = 0 if faults.failing else 10**9
             else:
-                (store.gate.clear if store.gate.is_set() else store.gate.set)()
+                (faults.gate.clear if faults.gate.is_set() else faults.gate.set)()
             time.sleep(float(random.random()) * 0.01)
-        store.failing = False
-        store.gate.set()
+        faults.failing = 0
+        faults.gate.set()
         for number, future in futures:
             if not future.cancelled():
                 answer: Answer = future.result(60)

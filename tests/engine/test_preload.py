@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,14 @@ import pytest
 
 import ragjax.runner.weights
 from ragjax.core import Answer, Step
-from ragjax.core.tiers import Load, Record
+from ragjax.core.tiers import Load
 from ragjax.engine import Engine
 from ragjax.runner.runner import Runner, StepResult
 from ragjax.schedule.scheduler import Preload
-from ragjax.store.disk import DiskStore
 from ragjax.store.transfer import KVTransfer
 from tests.support import tiny
 from tests.support.audit import audit_engine
+from tests.support.disks import open_store, paced
 from tests.support.pace import until
 
 STAGES = tiny.CONFIG.num_layers
@@ -51,26 +51,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> None:
     monkeypatch.setattr(KVTransfer, "load", load)
 
 
-class Paced:
-    """Stands before a disk: before each share of an entry something is done, which may fail."""
-
-    def __init__(self, store: DiskStore, before: Callable[[int], object]):
-        self.store = store
-        self.before = before
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.store, name)
-
-    def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[object]:
-        for number, share in enumerate(self.store.read_shares(key, count, expected)):
-            self.before(number)
-            yield share
-
-
-def disk(folder: Path) -> DiskStore:
-    return DiskStore.open(folder, b"tiny", about={}, max_bytes=1 << 30)
-
-
 def ask(engine: Engine, strategy: str = "prefix") -> Answer:
     return engine.answer_prompt(tiny.prompt(0), strategy=strategy, max_tokens=4, want_logits=True)
 
@@ -78,7 +58,7 @@ def ask(engine: Engine, strategy: str = "prefix") -> Answer:
 def opened(
     runner: Runner, folder: Path, before: Callable[[int], object] = lambda number: None, **options: Any
 ) -> Engine:
-    return tiny.engine(runner, disk=Paced(disk(folder), before), **options)  # type: ignore[arg-type]
+    return tiny.engine(runner, disk=paced(open_store(folder), before), **options)
 
 
 def lead(monkeypatch: pytest.MonkeyPatch, choose: Callable[[], int]) -> None:

@@ -17,9 +17,9 @@ from ragjax.engine.build import free_memory
 from ragjax.engine.preprocessing import preprocess
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.fusion import METHOD
-from ragjax.store.disk import DiskStore
 from tests.support import tiny
 from tests.support.audit import audit_engine
+from tests.support.disks import open_store
 from tests.support.pace import Hold, resting, until
 
 WORDS = ("island", "honey", "copper", "silk", "amber", "wool", "wax", "tin", "oil", "rope")
@@ -241,7 +241,7 @@ def test_one_that_was_killed_goes_on_where_it_was(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(preprocessing, "_GROUP", 4)
 
     def start() -> tuple[Engine, Computed]:
-        disk = DiskStore.open(tmp_path / "kv", b"tiny", about={}, max_bytes=2**30)
+        disk = open_store(tmp_path / "kv")
         made = tiny.engine(disk=disk, pages=ROOMY)
         settings = {"encode_tokens": made.knowledge.chunker.encode, "encoder": tiny.HashedEncoder()}
         opener = lambda name: KnowledgeBase.open(tmp_path / name, **settings, model_key="tiny", max_tokens=64)  # type: ignore[arg-type]  # noqa: E731

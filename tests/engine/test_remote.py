@@ -12,13 +12,13 @@ import pytest
 from ragjax.core import Answer, AtRest
 from ragjax.engine import Engine
 from ragjax.schedule.admission import Admission
-from ragjax.store.disk import DiskStore
 from ragjax.store.exchange import Link
 from ragjax.store.redis import RedisServer
 from ragjax.store.shared import SharedTier
 from tests.support import tiny
 from tests.support.audit import audit_engine
-from tests.support.remotes import GIGA, FakeRemote, Unreliable, free_port, real_server, settle, tier
+from tests.support.disks import open_store
+from tests.support.remotes import FakeRemote, Unreliable, free_port, real_server, settle, tier
 
 
 def ask(engine: Engine, seed: int, strategy: str = "prefix", tenant: str = "") -> Answer:
@@ -81,7 +81,7 @@ def test_tenants_find_their_own_kv_alone() -> None:
 def test_two_at_once_share_while_they_run(tmp_path: Path) -> None:
     """A prompt in part: what its tree has, then what another process added later, then what only the disk has."""
     remote = FakeRemote()
-    disk = DiskStore.open(tmp_path, b"tiny", about={}, max_bytes=GIGA)
+    disk = open_store(tmp_path)
     with (
         tiny.engine(shared=tier(remote)) as first,
         tiny.engine(tiny.make_runner(), shared=tier(remote, disk)) as second,
@@ -94,7 +94,7 @@ def test_two_at_once_share_while_they_run(tmp_path: Path) -> None:
         assert ask(first, 1).cached_tokens == 167
         audit_engine(first)
         audit_engine(second)
-    with tiny.engine(disk=DiskStore.open(tmp_path, b"tiny", about={}, max_bytes=GIGA)) as third:
+    with tiny.engine(disk=open_store(tmp_path)) as third:
         assert tiers(ask(third, 1)) == {"disk"}, "what an engine computes goes to its disk, too"
 
 

@@ -36,6 +36,7 @@ from ragjax.schedule.state import RequestState
 from ragjax.store.disk import DiskStore
 from tests.support import tiny
 from tests.support.audit import audit_engine
+from tests.support.disks import open_store
 
 PAGES = 40
 MOST = 100
@@ -203,7 +204,7 @@ def soak(seconds: float, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatc
         return [device.failed, disk.failed, stats["pauses_total"], books.outcomes["cancelled"], books.exact]
 
     random = np.random.default_rng(seed)
-    store = DiskStore.open(folder, b"tiny", about={}, max_bytes=2_000_000)
+    store = open_store(folder, 2_000_000)
     for name in ("ragjax.engine.execution", "ragjax.engine.loop", "ragjax.schedule.requests"):
         # pytest keeps every record, and with it the frames of its error and all that they hold
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)

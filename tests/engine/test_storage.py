@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,12 @@ from ragjax.store.disk import DiskStore
 from ragjax.store.transfer import KVTransfer
 from tests.support import tiny
 from tests.support.audit import audit_engine
+from tests.support.disks import Faults, open_store, paced
 from tests.support.matrix import few
 from tests.support.pace import until
 
 PAGES = 40  # two prompts of about 160 tokens fit, and no third
 GIGA = 2**30
-
-
-def disk(folder: Path) -> DiskStore:
-    return DiskStore.open(folder, b"tiny", about={}, max_bytes=GIGA)
 
 
 def ask(engine: Engine, seed: int, strategy: str = "prefix", tenant: str = "") -> Answer:
@@ -68,7 +65,7 @@ def assert_exact(answer: Answer, reference: Answer) -> None:
 @pytest.mark.parametrize("policy", few(POLICIES, ["lru", "lacr", "pgdsf", "craft"]))
 def test_eviction_storms_change_no_answer(policy: str, reference: dict[int, Answer], tmp_path: Path) -> None:
     """Every prompt drives the others out; they come back from host memory and disk as they went."""
-    with tiny.engine(pages=PAGES, policy=policy, host_bytes=300 * 1000, disk=disk(tmp_path)) as engine:
+    with tiny.engine(pages=PAGES, policy=policy, host_bytes=300 * 1000, disk=open_store(tmp_path)) as engine:
         seen = set()
         for seed in (0, 1, 2, 3, 0, 1, 4, 5, 6, 0, 2, 7, 1, 0, 3):
             answer = ask(engine, seed)
@@ -101,7 +98,7 @@ def test_a_policy_that_counts_costs_serves_who_repairs_what_is_missing(
 
 
 def test_from_device_host_and_disk(reference: dict[int, Answer], tmp_path: Path) -> None:
-    with tiny.engine(pages=PAGES, host_bytes=GIGA, disk=disk(tmp_path)) as engine:
+    with tiny.engine(pages=PAGES, host_bytes=GIGA, disk=open_store(tmp_path)) as engine:
         assert tiers(ask(engine, 0)) == set()
         warm = ask(engine, 0)
         assert tiers(warm) == {"device"} and warm.cached_tokens == warm.prompt_tokens - 1
@@ -111,7 +108,7 @@ def test_from_device_host_and_disk(reference: dict[int, Answer], tmp_path: Path)
         assert "host" in tiers(cold) and cold.cached_tokens == cold.prompt_tokens - 1
         assert_exact(cold, reference[0])
         assert engine.stats()["tier_hit_tokens_total"]["host"] > 0  # type: ignore[index]
-    with tiny.engine(pages=PAGES, host_bytes=GIGA, disk=disk(tmp_path)) as again:
+    with tiny.engine(pages=PAGES, host_bytes=GIGA, disk=open_store(tmp_path)) as again:
         first = ask(again, 0)
         assert tiers(first) == {"disk"} and first.cached_tokens == first.prompt_tokens - 1
         assert first.timings.load > 0
@@ -121,9 +118,9 @@ def test_from_device_host_and_disk(reference: dict[int, Answer], tmp_path: Path)
 
 @pytest.mark.parametrize("host_bytes", [0, GIGA])
 def test_isolated_chunks_survive_a_restart_too(host_bytes: int, tmp_path: Path) -> None:
-    with tiny.engine(pages=PAGES, host_bytes=host_bytes, disk=disk(tmp_path)) as engine:
+    with tiny.engine(pages=PAGES, host_bytes=host_bytes, disk=open_store(tmp_path)) as engine:
         cold = ask(engine, 0, "naive")
-    with tiny.engine(pages=PAGES, host_bytes=host_bytes, disk=disk(tmp_path)) as engine:
+    with tiny.engine(pages=PAGES, host_bytes=host_bytes, disk=open_store(tmp_path)) as engine:
         warm = ask(engine, 0, "naive")
         audit_engine(engine)
     assert [report.reused for report in warm.segments] == [20, 40, 33, 57, 0] and tiers(warm) == {"disk"}
@@ -134,12 +131,12 @@ def test_isolated_chunks_survive_a_restart_too(host_bytes: int, tmp_path: Path) 
 def test_a_later_prompt_takes_the_part_that_it_shares(reference: dict[int, Answer], tmp_path: Path) -> None:
     """Half an entry of the disk is used, and the rest of the path is computed and hung under it."""
     whole = tiny.prompt(0)
-    with tiny.engine(disk=disk(tmp_path)) as engine:
+    with tiny.engine(disk=open_store(tmp_path)) as engine:
         engine.answer_prompt(whole, max_tokens=1)
     cut = Prompt((*whole.segments[:2], *tiny.prompt(1).segments[2:]))
     with tiny.engine() as engine:
         expected = engine.answer_prompt(cut, strategy="full", max_tokens=6, want_logits=True)
-    with tiny.engine(disk=disk(tmp_path)) as engine:
+    with tiny.engine(disk=open_store(tmp_path)) as engine:
         answer = engine.answer_prompt(cut, max_tokens=6, want_logits=True)
         assert [report.reused for report in answer.segments][:2] == [20, 40]
         assert_exact(answer, expected)
@@ -148,10 +145,10 @@ def test_a_later_prompt_takes_the_part_that_it_shares(reference: dict[int, Answe
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_lossy_storage_is_labelled_and_so_is_what_is_built_on_it(kind: str, tmp_path: Path) -> None:
-    with tiny.engine(disk=disk(tmp_path), at_rest=kind) as engine:  # type: ignore[arg-type]
+    with tiny.engine(disk=open_store(tmp_path), at_rest=kind) as engine:  # type: ignore[arg-type]
         exact = ask(engine, 0)
         assert exact.exact_to == ask(engine, 0).exact_to == "full"
-    with tiny.engine(disk=disk(tmp_path), at_rest=kind) as engine:  # type: ignore[arg-type]
+    with tiny.engine(disk=open_store(tmp_path), at_rest=kind) as engine:  # type: ignore[arg-type]
         first = ask(engine, 0)
         assert tiers(first) == {"disk"} and first.exact_to is None
         assert not np.array_equal(first.logits, exact.logits)  # type: ignore[arg-type]
@@ -161,7 +158,7 @@ def test_lossy_storage_is_labelled_and_so_is_what_is_built_on_it(kind: str, tmp_
         assert engine.answer_prompt(longer, max_tokens=1).exact_to is None
         stats = engine.stats()
         assert stats["exact_hit_tokens_total"] == 0 and stats["approximate_hit_tokens_total"] > 0  # type: ignore[operator]
-    with tiny.engine(disk=disk(tmp_path)) as engine:  # no longer lossy here, but what lies there was written so
+    with tiny.engine(disk=open_store(tmp_path)) as engine:  # no longer lossy here, but what lies there was written so
         assert ask(engine, 0).exact_to is None
 
 
@@ -169,12 +166,12 @@ def test_lossy_storage_is_labelled_and_so_is_what_is_built_on_it(kind: str, tmp_
 
 
 def test_tenants_share_nothing_in_memory_on_disk_and_after_a_restart(tmp_path: Path) -> None:
-    with tiny.engine(pages=PAGES, host_bytes=GIGA, disk=disk(tmp_path)) as engine:
+    with tiny.engine(pages=PAGES, host_bytes=GIGA, disk=open_store(tmp_path)) as engine:
         for tenant in ("a", "b", ""):
             assert ask(engine, 0, tenant=tenant).cached_tokens == 0
         for seed in (1, 2):
             ask(engine, seed, tenant="a")
-    with tiny.engine(pages=PAGES, host_bytes=GIGA, disk=disk(tmp_path)) as engine:
+    with tiny.engine(pages=PAGES, host_bytes=GIGA, disk=open_store(tmp_path)) as engine:
         assert ask(engine, 1, tenant="b").cached_tokens == ask(engine, 1).cached_tokens == 0
         assert ask(engine, 1, tenant="a").cached_tokens == len(tiny.prompt(1)) - 1
         audit_engine(engine)
@@ -183,7 +180,7 @@ def test_tenants_share_nothing_in_memory_on_disk_and_after_a_restart(tmp_path: P
 def test_shared_knowledge_is_computed_once_and_what_a_request_brings_is_not_shared(tmp_path: Path) -> None:
     documents = [Document("tower", "The tower on the hill was built by Ida Quell.", "Tower")]
     own = Document("mine", "The tower of mine is a secret.", "Mine")
-    with tiny.engine(share_knowledge=True, disk=disk(tmp_path)) as engine:
+    with tiny.engine(share_knowledge=True, disk=open_store(tmp_path)) as engine:
         engine.add_documents(documents)
         first = engine.answer("Who built it?", max_tokens=1, tenant="a")
         other = engine.answer("Who built it?", max_tokens=1, tenant="b")
@@ -193,7 +190,7 @@ def test_shared_knowledge_is_computed_once_and_what_a_request_brings_is_not_shar
         stranger = engine.answer("What is mine?", documents=[own], max_tokens=1, tenant="b")
         assert stranger.cached_tokens == stranger.segments[0].tokens
         audit_engine(engine)
-    with tiny.engine(share_knowledge=True, disk=disk(tmp_path)) as engine:
+    with tiny.engine(share_knowledge=True, disk=open_store(tmp_path)) as engine:
         engine.add_documents(documents)
         third = engine.answer("Who built it?", max_tokens=1, tenant="c")
         assert third.cached_tokens == knowledge and third.segments[0].tier == "disk"
@@ -214,49 +211,30 @@ def test_a_quota_binds_its_tenant_alone() -> None:
 # -------------------------------------------------------------------------------------------- failures
 
 
-class Unwilling:
-    """Stands before a disk: reads fail, or wait, as told."""
-
-    def __init__(self, store: DiskStore):
-        self.store = store
-        self.failing = 0
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.store, name)
-
-    def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[object]:
-        self.gate.wait(30)
-        if self.failing:
-            self.failing -= 1
-            raise OSError("the disk is on fire")
-        yield from self.store.read_shares(key, count, expected)
-
-
 @pytest.fixture
-def unwilling(tmp_path: Path) -> Iterator[Callable[[], Unwilling]]:
-    """Makes stores of one folder, in which prompt 0 lies."""
-    with tiny.engine(disk=disk(tmp_path)) as engine:
+def unwilling(tmp_path: Path) -> tuple[DiskStore, Faults]:
+    """A store in which prompt 0 lies, and what happens when it is read."""
+    with tiny.engine(disk=open_store(tmp_path)) as engine:
         ask(engine, 0)
-    yield lambda: Unwilling(disk(tmp_path))
+    faults = Faults()
+    return paced(open_store(tmp_path), faults), faults
 
 
-def test_a_failed_read_is_tried_again(unwilling: Callable[[], Unwilling], reference: dict[int, Answer]) -> None:
-    store = unwilling()
-    store.failing = 1
-    with tiny.engine(disk=store) as engine:  # type: ignore[arg-type]
+def test_a_failed_read_is_tried_again(unwilling: tuple[DiskStore, Faults], reference: dict[int, Answer]) -> None:
+    store, faults = unwilling
+    faults.failing = 1
+    with tiny.engine(disk=store) as engine:
         answer = ask(engine, 0)
         assert tiers(answer) == {"disk"}
         assert_exact(answer, reference[0])
 
 
 def test_a_failed_load_is_computed_anew_and_said(
-    unwilling: Callable[[], Unwilling], reference: dict[int, Answer]
+    unwilling: tuple[DiskStore, Faults], reference: dict[int, Answer]
 ) -> None:
-    store = unwilling()
-    store.failing = 2
-    with tiny.engine(disk=store) as engine:  # type: ignore[arg-type]
+    store, faults = unwilling
+    faults.failing = 2
+    with tiny.engine(disk=store) as engine:
         answer = ask(engine, 0)
         assert answer.tokens == reference[0].tokens and answer.exact_to == "full"
         assert len(answer.notices) == 1 and "on fire" in answer.notices[0]
@@ -266,11 +244,11 @@ def test_a_failed_load_is_computed_anew_and_said(
 
 
 def test_a_disk_that_always_fails_is_asked_once_a_request(
-    unwilling: Callable[[], Unwilling], reference: dict[int, Answer]
+    unwilling: tuple[DiskStore, Faults], reference: dict[int, Answer]
 ) -> None:
-    store = unwilling()
-    store.failing = 10**9
-    with tiny.engine(disk=store) as engine:  # type: ignore[arg-type]
+    store, faults = unwilling
+    faults.failing = 10**9
+    with tiny.engine(disk=store) as engine:
         answer = ask(engine, 0)
         assert answer.tokens == reference[0].tokens and len(answer.notices) == 1
         assert engine.stats()["load_fallbacks_total"] == {"failed": 1}
@@ -285,15 +263,15 @@ def test_options_that_cannot_work_are_named(wrong: dict[str, Any]) -> None:
         StorageOptions(**wrong)
 
 
-def test_a_slow_load_is_not_waited_for(unwilling: Callable[[], Unwilling], reference: dict[int, Answer]) -> None:
-    store = unwilling()
-    store.gate.clear()
-    with tiny.engine(disk=store, load_timeout=0.05) as engine:  # type: ignore[arg-type]
+def test_a_slow_load_is_not_waited_for(unwilling: tuple[DiskStore, Faults], reference: dict[int, Answer]) -> None:
+    store, faults = unwilling
+    faults.gate.clear()
+    with tiny.engine(disk=store, load_timeout=0.05) as engine:
         answer = ask(engine, 0)
         assert answer.tokens == reference[0].tokens and answer.cached_tokens == 0
         assert "0.05 s" in answer.notices[0]
         assert engine.stats()["load_fallbacks_total"] == {"slow": 1}
-        store.gate.set()
+        faults.gate.set()
         until(lambda: engine.stats()["transfers_total"].get("load"))  # type: ignore[union-attr]
         assert_exact(ask(engine, 0), reference[0])
         audit_engine(engine)
@@ -301,40 +279,45 @@ def test_a_slow_load_is_not_waited_for(unwilling: Callable[[], Unwilling], refer
 
 def test_a_disk_that_hangs_ends_nobodys_service(tmp_path: Path) -> None:
     """Loads that nobody waits for any more pin pages; in the end these are all there are."""
-    with tiny.engine(disk=disk(tmp_path)) as engine:
+    with tiny.engine(disk=open_store(tmp_path)) as engine:
         expected = [ask(engine, seed) for seed in range(8)]
-    store = Unwilling(disk(tmp_path))
-    store.gate.clear()
-    with tiny.engine(pages=60, disk=store, load_timeout=0.05) as engine:  # type: ignore[arg-type]
+    faults = Faults()
+    store = paced(open_store(tmp_path), faults)
+    faults.gate.clear()
+    with tiny.engine(pages=60, disk=store, load_timeout=0.05) as engine:
         for seed in range(8):
             assert ask(engine, seed).tokens == expected[seed].tokens
         assert engine.stats()["load_fallbacks_total"]["slow"] >= 5  # type: ignore[index]
-        store.gate.set()
+        faults.gate.set()
         assert ask(engine, 7).tokens == expected[7].tokens
         until(lambda: not engine._cache.loading)
         audit_engine(engine)
 
 
-def test_an_entry_that_another_process_replaced_meanwhile_is_not_taken_for_what_it_was(tmp_path: Path) -> None:
+def test_an_entry_that_another_process_replaced_meanwhile_is_not_taken_for_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under `preorder` positions the same key may be rotated otherwise."""
     system, task = (LinearNode(name, tiny.prompt(0, n, (), 1).tokens[:n]) for name, n in (("s", 10), ("t", 8)))
     trees = [TreeNode(str(n), (tiny.prompt(n, n, (), 1).tokens[:n],)) for n in (30, 50)]
     one, other = (DepPrompt((system, *order, task)).prompt() for order in (trees, trees[::-1]))
     for folder, prompt in (("a", one), ("b", other)):
-        with tiny.engine(disk=disk(tmp_path / folder)) as engine:
+        with tiny.engine(disk=open_store(tmp_path / folder)) as engine:
             engine.answer_prompt(prompt, strategy="dependency-preorder", max_tokens=1)
-    theirs, store = disk(tmp_path / "b"), disk(tmp_path / "a")
+    theirs, store = open_store(tmp_path / "b"), open_store(tmp_path / "a")
 
-    class Racing(Unwilling):
-        def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[object]:
-            record = theirs.find(key)
-            if record is not None and record != expected:
-                disk(tmp_path / "a").write(record, theirs.read(key))
-            return super().read_shares(key, count, expected)
+    read_shares = store.read_shares
 
+    def racing(key: bytes, count: int, expected: Record | None = None) -> Iterator[Any]:
+        record = theirs.find(key)
+        if record is not None and record != expected:
+            open_store(tmp_path / "a").write(record, theirs.read(key))
+        return read_shares(key, count, expected)
+
+    monkeypatch.setattr(store, "read_shares", racing)
     with tiny.engine() as engine:
         right = engine.answer_prompt(one, strategy="dependency-preorder", max_tokens=1, want_logits=True)
-    with tiny.engine(disk=Racing(store)) as engine:  # type: ignore[arg-type]
+    with tiny.engine(disk=store) as engine:
         answer = engine.answer_prompt(one, strategy="dependency-preorder", max_tokens=1, want_logits=True)
         assert "replaced" in answer.notices[0] and answer.exact_to == "dependency"
         assert np.abs(answer.logits - right.logits).max() < 1e-4  # type: ignore[operator]
@@ -343,7 +326,7 @@ def test_an_entry_that_another_process_replaced_meanwhile_is_not_taken_for_what_
 def test_what_cannot_be_written_in_time_is_not_kept_in_memory_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, most = disk(tmp_path), 200_000
+    store, most = open_store(tmp_path), 200_000
     monkeypatch.setattr(hierarchy, "BACKLOG", most)
     gate, write = threading.Event(), store.write
 
@@ -359,7 +342,7 @@ def test_what_cannot_be_written_in_time_is_not_kept_in_memory_for_it(
         backlog, unwritten = engine._transfer.backlog, engine.stats()["unwritten_tokens_total"]
         gate.set()
     assert most < backlog < 2 * most and unwritten > 0  # type: ignore[operator]
-    with tiny.engine(pages=60, disk=disk(tmp_path)) as engine:  # what memory held at the end was written
+    with tiny.engine(pages=60, disk=open_store(tmp_path)) as engine:  # what memory held at the end was written
         assert ask(engine, 11).cached_tokens == len(tiny.prompt(11)) - 1
 
 
@@ -373,7 +356,7 @@ def test_the_beginning_that_all_prompts_share_outlives_them_on_disk(tmp_path: Pa
         return Prompt((Segment("question", Kind.QUERY, np.concatenate([shared, own])),))
 
     def opened() -> Engine:
-        return tiny.engine(pages=PAGES, disk=DiskStore.open(tmp_path, b"tiny", about={}, max_bytes=1_000_000))
+        return tiny.engine(pages=PAGES, disk=open_store(tmp_path, 1_000_000))
 
     with opened() as engine:
         engine.answer_prompt(chat(0), max_tokens=1)
@@ -406,41 +389,41 @@ class Late(Full):
 
 
 @pytest.mark.parametrize(("failing", "reason"), [(2, "failed"), (0, "slow")])
-def test_loads_between_passes_are_watched_too(unwilling: Callable[[], Unwilling], failing: int, reason: str) -> None:
-    store = unwilling()
-    store.failing = failing
+def test_loads_between_passes_are_watched_too(unwilling: tuple[DiskStore, Faults], failing: int, reason: str) -> None:
+    store, faults = unwilling
+    faults.failing = failing
     patience = 0.05 if reason == "slow" else 60.0
-    with tiny.engine(disk=store, extra=[Late()], load_timeout=patience) as engine:  # type: ignore[arg-type]
+    with tiny.engine(disk=store, extra=[Late()], load_timeout=patience) as engine:
         if reason == "slow":
-            store.gate.clear()
+            faults.gate.clear()
         expected = ask(engine, 1, "full")
         answer = ask(engine, 1, "late")
         assert answer.tokens == expected.tokens and len(answer.notices) == 1
         assert engine.stats()["load_fallbacks_total"] == {reason: 1}
-        store.gate.set()
+        faults.gate.set()
 
 
-def test_others_are_served_while_one_waits_for_its_load(unwilling: Callable[[], Unwilling]) -> None:
-    store = unwilling()
-    store.gate.clear()
-    with tiny.engine(disk=store, load_timeout=30.0) as engine:  # type: ignore[arg-type]
+def test_others_are_served_while_one_waits_for_its_load(unwilling: tuple[DiskStore, Faults]) -> None:
+    store, faults = unwilling
+    faults.gate.clear()
+    with tiny.engine(disk=store, load_timeout=30.0) as engine:
         waiting = threading.Thread(target=ask, args=(engine, 0))
         waiting.start()
         assert ask(engine, 1).cached_tokens == 0  # would hang if the engine waited
         assert waiting.is_alive()
-        store.gate.set()
+        faults.gate.set()
         waiting.join()
         audit_engine(engine)
 
 
 def test_damaged_entries_are_misses(tmp_path: Path, reference: dict[int, Answer]) -> None:
-    with tiny.engine(disk=disk(tmp_path)) as engine:
+    with tiny.engine(disk=open_store(tmp_path)) as engine:
         ask(engine, 0)
     for path in tmp_path.rglob("*.safetensors"):
         data = bytearray(path.read_bytes())
         data[-5] ^= 1
         path.write_bytes(data)
-    with tiny.engine(disk=disk(tmp_path)) as engine:
+    with tiny.engine(disk=open_store(tmp_path)) as engine:
         answer = ask(engine, 0)
         assert answer.tokens == reference[0].tokens and answer.notices
         assert engine.stats()["disk_set_aside_total"] > 0  # type: ignore[operator]

@@ -39,9 +39,9 @@ from ragjax.reuse.fuse import Fuse
 from ragjax.reuse.fusion import METHOD
 from ragjax.reuse.influence import Influence
 from ragjax.reuse.naive import Naive
-from ragjax.store.disk import DiskStore
 from tests.support import tiny
 from tests.support.audit import audit_cache, audit_engine
+from tests.support.disks import open_store
 from tests.support.executor import Executor, model
 
 Array = NDArray[np.float64]
@@ -378,7 +378,7 @@ def test_a_deleted_neighbour_tells_nothing_any_more(engine: Engine) -> None:
 @pytest.mark.parametrize("marks", ["stored", "lost"])
 def test_a_restart_finds_it_on_disk(marks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start() -> Engine:
-        disk = DiskStore.open(tmp_path / "kv", b"tiny", about={}, max_bytes=GIGA)
+        disk = open_store(tmp_path / "kv")
         made = tiny.engine(extra=[Finder()], disk=disk)
         if marks == "stored":
             place = {
@@ -454,14 +454,14 @@ def test_attention_is_recorded_after_a_run_that_did_not(tmp_path: Path) -> None:
     texts = [f"The keeper {name} climbs the stairs of tower number {i}." for i, name in enumerate("ABCD")]
     documents = [Document(str(i), text) for i, text in enumerate(texts)]
     for restart in (False, True):
-        store = DiskStore.open(tmp_path / str(restart), b"tiny", about={}, max_bytes=2**30)
+        store = open_store(tmp_path / str(restart))
         with tiny.engine(disk=store) as engine:
             engine.add_documents(documents)
             assert preprocess(engine, n=2, progress=False).fused == 4
             if not restart:
                 assert preprocess(engine, n=2, record=True, progress=False).fused == 4
                 assert engine.answer("Who climbs?", strategy="fusion+craft", max_tokens=1).strategy == "fusion+craft"
-        store = DiskStore.open(tmp_path / str(restart), b"tiny", about={}, max_bytes=2**30)
+        store = open_store(tmp_path / str(restart))
         with tiny.engine(disk=store) as engine:
             engine.add_documents(documents)
             again = preprocess(engine, n=2, record=True, progress=False)

@@ -15,13 +15,14 @@ import pytest
 from ragjax.core import ConfigError
 from ragjax.core.tiers import Record
 from ragjax.store import exchange
-from ragjax.store.disk import DiskStore, Missing, WriteError
+from ragjax.store.disk import Missing, WriteError
 from ragjax.store.entry import Damaged, encode
 from ragjax.store.exchange import Link
 from ragjax.store.redis import MOST, Parcel, RedisServer, RemoteError
 from ragjax.store.shared import SharedTier, open_shared
+from tests.support.disks import open_store
 from tests.support.pace import until
-from tests.support.remotes import GIGA, FakeRemote, answering, real_server, tier
+from tests.support.remotes import FakeRemote, answering, real_server, tier
 
 fakeredis = pytest.importorskip("fakeredis", reason="run make setup: the lock has fakeredis")
 
@@ -54,7 +55,7 @@ def known(shared: SharedTier, look: Callable[[], object]) -> object:
 
 def test_an_entry_is_that_of_the_disk_tier_byte_for_byte(tmp_path: Path) -> None:
     remote, one = FakeRemote(), record("a")
-    disk = DiskStore.open(tmp_path, b"tiny", about={}, max_bytes=GIGA)
+    disk = open_store(tmp_path, identity=b"tiny")
     shared = tier(remote, disk)
     shared.write(one, ARRAYS)
     assert shared.flush(60)

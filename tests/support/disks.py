@@ -8,6 +8,8 @@ import json
 import os
 import random
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -76,6 +78,36 @@ def decode(data: bytes | np.ndarray, count: int = 1) -> list[dict[str, np.ndarra
 
 def open_store(directory: Path, limit: int = 2**40, identity: bytes = IDENTITY) -> DiskStore:
     return DiskStore.open(directory, identity, about=ABOUT, max_bytes=limit)
+
+
+class Faults:
+    """What happens before a share of an entry is read: the first one waits for the gate, and fails as often as said."""
+
+    def __init__(self) -> None:
+        self.failing = 0
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(self, number: int) -> None:
+        if number == 0:
+            self.gate.wait(30)
+            if self.failing:
+                self.failing -= 1
+                raise OSError("the disk is on fire")
+
+
+def paced(store: DiskStore, before: Callable[[int], object]) -> DiskStore:
+    """The store; before each share of an entry is read `before` is called with its number, and may raise."""
+    read_shares = store.read_shares
+
+    def read(key: bytes, count: int, expected: Record | None = None) -> Iterator[dict[str, np.ndarray]]:
+        shares = read_shares(key, count, expected)
+        for number in range(count):
+            before(number)
+            yield next(shares)
+
+    store.read_shares = read  # type: ignore[method-assign]
+    return store
 
 
 def files(store: DiskStore) -> dict[str, int]:

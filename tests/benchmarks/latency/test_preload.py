@@ -11,8 +11,8 @@ import pytest
 from benchmarks import preload
 from benchmarks.common import plot
 from ragjax.core import Prompt
-from ragjax.store.disk import DiskStore
 from tests.support import tiny
+from tests.support.disks import open_store
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[preload.Server]:
     monkeypatch.setattr(preload, "prompt", small)
     monkeypatch.setattr(preload, "WARM", 1)
-    store = DiskStore.open(tmp_path, b"tiny", about={}, max_bytes=1 << 30)
+    store = open_store(tmp_path)
     with tiny.engine(disk=store) as engine:
         yield preload.Server(engine, 8)
 

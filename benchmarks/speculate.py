@@ -2,8 +2,7 @@
 
 Questions of DIR/text/SET are answered from one corpus, the passages of all sets in CORPORA together. The search sleeps
 for `--stage-ms` before each stage: it stands for a large index that other processors search. Questions come one at a
-time (the paper: 0.1 requests a second), each with and without speculation in turn, with no KV known beforehand. What
-guesses are worth is learned anew for each row, from `LEARNED` searches for other questions, which are not counted.
+time (the paper: 0.1 requests a second), each with and without speculation in turn, with no KV known beforehand.
 
 `search_ms` is the whole search, `exposed_ms` its part before the begin of the generation with the final chunks; medians
 over questions. `less` is the median exposed time without speculation over that with it, `faster` the same of the time
@@ -35,7 +34,6 @@ from ragjax.engine import Engine
 from ragjax.retrieval.chunk_store import open_index
 from ragjax.retrieval.index import Ids, IndexKind, IndexStage, VectorIndex, Vectors
 from ragjax.retrieval.knowledge import KnowledgeBase
-from ragjax.schedule.speculation import LEARNED, Odds
 
 CORPORA = ("nq_open", "hotpotqa")
 STAGES = 4
@@ -127,13 +125,6 @@ def ask(engine: Engine, question: str, chosen: Namespace, stages: int) -> dict[s
     }  # fmt: skip
 
 
-def learn(engine: Engine, asked: Sequence[str], chosen: Namespace) -> None:
-    """Forget what earlier searches told of guesses, and learn it from these."""
-    engine._odds = Odds()
-    for question in asked:
-        ask(engine, question, chosen, chosen.stages)
-
-
 def measure(engine: Engine, asked: Sequence[str], chosen: Namespace) -> dict[str, Any]:
     """For each question (of `pairs`) its sample without speculation and that with it.
 
@@ -169,18 +160,12 @@ def rows(engine: Engine, chosen: Namespace, session: Session) -> Iterator[dict[s
         for name in chosen.sets:
             everything = questions(chosen.data, name)
             asked = everything[:: max(len(everything) // chosen.limit, 1)][: chosen.limit]
-            others = [question for question in everything if question not in set(asked)][:LEARNED]
             base._index = index
             known = early(base, everything, chosen.top_k, chosen.stages)
             for pause in chosen.stage_ms:
                 base._index = Distant(index, chosen.stages, pause / 1e3)  # type: ignore[assignment]
-
-                def measured(asked: Sequence[str] = asked, others: Sequence[str] = others) -> dict[str, Any]:
-                    learn(engine, others, chosen)
-                    return measure(engine, asked, chosen)
-
                 key = f"{kind}/{name}/{pause}"
-                pairs = samples.of(key, measured)["pairs"]
+                pairs = samples.of(key, partial(measure, engine, asked, chosen))["pairs"]
                 progress.step(key)
                 where = {"set": name, "index": kind, "documents": len(engine.document_ids())}
                 yield {**where, "search_ms": pause * chosen.stages, **row(pairs), **known}

@@ -28,6 +28,7 @@ from ray.serve.schema import ReplicaState
 from ragjax.cluster.fleet import Fleet, fleet_of
 from ragjax.cluster.replica import Call, Card, Item, Replica, Status, check_room, load, needs
 from ragjax.core import ConfigError, EngineOptions, Inventory, LostError
+from ragjax.core.options import GRACE
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class ReplicaServer:
             self._replica.close()
 
 
-def deployment(options: EngineOptions, count: int, grace: float) -> serve.Application:
+def deployment(options: EngineOptions, count: int) -> serve.Application:
     made = serve.deployment(
         ReplicaServer,
         name=NAME,
@@ -97,7 +98,7 @@ def deployment(options: EngineOptions, count: int, grace: float) -> serve.Applic
         ray_actor_options=needs(options.tensor_parallel, ray.cluster_resources(), os.environ.get("XLA_FLAGS", "")),
         max_ongoing_requests=ONGOING,
         health_check_period_s=5,
-        graceful_shutdown_timeout_s=grace,
+        graceful_shutdown_timeout_s=GRACE,
         max_constructor_retry_count=3,
         request_router_config=RequestRouterConfig(request_router_class=ChosenReplica),
     )
@@ -153,12 +154,12 @@ class RayTransport:
 class Started(RayTransport):
     """Replicas that were started for one fleet, and end with it. own: so does Ray itself."""
 
-    def __init__(self, options: EngineOptions, count: int, grace: float, own: bool):
+    def __init__(self, options: EngineOptions, count: int, own: bool):
         self._own = own
         try:
             if own:
                 check_room(count, options.tensor_parallel, ray.cluster_resources())
-            super().__init__(serve.run(deployment(options, count, grace), name=APP, route_prefix=None))
+            super().__init__(serve.run(deployment(options, count), name=APP, route_prefix=None))
         except BaseException as error:
             application = serve.status().applications.get(APP)  # none, if it failed before it was registered
             _stop(own)
@@ -174,13 +175,13 @@ class Started(RayTransport):
         _stop(self._own)
 
 
-def start(options: EngineOptions, count: int, address: str | None, grace: float, router: str) -> Fleet:
+def start(options: EngineOptions, count: int, address: str | None, router: str) -> Fleet:
     """Start replicas on a Ray cluster, and a fleet in front of them, which ends them when it is closed.
 
     address: of the cluster, host:port; None: Ray is started on this machine.
     """
     _connect(address)
-    transport = Started(options, count, grace, address is None)
+    transport = Started(options, count, address is None)
     try:
         return fleet_of(options, transport, router)
     except BaseException:

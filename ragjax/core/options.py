@@ -40,6 +40,9 @@ INDEXES = ("flat", "ivf", "hnsw")
 MAX_PREFILL = 4
 """Requests whose prompts are not computed, below which a speculation may start (RAGCache's `max_prefill_bs`)."""
 
+GRACE = 30
+"""Seconds that running requests get when a server stops."""
+
 MOST_LOOKUP = 6
 """Tokens that prompt lookup proposes in a step, at most."""
 
@@ -70,20 +73,19 @@ class Flag:
 class Guesses:
     """Generations that begin before their search has ended (RAGCache, section 5.3).
 
-    stages: of a search, after which one may begin; 0: none. odds: whether past searches must make it worth its while
-    (`schedule.speculation.Odds`, not in the paper).
+    stages: of a search, after which one may begin; 0: none. max_prefill: one begins while fewer requests than this have
+    prompts to be computed.
     """
 
     stages: Count = 0
     max_prefill: AtLeastOne = MAX_PREFILL
-    odds: bool = True
 
     @staticmethod
     def parse(given: int | str) -> Guesses:
-        """From "STAGES:max_prefill=N,odds=off", or the stages alone."""
+        """From "STAGES:max_prefill=N", or the stages alone."""
         text = str(given)
         if not name_of(text).isdecimal():
-            raise ConfigError("must be STAGES or STAGES:max_prefill=N,odds=off")
+            raise ConfigError("must be STAGES or STAGES:max_prefill=N")
         settings = settings_of("speculate", text, Guesses)
         return Guesses(**{"stages": int(name_of(text)), **settings})
 

@@ -30,7 +30,7 @@ PAPERS: Mapping[PaperName, tuple[PaperOption, ...]] = {
         PaperOption("policy", "pgdsf", "5.1", "formulas 1 to 3, Algorithm 1"),
         PaperOption("keep", "documents", "4", "it caches the tensors of retrieved documents"),
         PaperOption("order", "ratio:window=32", "5.2, 7.3", "cached to computed length, in a window of 32"),
-        PaperOption("speculate", "4:max_prefill=4,odds=off", "5.3, 7.1", "four stages, as in Figure 11; Algorithm 2"),
+        PaperOption("speculate", "4:max_prefill=4", "5.3, 7.1", "four stages, as in Figure 11; Algorithm 2"),
         PaperOption("index", "ivf:lists=1024", "7", "IVF with 1024 clusters"),
         PaperOption("top_k", 2, "7", "documents of a request"),
         PaperOption("max_running", 4, "7.1", "batch size"),

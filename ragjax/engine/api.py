@@ -67,7 +67,6 @@ from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.fuse import Fuse
 from ragjax.schedule.grammar import Grammars
-from ragjax.schedule.speculation import Odds
 from ragjax.schedule.state import Sink
 
 _log = logging.getLogger(__name__)
@@ -105,8 +104,7 @@ class Engine(Front):
         if parts.shared is not None:
             parts.shared.listen(self._loop.wake)
         self._guesses = Guesses.parse(options.speculate)
-        self._loop.requests.offered.limit = self._guesses.max_prefill
-        self._odds = Odds(self._guesses.odds)
+        self._loop.requests.max_prefill = self._guesses.max_prefill
         self._preparing: Preparing | None = None
         self._preparers = ThreadPoolExecutor(thread_name_prefix="ragjax-prepare")  # nothing else takes these threads
         config = parts.runner.config
@@ -478,7 +476,7 @@ class Engine(Front):
     def _pipeline(
         self, preparation: Preparation, request: Request, sink: Sink, arrival: float, place: object = None
     ) -> Pipeline:
-        return Pipeline(self._loop, preparation, request, sink, arrival, self._guesses.stages, self._odds, place)
+        return Pipeline(self._loop, preparation, request, sink, arrival, self._guesses.stages, place)
 
 
 def _release(loop: Loop, kv: DepKV) -> None:

@@ -195,7 +195,7 @@ def contract_of(
         dtype,
         budget=budget,
         report=report,
-        evidence=None if report else LiveEvidence(blank, budget, candidates, path.with_suffix(".trials.json")),
+        evidence=None if report else LiveEvidence(blank, budget, candidates),
         path=path,
         shadow_rate=options.shadow_rate,
         preprocessed=frozenset(name for name, strategy in chosen.items() if strategy.preprocessed),

@@ -94,9 +94,6 @@ class Loop:
     def limits(self) -> StepLimits:
         return self._scheduler.limits
 
-    def prefill_seconds(self, tokens: int) -> float | None:
-        return self._scheduler.preload.seconds(tokens)
-
     def holders(self) -> set[str]:
         return {state.id for state in self.requests.running} | set(self.kept)
 

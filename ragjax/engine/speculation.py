@@ -1,14 +1,18 @@
-"""Speculative retrieval (`--speculate`): generations that begin before their search has ended.
+"""Speculative retrieval (`--speculate`): dynamic speculative pipelining (RAGCache, section 5.3, Algorithm 2).
 
-The decisions are those of `ragjax/schedule/speculation.py` (RAGCache, section 5.3). They are carried out in the thread
-that searches; the engine's thread starts and ends the generations (`Requests.confirm`, `Requests.refute`).
+A search runs in stages. After each one a generation with the documents known so far is offered, which starts while few
+requests have prompts to be computed (`Requests.take_offered`). When a later stage knows other documents, it is refuted,
+and these are offered. Two cases that Algorithm 2 leaves open: documents that found no room start later, if they are
+still the latest known ones; the final documents start whatever else runs (case 3 of the proof of Theorem 5.1).
+
+All of it runs in the thread that searches; the engine's thread starts and ends the generations.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,8 +20,6 @@ from functools import partial
 from ragjax.core import Answer, Event, Hit, Request, RequestError
 from ragjax.engine.loop import Loop
 from ragjax.engine.prepare import Preparation
-from ragjax.retrieval.knowledge import SearchStage
-from ragjax.schedule.speculation import Decision, Odds, Speculation
 from ragjax.schedule.state import RequestState, Sink
 
 
@@ -57,7 +59,7 @@ class Withheld:
 
 @dataclass(eq=False)
 class Pipeline:
-    """One request between its arrival and its place in the engine's queue. odds: what past searches tell of it."""
+    """One request between its arrival and its place in the engine's queue. stages: of its search."""
 
     loop: Loop
     preparation: Preparation
@@ -65,12 +67,9 @@ class Pipeline:
     sink: Sink
     arrival: float
     stages: int
-    odds: Odds
     place: object = None
-    _known: list[tuple[tuple[Hashable, ...], float]] = field(default_factory=list)  # documents of each stage; its end
-    _speculation: Speculation = field(default_factory=Speculation)
     _state: RequestState | None = None
-    _held: Withheld | None = None
+    _held: Withheld | None = None  # keeps the text of the generation that is offered
     _closed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)  # over _state and _closed
     _began: float = 0.0
@@ -78,11 +77,30 @@ class Pipeline:
 
     def run(self) -> None:
         self._began = time.perf_counter()
-        stages = self.preparation.composer.search(self.request, self.stages)
+        composer, latest = self.preparation.composer, tuple[Hashable, ...]()
+        stages = composer.search(self.request, self.stages)
         if stages is None:
             self._put(self.preparation.state(self.request, self.sink, self.arrival), self._enqueue)
-        else:
-            self._follow(stages)
+            return
+        for stage in stages:
+            composer.check()
+            # what tells the prompts of two stages apart; another order is another prompt
+            documents = tuple((hit.chunk.id, hit.chunk.behind, hit.chunk.tokens.tobytes()) for hit in stage.hits)
+            if not stage.final:
+                if documents != latest:
+                    self._refute()
+                    self._offer(stage.hits)
+                latest = documents
+                continue
+            self._ended, held = time.perf_counter(), self._held
+            if held is not None and held.failed:
+                self._held = held = None
+            if held is not None and documents == latest:
+                self._put(self._state, self._confirm)
+                held.release()
+            else:
+                self._refute()
+                self._put(self._state_of(stage.hits, self.sink), self._enqueue)
 
     def close(self) -> None:
         """End whatever was begun, if it has not ended; nothing begins any more. Any thread may call it."""
@@ -91,53 +109,25 @@ class Pipeline:
             if self._state is not None:
                 self.loop.cancel(self._state)
 
-    def _follow(self, stages: Iterator[SearchStage]) -> None:
-        for stage in stages:
-            self.preparation.composer.check()
-            # what tells the prompts of two stages apart
-            documents = tuple((hit.chunk.id, hit.chunk.behind, hit.chunk.tokens.tobytes()) for hit in stage.hits)
-            self._known.append((documents, time.perf_counter()))
-            if not stage.final:
-                self._carry_out(self._speculation.stage(documents), stage.hits)
-                continue
-            self._ended = time.perf_counter()
-            *early, (final, ended) = self._known
-            self.odds.note([known == final for known, _ in early], [ended - time_s for _, time_s in early])
-            if self._held is not None and self._held.failed:
-                self._speculation.forget()
-            self._carry_out(self._speculation.final(documents), stage.hits)
-
-    def _carry_out(self, decision: Decision, hits: tuple[Hit, ...]) -> None:
-        if decision.cancel:
+    def _refute(self) -> None:
+        """End the generation that is offered, if there is one: it has other documents."""
+        if self._held is not None:
             with self._lock:
                 state, self._state, self._held = self._state, None, None
-            if state is not None:
-                self.loop.post(partial(self.loop.requests.refute, state))
-        if decision.offer:
-            self._offer(hits)
-        if decision.start:
-            self._put(self._state_of(hits, self.sink), self._enqueue)
-        if decision.release:
-            assert self._held is not None
-            self._put(self._state, self._confirm)
-            self._held.release()
+            assert state is not None
+            self.loop.post(partial(self.loop.requests.refute, state))
 
     def _offer(self, hits: tuple[Hit, ...]) -> None:
+        if not hits:
+            return
         held = Withheld(self.sink, self._finish)
         try:
             state = self._state_of(hits, held)
         except RequestError:  # too long, maybe; the final documents will tell
-            self._speculation.forget()
             return
-        if not state.strategy.steady:
-            self._speculation.forget()
-            return
-        if not self.odds.pays(len(self._known) - 1, self.loop.prefill_seconds(len(state.prompt))):
-            self._speculation.decline()
-            self.loop.post(lambda: self.loop.requests.counters.speculations.update(["unlikely"]))
-            return
-        self._held = held
-        self._put(state, self._start_offered)
+        if state.strategy.steady:
+            self._held = held
+            self._put(state, self._start_offered)
 
     def _put(self, state: RequestState | None, how: Callable[[RequestState], None]) -> None:
         assert state is not None
@@ -153,7 +143,7 @@ class Pipeline:
     def _start_offered(self, state: RequestState) -> None:
         """Offer it to be started when there is room; it is in no queue until it is confirmed."""
         state.speculative = True
-        self.loop.post(partial(self.loop.requests.offered.add, state))
+        self.loop.post(partial(self.loop.requests.offered.append, state))
 
     def _confirm(self, state: RequestState) -> None:
         state.times.confirmed = time.perf_counter()

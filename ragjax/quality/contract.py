@@ -106,7 +106,6 @@ class Contract:
         budget: Budget = BUDGET,
         report: Report | None = None,
         shadow_rate: float = 0.0,
-        seed: int = 0,
         preprocessed: Collection[str] = (),
         evidence: LiveEvidence | None = None,
         path: Path | None = None,
@@ -119,7 +118,7 @@ class Contract:
         self._exact = EXACT[dtype]
         self._preprocessed = frozenset(preprocessed)
         self._rate = shadow_rate
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._counters: Counter[str] = Counter()
         self._escalations: Counter[str] = Counter()
         self._notice: str | None = None  # of answers that the present setting gave
@@ -208,7 +207,6 @@ class Contract:
         if report is None:
             if not self._evidence.candidates:
                 _log.warning("no setting that was tried keeps %s: requests run prefix", self.budget)
-                self._evidence.forget()
                 self._evidence = None
             return
         self._report = report  # before the pick: others may read meanwhile how far it speaks
@@ -217,7 +215,6 @@ class Contract:
         _log.warning("after %d replayed requests: %s", evidence.requests, self.summary)
         if self._path is not None:
             report.save(self._path)
-        evidence.forget()
 
     def draws(self, picked: bool = False) -> bool:
         if picked and self.candidates:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 from ragjax.core import Divergence
-from ragjax.quality.report import Budget, Measurement, Report, Setting, bounds, write
-
-_log = logging.getLogger(__name__)
+from ragjax.quality.report import Budget, Measurement, Report, Setting, bounds
 
 CANDIDATES = (
     Setting("naive"),
@@ -48,17 +42,14 @@ class LiveEvidence:
     """Trials of the candidates, and the report that they make.
 
     A setting whose KL is surely above the budget, or is not finite, is not tried again. blank: the report, but for what
-    is measured. path: where the trials are kept for the next start until they are enough.
+    is measured.
     """
 
-    def __init__(self, blank: Report, budget: Budget, candidates: Sequence[Setting], path: Path | None = None):
+    def __init__(self, blank: Report, budget: Budget, candidates: Sequence[Setting]):
         self._blank = blank
         self._budget = budget
-        self._path = path
         self._trials: dict[Setting, list[ShadowTrial]] = {setting: [] for setting in candidates}
         self._chunks: list[int] = []
-        if path is not None:
-            self._read(path)
 
     @property
     def candidates(self) -> tuple[Setting, ...]:
@@ -74,15 +65,6 @@ class LiveEvidence:
         self._chunks.append(chunks)
         for setting, trial in trials.items():
             self._trials[setting].append(trial)
-        if self._path is not None:
-            rows = [{"setting": asdict(one), "trials": [asdict(t) for t in made]} for one, made in self._trials.items()]
-            with suppress(OSError):  # a start without them learns anew
-                write(self._path, {"identity": self._blank.identity, "chunks": self._chunks, "rows": rows})
-
-    def forget(self) -> None:
-        if self._path is not None:
-            with suppress(OSError):
-                self._path.unlink(missing_ok=True)
 
     def report(self) -> Report | None:
         """The report of the settings that were tried often enough, if one lies inside the budget.
@@ -98,25 +80,6 @@ class LiveEvidence:
         usual = sorted(self._chunks)[len(self._chunks) // 2] if self._chunks else 1
         made = replace(self._blank, created=now, questions=LIVE, top_k=usual, measurements=rows)
         return None if made.cheapest(self._budget) is None else made
-
-    def _read(self, path: Path) -> None:
-        try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            chunks = [int(count) for count in kept["chunks"]]
-            trials = {
-                Setting(**row["setting"]): [
-                    ShadowTrial(**{**t, "seen": Divergence(**t["seen"])}) for t in row["trials"]
-                ]
-                for row in kept["rows"]
-            }
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            _log.warning("%s cannot be read, so requests are tried anew: %s", path, error)
-            return
-        if kept["identity"] == self._blank.identity:
-            self._chunks = chunks
-            self._trials |= {setting: trials[setting] for setting in self._trials.keys() & trials.keys()}
 
     def _is_out(self, setting: Setting) -> bool:
         seen = [trial.seen.kl for trial in self._trials[setting]]

@@ -210,7 +210,9 @@ class Report:
         return (*(one.setting for one in rungs), PREFIX)
 
     def save(self, path: Path) -> None:
-        write(path, {"version": VERSION, **asdict(self)})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as part:
+            part.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path, identity: str) -> Report:
@@ -242,12 +244,6 @@ class Report:
         if report.top_k < 1 or not all(ratio is None or 0 <= ratio <= 1 for ratio in ratios):
             raise ValueError("no chunks, or a ratio outside [0, 1]")
         return report
-
-
-def write(path: Path, document: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as part:
-        part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 GATE = "make one by ragjax gate"

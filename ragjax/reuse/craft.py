@@ -52,7 +52,6 @@ from ragjax.reuse.influence import (
     ChunkVariants,
     Focus,
     Influence,
-    Overhead,
     before,
     find_focus,
     quotas,
@@ -96,7 +95,6 @@ class Craft(ChunkStrategy):
     variants: when a chunk gets a new one, and whether recomputation stops early for chunks out of focus. CCI is at
     least 0.5: below that tau reuses no chunk in a prefix that shares nothing with its variants'.
     fused: whether preprocessed chunks are taken first; one that stands alone is not, as in `fusion`.
-    overhead: of a variant, in [0, 1]; ablations leave a factor out.
     """
 
     measures = SCORED
@@ -104,19 +102,16 @@ class Craft(ChunkStrategy):
     steady = False  # it takes the best of the variants that earlier requests left
 
     def __init__(
-        self,
-        name: str = "craft",
-        *,
-        alpha: float = 1.0,
-        variants: CraftVariants = NO_VARIANTS,
-        fused: bool = False,
-        overhead: Overhead = Influence.mismatch,
+        self, name: str = "craft", *, alpha: float = 1.0, variants: CraftVariants = NO_VARIANTS, fused: bool = False
     ):
         self.name = name
         self.alpha = alpha
         self.variants = variants
-        self._overhead = overhead
         self._fused = self.preprocessed = fused
+
+    def overhead(self, influence: Influence, prior: Sequence[bytes]) -> float:
+        """Fix overhead of a variant behind segments with these digests, before alpha, in [0, 1]."""
+        return influence.mismatch(prior)
 
     def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The head, and a variant of each chunk: any, unless new variants are made for new prefixes."""
@@ -141,13 +136,13 @@ class Craft(ChunkStrategy):
         self, cache: KnowledgeCache, tokens: Tokens, tenant: str, head: Tokens, prior: Sequence[bytes], new: bytes
     ) -> bytes:
         kept = cache.matcher.find_variants(tokens, VARIANT, tenant, head)
-        return next((variant.key for variant in rank(kept, prior, self._overhead, self._serves_to(cache))), new)
+        return next((variant.key for variant in rank(kept, prior, self.overhead, self._serves_to(cache))), new)
 
     def _serving(
         self, cache: KnowledgeCache, tokens: Tokens, tenant: str, head: Tokens, prior: Sequence[bytes]
     ) -> bool:
         kept, most = cache.matcher.find_variants(tokens, VARIANT, tenant, head, cold=False), self._serves_to(cache)
-        return bool(kept) if most >= 1 else bool(rank(kept, prior, self._overhead, most))
+        return bool(kept) if most >= 1 else bool(rank(kept, prior, self.overhead, most))
 
     def _serves_to(self, cache: KnowledgeCache) -> float:
         """Overhead up to which a variant serves behind other segments than its own; below 0: behind none."""
@@ -178,7 +173,7 @@ class Craft(ChunkStrategy):
             match = match or self._best_variant(prompt, i, context, allocation, tau)
             influence = Influence.decode(match.node.meta) if match is not None else None
             if match is not None and influence is not None:
-                found[i] = Reuse(match, influence, self._overhead(influence, before(prompt, i)))
+                found[i] = Reuse(match, influence, self.overhead(influence, before(prompt, i)))
         return found
 
     def _fused_chunk(self, prompt: Prompt, i: int, context: Match, allocation: Allocation) -> Match | None:
@@ -186,7 +181,7 @@ class Craft(ChunkStrategy):
 
         def cfo(meta: bytes) -> float:
             influence = Influence.decode(meta)
-            return 1.0 if influence is None else self._overhead(influence, prior)
+            return 1.0 if influence is None else self.overhead(influence, prior)
 
         candidate = Candidate(Provenance.APPROXIMATE, FUSED, segment.behind, cfo=cfo)
         match = allocation.first(context, segment.tokens, [candidate])
@@ -203,7 +198,7 @@ class Craft(ChunkStrategy):
         kept = allocation.cache.matcher.find_variants(
             tokens, VARIANT, allocation.tenant, context.tokens, cold=allocation.cold
         )
-        ranked = rank(kept, before(prompt, i), self._overhead, tau)
+        ranked = rank(kept, before(prompt, i), self.overhead, tau)
         kind = Provenance.APPROXIMATE
         candidates = [Candidate(kind, VARIANT, each.behind, True, each.overhead) for each in ranked]
         return allocation.first(context, tokens, candidates)

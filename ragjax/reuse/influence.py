@@ -207,9 +207,6 @@ def _prior(prompt: Prompt, index: int) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------------- variants
 
 
-Overhead = Callable[[Influence, Sequence[bytes]], float]
-"""Function that gives the fix overhead of a variant, before alpha, behind segments with these digests."""
-
 VARIANT = "craft"
 """Method under which variants are kept, whichever of the strategies made them."""
 
@@ -243,7 +240,10 @@ class Variant:
 
 
 def rank(
-    kept: Iterable[Node | Record], prior: Sequence[bytes], overhead: Overhead = Influence.mismatch, tau: float = 1.0
+    kept: Iterable[Node | Record],
+    prior: Sequence[bytes],
+    overhead: Callable[[Influence, Sequence[bytes]], float],
+    tau: float,
 ) -> list[Variant]:
     """A chunk's variants that serve here, that which takes the least mending first.
 

@@ -94,7 +94,7 @@ class Admission:
         requests are started, a few at a time, while no other runs or waits.
         """
         requests = self._requests
-        for offered in requests.offered.take(requests.unprefilled):
+        for offered in requests.take_offered():
             requests.arrive(offered)
         while not requests.blocked and (not self._max_running or len(requests.in_front) < self._max_running):
             self._in_flight.prune()

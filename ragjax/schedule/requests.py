@@ -18,9 +18,9 @@ from typing import Protocol
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.node import context_hasher, raw_of
 from ragjax.core import Answer, Event, OverloadError, Prompt, RequestError, Served
+from ragjax.core.options import MAX_PREFILL
 from ragjax.core.overload import Overload
 from ragjax.schedule.order import FCFS, Order, Queue
-from ragjax.schedule.speculation import Reserve
 from ragjax.schedule.state import Phase, RequestState
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Counters:
     awaited_tokens: int = 0  # of it, tokens that they found
     late: int = 0  # requests that started before the shared tier had answered all questions about them
     # begun before their documents were final: "hit" had the final ones, "wrong" others, "skipped" found no room before
-    # they were replaced or final, "unlikely" were not begun since it would not pay
+    # they were replaced or final
     speculations: Counter[str] = field(default_factory=Counter)
     speculative_wasted_tokens: int = 0  # computed for wrong ones
     overhead_ms_last: float = 0.0  # of the last request: time to its first token without retrieval and steps
@@ -143,7 +143,8 @@ class Requests:
         self.unready: list[RequestState] = []  # for programs; not in the queue yet
         self.queue: Queue[RequestState] = Queue(order or FCFS())
         self.background: deque[RequestState] = deque()  # these run while no other does
-        self.offered: Reserve[RequestState] = Reserve()  # with documents that are not final; not in the queue yet
+        self.offered: list[RequestState] = []  # with documents that are not final; not in the queue yet
+        self.max_prefill = MAX_PREFILL  # they start while fewer requests than this have prompts to be computed
         # started
         self.running: list[RequestState] = []  # in the order in which their turn comes
         self.paused: list[RequestState] = []  # oldest first; their KV is in host memory
@@ -160,7 +161,7 @@ class Requests:
 
     @property
     def live(self) -> list[RequestState]:
-        return [*self.unready, *self.offered.waiting, *self.paused, *self.queue, *self.background, *self.running]
+        return [*self.unready, *self.offered, *self.paused, *self.queue, *self.background, *self.running]
 
     @property
     def in_front(self) -> list[RequestState]:
@@ -286,9 +287,16 @@ class Requests:
 
     # ------------------------------------------------------------------- begun before their documents are final
 
+    def take_offered(self) -> list[RequestState]:
+        """Take out the generations that start now: prompts that are not computed, started or not, are few."""
+        room = max(self.max_prefill - self.unprefilled, 0)
+        started = self.offered[:room]
+        del self.offered[:room]
+        return started
+
     def confirm(self, state: RequestState) -> None:
         """Make a speculation a request like any other: its documents are the final ones."""
-        waited = self.offered.remove(state)
+        waited = self._withdraw(state)
         self.counters.speculations["skipped" if waited else "hit"] += 1
         state.speculative = False
         if waited and not state.ended:
@@ -297,7 +305,7 @@ class Requests:
             self._settle(state, state.answer)
 
     def refute(self, state: RequestState) -> None:
-        if self.offered.remove(state):
+        if self._withdraw(state):
             self.counters.speculations["skipped"] += 1
         else:
             self.counters.speculations["wrong"] += 1
@@ -320,7 +328,13 @@ class Requests:
             self._forget(state)
             self.blocked = False
         else:
+            self._withdraw(state)
+
+    def _withdraw(self, state: RequestState) -> bool:
+        waited = state in self.offered
+        if waited:
             self.offered.remove(state)
+        return waited
 
     def look_up(self, state: RequestState) -> None:
         outlook = state.strategy.outlook(state.prompt, self._cache, state.request.tenant)

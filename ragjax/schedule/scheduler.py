@@ -64,10 +64,6 @@ class Preload:
         if units and batch.logit_rows:
             self._units, self._seconds = FADES * self._units + units, FADES * self._seconds + seconds
 
-    def seconds(self, tokens: int) -> float | None:
-        """Seconds that so many tokens take to compute, by the last prefill steps; None if there were none."""
-        return tokens * self._seconds / self._units if self._units else None
-
     def may_run(self, state: RequestState) -> bool:
         """True if rows of a request that computes its prompt may run now; they are cut to what may."""
         allocation, rows = state.held, rows_of(state)

@@ -17,6 +17,8 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.routing import Route
 
 from ragjax import core
 from ragjax.serve import page
@@ -110,7 +112,8 @@ def create_app(
     app.include_router(LibraryEndpoints(engine).router())
     site = page.read()
     for path, file in site.items():
-        app.add_route(path, file.respond, methods=["GET"], include_in_schema=False)  # and HEAD
+        zipped = GZipMiddleware(file, minimum_size=0)
+        app.router.routes.append(Route(path, zipped, methods=["GET"], include_in_schema=False))  # and HEAD
     for kind in (core.RagjaxError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(

@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from ragjax.cluster.deployment import RayTransport, deployment
 from ragjax.cluster.fleet import fleet_of
 from ragjax.core import ConfigError
+from ragjax.core.options import GRACE
 from ragjax.serve.app import create_app
 from ragjax.serve.command import app_options, parse_options
 
@@ -57,9 +58,9 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         num_replicas=1,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=100_000,
-        graceful_shutdown_timeout_s=options.grace,
+        graceful_shutdown_timeout_s=GRACE,
     )
-    return made.bind(options, deployment(options.engine, options.replicas, options.grace))
+    return made.bind(options, deployment(options.engine, options.replicas))
 
 
 def _flags(args: Mapping[str, Any]) -> list[str]:

@@ -132,7 +132,6 @@ class ServerOptions:
     ] = ()
     strict: Annotated[bool, Flag(ACCESS, "refuse fields of requests that have no effect, instead of a notice")] = False
     max_file_mb: Annotated[Positive, Flag(ACCESS, "largest upload, MiB")] = MAX_FILE_BYTES / 2**20
-    grace: Annotated[int, Ge(0), Flag(ACCESS, "seconds that running requests get at a stop")] = 30
 
 
 def serve_parser() -> Parser:
@@ -147,7 +146,7 @@ def serve_parser() -> Parser:
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of a command line (`sys.argv` if None), and of RAGJAX_API_KEY and RAGJAX_METRICS_KEY.
 
-    `engine` are the `EngineOptions`; `grace` is in seconds.
+    `engine` are the `EngineOptions`.
     """
     parser = serve_parser()
     options = parser.parse_args(argv)
@@ -292,7 +291,7 @@ def _load(options: argparse.Namespace) -> Service:
         raise core.ConfigError("--replicas needs Ray, which is not installed: pip install '.[ray]' in ragjax's folder")
     from ragjax.cluster.deployment import start
 
-    return start(options.engine, options.replicas, os.environ.get("RAY_ADDRESS"), options.grace, options.router)
+    return start(options.engine, options.replicas, os.environ.get("RAY_ADDRESS"), options.router)
 
 
 def _open_many() -> None:
@@ -330,15 +329,14 @@ def _run(engine: Service, listener: socket.socket, options: argparse.Namespace) 
         app,
         log_config=None,
         log_level="info",
-        timeout_graceful_shutdown=options.grace,
         http=limited(Limits(), app.state.metrics.count_ended),  # over h11, which bounds the head of a request: 64 KiB
         ws="none",
         lifespan="on",
     )
     _listen(listener)
     gc.enable()
-    with Watchdog(options.grace) as watchdog:
-        server = Server(config, engine, watchdog, drain, options.grace)
+    with Watchdog() as watchdog:
+        server = Server(config, engine, watchdog, drain)
         # uvicorn sets its own handlers; when done it restores these and raises the signal again, by then without harm.
         before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
         place = os.environ.get("RAGJAX_KV_EVENTS")

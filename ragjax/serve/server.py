@@ -21,6 +21,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ragjax.core.options import GRACE
 from ragjax.serve.error import ApiError, late, overloaded
 
 if TYPE_CHECKING:
@@ -178,13 +179,9 @@ class Drain:
 
 
 class Watchdog:
-    """Ends the process with code STUCK if it does not end in time after a signal; a context manager around its run.
+    """Ends the process with code STUCK if it does not end in time after a signal; a context manager around its run."""
 
-    grace: seconds that running requests get.
-    """
-
-    def __init__(self, grace: float):
-        self._grace = grace
+    def __init__(self) -> None:
         self._begun, self._closed, self._ended = threading.Event(), threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="ragjax-watchdog", daemon=True).start()
 
@@ -204,7 +201,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         self._begun.wait()
-        closed = self._closed.wait(self._grace + CLOSING)
+        closed = self._closed.wait(GRACE + CLOSING)
         if closed and self._ended.wait(LAST):
             return
         what = "a thread" if closed else "the engine"
@@ -218,15 +215,14 @@ class Watchdog:
 class Server(uvicorn.Server):
     """uvicorn's server, which drains, and closes the engine before it waits for threads: one of them may be stuck.
 
-    drain: shared with the application. grace: seconds that requests get after the first signal; a second one ends them.
+    drain: shared with the application. Requests get GRACE seconds after the first signal; a second one ends them.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: Service, watchdog: Watchdog, drain: Drain, grace: float):
+    def __init__(self, config: uvicorn.Config, engine: Service, watchdog: Watchdog, drain: Drain):
         super().__init__(config)
         self._engine = engine
         self._watchdog = watchdog
         self._drain = drain
-        self._grace = grace
         self._deadline = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -235,7 +231,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
             super().handle_exit(sig, frame)
             return
-        self._deadline = time.monotonic() + self._grace
+        self._deadline = time.monotonic() + GRACE
         self._drain.stopping = True
 
     async def on_tick(self, counter: int) -> bool:

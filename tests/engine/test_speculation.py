@@ -34,7 +34,6 @@ from ragjax.engine.speculation import Pipeline
 from ragjax.retrieval import index
 from ragjax.retrieval.knowledge import KnowledgeBase, Query, SearchStage
 from ragjax.reuse import strategies
-from ragjax.schedule.speculation import LEARNED, Odds
 from ragjax.schedule.state import RequestState
 from tests.support import tiny
 from tests.support.audit import audit_engine
@@ -107,7 +106,7 @@ def _counted(engine: Engine) -> tuple[int, int, int]:
 
 def _is_clean(engine: Engine) -> bool:
     loop = engine._loop
-    _until(lambda: not loop.requests.live and not loop.requests.limit.counted and not loop.requests.offered.waiting)
+    _until(lambda: not loop.requests.live and not loop.requests.limit.counted and not loop.requests.offered)
     audit_engine(engine)
     return True
 
@@ -127,7 +126,6 @@ def _same(a: Answer, b: Answer) -> bool:
 @KINDS
 def test_answers_are_those_without_speculation(kind: index.IndexKind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "TRAIN_AT", 40)
-    monkeypatch.setattr(Odds, "pays", lambda *_: True)  # what is begun does not hang on how fast the machine is
     asked = {"max_tokens": 3, "want_logits": True, "top_k": 2}
     with _engine(0, index=str(kind)) as engine:
         plain = [engine.answer(question, **asked) for question in QUESTIONS]
@@ -138,7 +136,7 @@ def test_answers_are_those_without_speculation(kind: index.IndexKind, monkeypatc
         def slow(base: KnowledgeBase, question: str, k: int, n: int) -> Iterator[SearchStage]:
             for stage in whole(base, question, k, n):
                 engine._loop.call(lambda: None)  # what was offered before has arrived
-                _until(lambda: not engine._loop.requests.offered.waiting)
+                _until(lambda: not engine._loop.requests.offered)
                 yield stage
 
         monkeypatch.setattr(KnowledgeBase, "stages", slow)
@@ -223,22 +221,6 @@ def test_a_wrong_guess_that_was_answered_is_counted_as_nothing_but_waste(
         assert _is_clean(engine)
 
 
-def test_guesses_that_are_always_wrong_stop(scripted: Callable[..., Script], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second stage is right, and guessed at; the first is not any more, though it knows what the second knows."""
-    with _engine() as engine:
-        monkeypatch.setattr(engine._loop, "prefill_seconds", lambda tokens: 10.0)
-        scripted(THREE, TWO, TWO)
-        for _ in range(LEARNED):
-            assert engine.answer("Which?", max_tokens=1).tokens
-        assert sum(_counted(engine)) == 2 * LEARNED
-        scripted(TWO, TWO, TWO)
-        assert engine.answer("Which?", max_tokens=1).tokens
-        assert sum(_counted(engine)) == 2 * LEARNED + 1
-        seen = engine.stats()["speculations_total"]
-        assert isinstance(seen, dict) and seen["unlikely"] == 1
-        assert _is_clean(engine)
-
-
 def test_nothing_is_out_before_the_documents_are_confirmed(
     scripted: Callable[..., Script], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,7 +284,7 @@ def test_a_guess_that_cannot_be_served_does_no_harm(scripted: Callable[..., Scri
         def begun(number: int) -> None:
             if number == 2:
                 engine._loop.call(lambda: None)
-                _until(lambda: not engine._loop.requests.offered.waiting)
+                _until(lambda: not engine._loop.requests.offered)
 
         scripted(LONG, TWO, TWO, gate=begun)
         assert engine.answer("Which?", max_tokens=2).tokens and _counted(engine) == (1, 0, 0)
@@ -367,7 +349,7 @@ def test_a_guess_begins_when_the_pool_has_room(
 
         def room(number: int) -> None:
             if number == 1:
-                _until(lambda: engine._loop.requests.offered.waiting)
+                _until(lambda: engine._loop.requests.offered)
                 for future in busy:
                     future.cancel()
                 _until(lambda: offered[0].running or offered[0].ended)

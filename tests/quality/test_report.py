@@ -773,8 +773,7 @@ TRIED = (NAIVE, Setting("anchor", 0.0))
 
 def learning(budget: float, path: Path | None = None, candidates: tuple[Setting, ...] = TRIED) -> Contract:
     budgeted = Budget(budget)
-    trials = None if path is None else path.with_suffix(".trials.json")
-    return automatic(None, budgeted, evidence=LiveEvidence(report(), budgeted, candidates, trials), path=path)
+    return automatic(None, budgeted, evidence=LiveEvidence(report(), budgeted, candidates), path=path)
 
 
 def show(contract: Contract, kl: float) -> None:
@@ -803,23 +802,6 @@ def test_auto_switches_when_enough_live_requests_lie_inside_the_budget(
         contract.observe(NAIVE, False, Divergence(0.2, 0.5))
     assert contract.pick == PREFIX and "found naive outside" in contract.notices[0]
     assert not (tmp_path / "ab12.json").exists(), "the next start learns anew"
-
-
-def test_what_live_requests_showed_is_there_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, trials = tmp_path / "ab12.json", tmp_path / "ab12.trials.json"
-    for before in range(0, NEEDED, NEEDED // 2):
-        contract = learning(0.1, path)
-        assert contract.summary == f"auto: prefix; {before} of {NEEDED} requests tried"
-        for _ in range(NEEDED // 2):
-            show(contract, 0.05)
-    assert contract.pick == NAIVE and Report.load(path, "ab12").measurements[0].n == NEEDED
-    assert not trials.exists(), "a report that is given up begins with nothing"
-    show(learning(0.1, path), math.inf)
-    assert TRIED[0] not in learning(0.1, path).candidates
-    for damaged in ("[]", '{"chunks": 3}', "{", trials.read_text().replace("ab12", "cd34")):
-        trials.write_text(damaged)
-        assert learning(0.1, path).summary == f"auto: prefix; 0 of {NEEDED} requests tried"
-    assert caplog.text.count("cannot be read, so requests are tried anew") == 3
 
 
 @pytest.mark.parametrize("kl", [0.11, math.inf])

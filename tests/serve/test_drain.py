@@ -23,14 +23,14 @@ from tests.support.serving import error_of, events_of, wait_for
 
 
 @contextmanager
-def served(engine: Engine, grace: float) -> Iterator[tuple[str, Server, threading.Thread]]:
+def served(engine: Engine) -> Iterator[tuple[str, Server, threading.Thread]]:
     """The server as the command makes it, in a thread; its URL."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     drain = Drain()
     config = uvicorn.Config(create_app(engine, drain=drain), log_config=None, ws="none", lifespan="off", http="h11")
-    with Watchdog(grace) as watchdog:
-        server = Server(config, engine, watchdog, drain, grace)
+    with Watchdog() as watchdog:
+        server = Server(config, engine, watchdog, drain)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         wait_for(lambda: server.started)
@@ -46,7 +46,7 @@ def test_who_runs_and_who_waits_gets_the_grace_time(over: bool) -> None:
     with tiny.engine(max_running=2) as engine:
         body = {"model": "tiny", "prompt": "The sea is", "max_tokens": 40, "stream": True}
         answers: list[httpx.Response] = []
-        with served(engine, grace=60) as (url, server, thread), ExitStack() as rest:
+        with served(engine) as (url, server, thread), ExitStack() as rest:
             rest.enter_context(resting(engine))
             path = f"{url}/v1/completions"
             threads = [

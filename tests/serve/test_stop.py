@@ -91,7 +91,9 @@ def test_signal_stops_gracefully(number: signal.Signals) -> None:
 
 
 FLAGS = ("--port", "0", "--knowledge", "none", "--model", "fake")
-QUICK = "from ragjax.serve import server; server.CLOSING, server.LAST = {closing}, 0.5; import asyncio, threading\n"
+QUICK = """from ragjax.serve import server; server.GRACE, server.CLOSING, server.LAST = {grace}, {closing}, 0.5
+import asyncio, threading
+"""
 STUCK_THREAD = """
 async def submit(self, request):
     print("working", file=sys.stderr)
@@ -103,8 +105,8 @@ STUCK_ENGINE = "FakeEngine.close = lambda self: threading.Event().wait()"
 
 
 def test_a_stuck_thread_does_not_keep_the_process() -> None:
-    patch = QUICK.format(closing=30.0) + STUCK_THREAD  # closing takes none of it
-    process = program("--port", "0", "--knowledge", "none", "--grace", "1", "--model", "fake", patch=patch)
+    patch = QUICK.format(grace=1, closing=30.0) + STUCK_THREAD  # closing takes none of it
+    process = program(*FLAGS, patch=patch)
     url = url_of(process)
     answers: list[httpx.Response] = []
     asking = threading.Thread(
@@ -125,8 +127,8 @@ def test_a_stuck_thread_does_not_keep_the_process() -> None:
 
 
 def test_an_engine_that_does_not_close_does_not_keep_the_process() -> None:
-    patch = QUICK.format(closing=1.0) + STUCK_ENGINE
-    process = program("--port", "0", "--knowledge", "none", "--grace", "0", "--model", "fake", patch=patch)
+    patch = QUICK.format(grace=0, closing=1.0) + STUCK_ENGINE
+    process = program(*FLAGS, patch=patch)
     url_of(process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 3

@@ -6,13 +6,13 @@ endpoints as any client. It and its files need no API key: the key is asked for 
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 from dataclasses import dataclass
 from importlib.resources import files
 
-from fastapi import Request
-from fastapi.responses import Response
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 HOME = "/"
 """Where the page is. Its files lie under `/page/`; all addresses in it are relative, for proxies that add a prefix."""
@@ -50,26 +50,17 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class PageFile:
-    """A file of the page. zipped: the same by gzip. tag: an entity tag, which changes with its bytes."""
+    """A file of the page, not sent again to a browser that has it."""
 
     body: bytes
-    zipped: bytes
     media_type: str
-    tag: str
 
-    @staticmethod
-    def of(body: bytes, media_type: str) -> PageFile:
-        tag = f'W/"{hashlib.sha256(body).hexdigest()[:16]}"'  # weak: one for both forms
-        return PageFile(body, gzip.compress(body, mtime=0), media_type, tag)
-
-    async def respond(self, request: Request) -> Response:
-        headers = {**HEADERS, "etag": self.tag, "vary": "accept-encoding"}
-        if self.tag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        headers["content-type"] = self.media_type
-        if "gzip" in request.headers.get("accept-encoding", ""):
-            return Response(self.zipped, headers={**headers, "content-encoding": "gzip"})
-        return Response(self.body, headers=headers)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tag = f'W/"{hashlib.sha256(self.body).hexdigest()[:16]}"'  # weak: one for the compressed form, too
+        headers = {**HEADERS, "etag": tag}
+        if tag in Headers(scope=scope).get("if-none-match", ""):
+            return await Response(status_code=304, headers=headers)(scope, receive, send)
+        await Response(self.body, headers={**headers, "content-type": self.media_type})(scope, receive, send)
 
 
 def read() -> dict[str, PageFile]:
@@ -77,6 +68,7 @@ def read() -> dict[str, PageFile]:
     for entry in files(__name__).iterdir():
         media_type = TYPES.get(entry.name.rpartition(".")[2])
         if media_type is not None:
-            path = HOME if entry.name == "index.html" else f"/page/{entry.name}"
-            found[path] = PageFile.of(entry.read_bytes(), media_type)
+            found[HOME if entry.name == "index.html" else f"/page/{entry.name}"] = PageFile(
+                entry.read_bytes(), media_type
+            )
     return found

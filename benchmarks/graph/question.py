@@ -75,7 +75,7 @@ def extracted(folder: Path, name: str, limit: int, triples: Path, encoder: TextE
         ConfigError: if there is no such set, or its triples cannot be read.
     """
     found: list[Question] = []
-    with KnowledgeGraph.open(None, encoder) as graph:
+    with KnowledgeGraph(None, encoder) as graph:
         graph.add(read_triples(triples))
         for question in dataset.load(folder, name).questions:
             subgraphs = graph.subgraphs(question.text)

@@ -189,7 +189,6 @@ def options_of(options: EngineOptions, rank: int) -> EngineOptions:
         knowledge=None,
         graph=None,
         index_dir=None,
-        graph_dir=None,
         encoder=ENCODER,
         chunk_tokens=CHUNK_TOKENS,
         storage=replace(options.storage, disk=own),

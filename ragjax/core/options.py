@@ -254,15 +254,12 @@ class EngineOptions:
     ] = "flat"
     index_dir: Annotated[
         Place | None,
-        Flag(FIRST, "where chunks, index and uploads are kept (default: $RAGJAX_CACHE, no uploads)", "DIR"),
+        Flag(FIRST, "where chunks, index, facts and uploads are kept (default: $RAGJAX_CACHE, chunks alone)", "DIR"),
     ] = None
     watch: Annotated[bool, Flag(RETRIEVAL, "read files of --knowledge that come or change while it serves")] = False
     strict_documents: Annotated[
         bool, Flag(RETRIEVAL, "end the start if a document or fact cannot be read, instead of leaving it out")
     ] = False
-    graph_dir: Annotated[
-        Place | None, Flag(RETRIEVAL, "where the graph is kept between starts (default: in memory)", "DIR")
-    ] = None
     storage: StorageOptions = field(default_factory=StorageOptions)
     progress: bool = True  # show progress bars
     compile: bool = True  # compile what the default strategy needs now; False: each program at its first use

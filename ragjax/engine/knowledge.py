@@ -170,9 +170,7 @@ class Knowledge:
         encoder = encoder_opener(options.encoder, options.chunk_tokens)
 
         def open_graph(name: str) -> KnowledgeGraph:
-            with tqdm(desc=f"reading {name}", unit="name", disable=not options.progress) as bar:
-                folder = _folder(options.graph_dir, name, "knowledge graph")
-                return KnowledgeGraph.open(folder, encoder(), lambda done: bar.update(done - bar.n))
+            return KnowledgeGraph(_folder(options.index_dir, name, "knowledge graph"), encoder())
 
         return cls(
             KnowledgeRegistry("knowledge base", "rag.knowledge", base_opener(options, tokenizer, encoder)),

@@ -1,22 +1,16 @@
-"""SQLite files that one process holds alone, checksums of what is stored, and a fair lock for writers.
-
-The directory of a closed triple store is sealed: digests of its files lie in a file beside them and are compared before
-the store is opened again. RocksDB, under pyoxigraph, checks the blocks that it reads, but it takes a log or manifest
-that was cut short for the end of what was written, and other damage makes it hang or fill the memory.
-"""
+"""SQLite files that one process holds alone, checksums of what is stored, and a fair lock for writers."""
 
 from __future__ import annotations
 
 import hashlib
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from ragjax.core import ConfigError, DamageError, DiskFullError
-from ragjax.core.file import atomic_path
+from ragjax.core import ConfigError, DiskFullError
 
 T = TypeVar("T")
 
@@ -150,47 +144,3 @@ class FairLock:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-
-
-_SEAL = "seal"
-_LASTING = ".sst"  # never changed; gone when the database has put their rows into others
-_KEPT = (f"*{_LASTING}", "*.log", "MANIFEST-*", "CURRENT")
-_OPEN, _CLOSED = "open", "closed"
-
-
-def verify_sealed(folder: Path) -> dict[str, str]:
-    """Compare a store that nobody has open with what it was when it was closed, and return the digests for `seal`.
-
-    After a kill, only files that never change are compared. A store without a seal is taken as it is. Raises
-    DamageError.
-    """
-    state, digests, place = _OPEN, dict[str, str](), folder / _SEAL
-    if place.exists():
-        body, _, own = place.read_bytes().decode("ascii", "replace").rpartition("\n")
-        if own != hashlib.blake2b(body.encode(), digest_size=16).hexdigest():
-            raise DamageError(f"{_SEAL} is not as it was written")
-        state, *lines = body.split("\n")
-        digests = {name: digest for name, _, digest in (line.rpartition(" ") for line in lines)}
-    found = _file_digests(folder)
-    for name, digest in digests.items():
-        if found.get(name, digest) != digest:
-            raise DamageError(f"{name} is not as it was written")
-        if name not in found and state == _CLOSED:
-            raise DamageError(f"{name} is gone")
-    return {name: digest for name, digest in found.items() if name.endswith(_LASTING)}
-
-
-def _file_digests(folder: Path) -> dict[str, str]:
-    found = {}
-    for path in (path for pattern in _KEPT for path in sorted(folder.glob(pattern))):
-        with path.open("rb") as file:
-            found[path.name] = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    return found
-
-
-def seal(folder: Path, digests: Mapping[str, str] | None = None) -> None:
-    """Write the seal of a store: of one that is opened these digests, of one that was closed (None) those of now."""
-    state, digests = (_CLOSED, _file_digests(folder)) if digests is None else (_OPEN, digests)
-    body = "\n".join([state, *(f"{name} {digest}" for name, digest in digests.items())])
-    with atomic_path(folder / _SEAL, durable=True) as part:
-        part.write_text(f"{body}\n{hashlib.blake2b(body.encode(), digest_size=16).hexdigest()}", encoding="ascii")

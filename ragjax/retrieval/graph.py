@@ -15,22 +15,12 @@ from typing import Literal
 
 import numpy as np
 
-from ragjax.core import ConfigError, Indexing, RequestError
-from ragjax.retrieval.entity_index import EntityIndex, Lexicon
+from ragjax.core import Indexing, RequestError
+from ragjax.retrieval.facts import FactStore
 from ragjax.retrieval.index import Vectors
 from ragjax.retrieval.knowledge import Recent, TextEncoder
-from ragjax.retrieval.triples import (
-    BATCH,
-    INVERSE,
-    Alias,
-    OxigraphStore,
-    RelationPath,
-    Subgraph,
-    Triple,
-    batches,
-    maximal,
-    path_text,
-)
+from ragjax.retrieval.lexicon import Lexicon
+from ragjax.retrieval.triples import INVERSE, Alias, RelationPath, Subgraph, Triple, maximal, path_text
 
 COMPARED = 512
 """Paths from one entity that are compared with the question, about; it bounds the time that a hub can take."""
@@ -39,6 +29,7 @@ SIMILAR = 0.5
 """Cosine similarity from which an entity counts as meant by a question that names none."""
 
 _READ = 512  # edges of an entity, each way, among which the ones that are walked are chosen
+_BATCH = 2_000  # triples that are stored together: what a kill can cost
 _CACHED = 2**15  # embeddings of paths: 48 MiB at 384 dimensions
 _DIGITS = 5  # of a score: those behind vary with the texts that were embedded together
 
@@ -58,56 +49,21 @@ class Entity:
 class KnowledgeGraph:
     """Triples that can be searched by meaning. One thread at a time may write; any number may read meanwhile."""
 
-    def __init__(
-        self,
-        store: OxigraphStore,
-        encoder: TextEncoder,
-        *,
-        names: Path | None = None,
-        progress: Callable[[int], None] | None = None,
-    ):
-        """Over a store, which is closed with the graph.
-
-        names: file that keeps the embeddings of entity names (None: there is none). progress: called with the number of
-        names embedded so far.
-        """
-        self._store = store
+    def __init__(self, directory: str | Path | None, encoder: TextEncoder):
+        """The graph kept in a directory, made if need be; None keeps it in memory. Raises ConfigError."""
+        self._facts = FactStore(None if directory is None else Path(directory) / "graph.sqlite", encoder)
         self._encoder = _CachedEncoder(encoder, _CACHED)
-        self._index = EntityIndex(encoder, names)
         self._lexicon = Lexicon()
         self._writing = threading.Lock()
         self.indexing: Indexing | None = None  # how far its source is read; None: it has none
-        entities = set(store.entities())
-        self._index.remove_names(self._index.names - entities)
-        self._index.add_names(sorted(entities - self._index.names), progress)
-        for name in sorted(entities):
+        for name in self._facts.entities:
             self._lexicon.add_entity(name)
-        for alias in sorted(store.aliases()):
+        for alias in self._facts.aliases():
             self._lexicon.add_alias(alias)
-
-    @classmethod
-    def open(
-        cls, directory: str | Path | None, encoder: TextEncoder, progress: Callable[[int], None] | None = None
-    ) -> KnowledgeGraph:
-        """The graph kept in a directory, made if need be; None keeps it in memory. Raises as the constructor."""
-        if directory is None:
-            return cls(OxigraphStore(), encoder, progress=progress)
-        directory = Path(directory)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{directory}: cannot be made: {error.strerror}") from error
-        store = OxigraphStore(directory / "triples")
-        try:
-            return cls(store, encoder, names=directory / "names.sqlite", progress=progress)
-        except BaseException:
-            store.close()
-            raise
 
     def close(self) -> None:
         with self._writing:
-            self._index.close()
-            self._store.close()
+            self._facts.close()
 
     def __enter__(self) -> KnowledgeGraph:
         return self
@@ -116,47 +72,39 @@ class KnowledgeGraph:
         self.close()
 
     def __len__(self) -> int:
-        return len(self._store)
+        return len(self._facts)
 
     @property
     def entities(self) -> int:
-        return len(self._index)
+        return len(self._facts.entities)
 
     def add(self, items: Iterable[Triple | Alias]) -> int:
         """Store triples and aliases, and embed the names of new entities; returns the number of new triples."""
-        new = 0
+        new, rest = 0, iter(items)
         with self._writing:
-            for batch in batches(items, BATCH):
-                facts = [item for item in batch if isinstance(item, Triple)]
-                new += self._store.add_triples(facts)
+            while batch := list(islice(rest, _BATCH)):
                 aliases = [item for item in batch if isinstance(item, Alias)]
-                self._store.add_aliases(aliases)
+                added, names = self._facts.add_facts([item for item in batch if isinstance(item, Triple)], aliases)
+                new += added
                 for alias in aliases:
                     self._lexicon.add_alias(alias)
-                names = dict.fromkeys(name for fact in facts for name in (fact.head, fact.tail))
-                fresh = [name for name in names if name not in self._index]
-                self._index.add_names(fresh)
-                for name in fresh:
+                for name in names:
                     self._lexicon.add_entity(name)
         return new
 
     def delete(self, triples: Iterable[Triple]) -> int:
         """Remove triples, and say how many were there. An entity without triples is no entity of the graph any more."""
-        triples = list(triples)
         with self._writing:
-            gone = self._store.delete_triples(triples)
-            left = {name for triple in triples for name in (triple.head, triple.tail) if not self._store.has(name)}
-            for name in left:
+            gone, names = self._facts.delete_facts(list(triples))
+            for name in names:
                 self._lexicon.remove_entity(name)
-            self._index.remove_names(left)
         return gone
 
     def retain(self, triples: Collection[Triple]) -> int:
         """Remove every triple but these, whose relations are in their own direction; the number removed."""
-        if len(self._store) == len(triples):  # as a rule: all of them were just added
+        if len(self._facts) == len(triples):  # as a rule: all of them were just added
             return 0
-        edges = (edge for entity in self._store.entities() for edge in self._store.edges(entity, len(self._store)))
-        return self.delete([edge for edge in edges if edge not in triples])
+        return self.delete(self._facts.others(triples))
 
     def link(self, question: str, limit: int = 10) -> tuple[Entity, ...]:
         """The entities that a question is about, at most `limit`.
@@ -165,10 +113,10 @@ class KnowledgeGraph:
         names that overlap the longest. A name of up to three letters counts where it is spelled as it is. Only if there
         are none: those whose names are most similar to the question, from SIMILAR on, best first.
         """
-        how = {mention.entity: mention.how for mention in self._lexicon.mentions(question, self._index)}
+        how = {mention.entity: mention.how for mention in self._lexicon.mentions(question, self._facts)}
         if how:
             return tuple(Entity(name, 1.0, how[name]) for name in islice(how, limit))
-        nearest = self._index.nearest(question, limit)
+        nearest = self._facts.nearest(question, limit)
         return tuple(Entity(name, score, "similar") for name, score in nearest if score >= SIMILAR)
 
     def subgraphs(
@@ -202,11 +150,11 @@ class KnowledgeGraph:
         return list(dict.fromkeys(entity for name in entities for entity in self._meant(name)))
 
     def _meant(self, name: str) -> tuple[str, ...]:
-        if name in self._index:
+        if name in self._facts:
             return (name,)
-        if named := [entity for entity in self._lexicon.named(name) if entity in self._index]:
+        if named := [entity for entity in self._lexicon.named(name) if entity in self._facts]:
             return tuple(named)
-        near = ", ".join(repr(entity) for entity, _ in self._index.nearest(name, 3))
+        near = ", ".join(repr(entity) for entity, _ in self._facts.nearest(name, 3))
         hint = f"the nearest are {near}" if near else "the graph is empty: import triples first"
         raise RequestError(f"entity {name!r} is not in the graph; {hint}", param="rag.graph.entities", code="not_found")
 
@@ -220,7 +168,7 @@ class KnowledgeGraph:
             for path in frontier:
                 end, met = path[-1], path[::2]
                 if end not in memo:
-                    memo[end] = _in_turn(end, self._store.edges(end, _READ))
+                    memo[end] = _in_turn(end, self._facts.edges(end, _READ))
                 steps = ((*path, relation, other) for relation, other in memo[end] if other not in met)
                 further += islice(steps, fanout)
             frontier = further

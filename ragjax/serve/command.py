@@ -278,7 +278,7 @@ def _cannot_listen(host: str, port: int, error: Exception) -> core.ConfigError:
 
 
 def _load(options: argparse.Namespace) -> Service:
-    for place in (options.engine.index_dir, options.engine.graph_dir, options.engine.storage.disk):
+    for place in (options.engine.index_dir, options.engine.storage.disk):
         if place is not None:
             with suppress(OSError):  # who opens it says what is wrong; one that is there keeps its mode
                 Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ragjax.retrieval.entity_index import Lexicon
+from ragjax.retrieval.lexicon import Lexicon
 from ragjax.retrieval.triple_files import read_triples
 from ragjax.retrieval.triples import INVERSE, RelationPath, Triple
 

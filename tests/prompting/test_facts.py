@@ -31,7 +31,7 @@ QUESTION = "Where is the company that Elon Musk founded?"
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with tiny.engine(open_graph=lambda name: KnowledgeGraph.open(None, HashedEncoder())) as made:
+    with tiny.engine(open_graph=lambda name: KnowledgeGraph(None, HashedEncoder())) as made:
         made.add_triples(TRIPLES)
         yield made
         audit_engine(made)
@@ -42,7 +42,7 @@ def test_a_graph_holds_what_its_source_holds_now(tmp_path: Path) -> None:
     found = []
     for text in ("Ada\tlives in\tParis\nAda\twrote\tNotes\n", "Ada\tlives in\tRome\nAda\twrote\tNotes\n"):
         source.write_text(text)
-        with tiny.engine(open_graph=lambda name: KnowledgeGraph.open(folder, HashedEncoder())) as made:
+        with tiny.engine(open_graph=lambda name: KnowledgeGraph(folder, HashedEncoder())) as made:
             fill(GraphFilling(made.knowledge.graphs.make("facts"), "facts", source), progress=False)
             found.append([fact.steps[2] for fact in made.answer("Ada?", graph=Graph(), max_tokens=1).facts])
     assert found == [["Paris", "Notes"], ["Rome", "Notes"]]

@@ -212,7 +212,7 @@ def test_the_own_store_lists_what_was_left_out(tmp_path: Path) -> None:
 
 def test_facts_that_cannot_be_read_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = write(tmp_path, "a.tsv", b"Tolva\texports\tsalt\nTolva\texports\n\xff\nOske\texports\tcopper\n")
-    with KnowledgeGraph.open(None, WordEncoder()) as graph, caplog.at_level(logging.WARNING):
+    with KnowledgeGraph(None, WordEncoder()) as graph, caplog.at_level(logging.WARNING):
         filling = GraphFilling(graph, "facts", source)
         states = [filling.progress and filling.progress.running for _ in filling.steps()]
         assert len(graph) == 2 and len(states) > 1 and all(states)
@@ -238,7 +238,7 @@ def test_statements_of_rdf_that_cannot_be_read_are_left_out(
     tmp_path: Path, name: str, data: bytes, broken: list[int]
 ) -> None:
     source = write(tmp_path, name, data)
-    with KnowledgeGraph.open(None, WordEncoder()) as graph:
+    with KnowledgeGraph(None, WordEncoder()) as graph:
         list(GraphFilling(graph, "facts", source).steps())
         told = graph.indexing
         assert told is not None and told.facts == len(graph) == 2
@@ -250,7 +250,7 @@ def test_a_server_starts_with_facts_that_cannot_be_read(tmp_path: Path, caplog: 
     fillings = list[GraphFilling]()
     for name in ("broken", "whole"):
         source = write(tmp_path, f"{name}.nt", "none\n" * 20_000 if name == "broken" else "<a:a> <a:b> <a:c> .\n")
-        fillings.append(GraphFilling(KnowledgeGraph.open(None, WordEncoder()), name, source))
+        fillings.append(GraphFilling(KnowledgeGraph(None, WordEncoder()), name, source))
     filler = Filler(fillings, lambda: False)
     assert filler.wait(60)
     filler.close()

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragjax.core import ConfigError, DamageError, RequestError
-from ragjax.retrieval import entity_index
+from ragjax.core import ConfigError, RequestError
+from ragjax.retrieval import facts
 from ragjax.retrieval import graph as module
-from ragjax.retrieval.entity_index import MAX_WORDS, EntityIndex, Lexicon
+from ragjax.retrieval.facts import FactStore
 from ragjax.retrieval.graph import COMPARED, Entity, KnowledgeGraph
-from ragjax.retrieval.triples import INVERSE, Alias, OxigraphStore, Triple
+from ragjax.retrieval.lexicon import MAX_WORDS, Lexicon
+from ragjax.retrieval.triples import INVERSE, Alias, Triple
 from tests.support.fakes import WordEncoder
 from tests.support.growth import calls
 
@@ -34,7 +35,7 @@ FILMS = [
 
 
 def opened(directory: Path | None = None, triples: Sequence[Triple] = (), **changes) -> KnowledgeGraph:
-    graph = KnowledgeGraph.open(directory, **{"encoder": WordEncoder()} | changes)
+    graph = KnowledgeGraph(directory, **{"encoder": WordEncoder()} | changes)
     if triples:
         graph.add(triples)
     return graph
@@ -71,17 +72,6 @@ def test_a_restart_embeds_nothing_twice(tmp_path: Path) -> None:
             opened(tmp_path)
 
 
-def test_a_file_that_vanishes_tells_of_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its compaction removes files while they are compared here."""
-
-    def vanished(place: Path) -> None:
-        raise FileNotFoundError(2, "No such file or directory", str(place / "000012.sst"))
-
-    monkeypatch.setattr("ragjax.retrieval.triples.verify_sealed", vanished)
-    with pytest.raises(ConfigError, match=r"000012\.sst.*another process has it open"):
-        opened(tmp_path)
-
-
 def test_names_of_another_encoder_are_embedded_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     opened(tmp_path, FILMS).close()
     encoder = WordEncoder("other")
@@ -90,60 +80,44 @@ def test_names_of_another_encoder_are_embedded_again(tmp_path: Path, caplog: pyt
     assert "another encoder" in caplog.text
 
 
-def test_an_import_that_was_killed_is_made_good_at_the_next_start(tmp_path: Path) -> None:
-    store = OxigraphStore(tmp_path / "triples")
-    store.add_triples(FILMS)  # and then the names were never embedded
-    store.close()
-    told: list[int] = []
-    with opened(tmp_path, progress=told.append) as graph:
-        assert told == [10] and graph.entities == 10
-    store = OxigraphStore(tmp_path / "triples")
-    store.delete_triples(FILMS[5:6])  # and then the names were never removed
-    store.close()
-    with opened(tmp_path) as graph:
-        assert graph.entities == 8
-    (tmp_path / "names.sqlite").unlink()
-    with opened(tmp_path) as graph:
-        assert graph.entities == 8
-
-
-@pytest.mark.parametrize("content", [b"not a database, but long enough to look like none", b""])
-def test_a_broken_file_of_names(content: bytes, tmp_path: Path) -> None:
+def test_a_broken_file_is_one_error(tmp_path: Path) -> None:
     opened(tmp_path, FILMS).close()
-    (tmp_path / "names.sqlite").write_bytes(content)
-    if content:
-        with pytest.raises(ConfigError, match=r"broken .*delete it"):
+    file = tmp_path / "graph.sqlite"
+    content = file.read_bytes()
+    assert content.count(b"Serpico") > 5
+    for changed in (b"not a database, but long enough to look like none", content.replace(b"Serpico", b"Serpica", 1)):
+        file.write_bytes(changed)
+        with pytest.raises(ConfigError, match=r"graph.sqlite: broken .*delete it and import the facts again"):
             opened(tmp_path)
-        (tmp_path / "names.sqlite").unlink()
-    with opened(tmp_path) as graph:  # the refused one let go of the store
-        assert graph.entities == 10
+    file.write_bytes(b"")
+    with opened(tmp_path) as graph:
+        assert graph.entities == 0
 
 
-def test_a_file_of_names_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
-    file, triple = tmp_path / "names.sqlite", Triple("a", "b", "c")
-    with KnowledgeGraph.open(tmp_path, WordEncoder()) as graph:
-        graph.add([triple])
+def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    file, triple = tmp_path / "graph.sqlite", Triple("a", "b", "c")
+    opened(tmp_path, [triple]).close()
     content = bytearray(file.read_bytes())
     content[18] = 3  # SQLite reads files of a later version, and does not write them
     file.write_bytes(content)
-    with KnowledgeGraph.open(tmp_path, WordEncoder()) as graph:
+    with opened(tmp_path) as graph:
         for change in (lambda: graph.add([Triple("d", "b", "c")]), lambda: graph.delete([triple])):
-            with pytest.raises(ConfigError, match=r"names.sqlite: cannot be written: .*readonly"):
+            with pytest.raises(ConfigError, match=r"graph.sqlite: cannot be written: .*readonly"):
                 change()
+        assert graph.entities == 2
 
 
-def test_a_damaged_store_is_named(tmp_path: Path) -> None:
-    opened(tmp_path, FILMS).close()
-    for file in (tmp_path / "triples").glob("MANIFEST*"):
-        file.write_bytes(b"x" * 100)
-    with pytest.raises(DamageError, match=r"triples: the store of triples is damaged .*delete it and import") as raised:
-        opened(tmp_path)
-    assert "\n" not in str(raised.value)
+def test_an_import_that_fails_leaves_nothing(films: KnowledgeGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragjax.retrieval.facts._insert_names", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        films.add([Triple("Heat", "shown in", "Rome")])
+    assert len(films) == len(FILMS) and films.link("Rome") == ()
+    assert [path.steps[2] for path in films.subgraphs("?", ["Heat"], hops=1)[0].paths] == ["Michael Mann", "Al Pacino"]
 
 
 def test_a_place_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be opened"):
         opened(tmp_path / "file" / "graph")
 
 
@@ -165,16 +139,14 @@ def test_what_is_not_retained_goes(films: KnowledgeGraph) -> None:
 
 
 def test_names_are_embedded_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entity_index, "_BATCH", 4)
-    names = EntityIndex(WordEncoder())
-    told: list[int] = []
-    names.add_names([str(n) for n in range(10)], told.append)
-    assert told == [4, 8, 10]
-    names.remove_names(["3", "absent"])
-    assert len(names) == 9 and "3" not in [name for name, _ in names.nearest("3", 9)]
-    assert len(names.nearest("3", 9)) == 9
-    assert names.nearest("7", 1) == [("7", pytest.approx(1.0))]
-    assert names.nearest(" ", 3) == [] == names.nearest("7", 0)
+    monkeypatch.setattr(facts, "_TOGETHER", 4)
+    store = FactStore(None, WordEncoder())
+    store.add_facts([Triple(str(n), "is", str(n)) for n in range(10)])
+    store.delete_facts([Triple("3", "is", "3")])
+    assert len(store.entities) == 9 and "3" not in [name for name, _ in store.nearest("3", 9)]
+    assert len(store.nearest("3", 9)) == 9
+    assert store.nearest("7", 1) == [("7", pytest.approx(1.0))]
+    assert store.nearest(" ", 3) == [] == store.nearest("7", 0)
 
 
 # ------------------------------------------------------------------------------------------- linking

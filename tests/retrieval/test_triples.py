@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragjax.core import ConfigError, RequestError
-from ragjax.retrieval import triples as module
+from ragjax.retrieval.facts import FactStore
 from ragjax.retrieval.triple_files import read_triples
-from ragjax.retrieval.triples import INVERSE, Alias, OxigraphStore, RelationPath, Subgraph, Triple, forward, maximal
+from ragjax.retrieval.triples import INVERSE, Alias, RelationPath, Subgraph, Triple, forward, maximal
+from tests.support.fakes import WordEncoder
 
 FACTS = [
     Triple("Alice", "likes", "Titanic"),
@@ -26,89 +26,60 @@ FACTS = [
 
 
 @pytest.fixture(params=["memory", "disk"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OxigraphStore]:
-    made = OxigraphStore(tmp_path / "triples" if request.param == "disk" else None)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FactStore]:
+    made = FactStore(tmp_path / "graph.sqlite" if request.param == "disk" else None, WordEncoder())
     yield made
     made.close()
 
 
-# ------------------------------------------------------------------------------------------ the stores
+# ------------------------------------------------------------------------------------------- the store
 
 
-def test_what_is_added_is_there_once(store: OxigraphStore) -> None:
-    assert store.add_triples([*FACTS, *FACTS]) == 5
-    assert store.add_triples(FACTS[:2]) == 0
-    assert len(store) == 5
-    assert set(store.entities()) == {"Alice", "Titanic", "Tragedy", "Romance", "Bob"}
-    assert store.has("Romance") and store.has("Alice") and not store.has("likes") and not store.has("")
+def test_what_is_added_is_there_once(store: FactStore) -> None:
+    assert store.add_facts([*FACTS, *FACTS]) == (5, ["Alice", "Titanic", "Tragedy", "Romance", "Bob"])
+    assert store.add_facts(FACTS[:2]) == (0, [])
+    assert len(store) == 5 and len(store.entities) == 5
+    assert "Romance" in store and "Alice" in store and "likes" not in store and "" not in store
     assert store.edges("Titanic", 10) == (FACTS[2], FACTS[1], FACTS[0], FACTS[3])
     assert store.edges("Bob", 10) == (FACTS[4], FACTS[3])  # its edge to itself is told once
     assert store.edges("nobody", 10) == ()
-    assert store.delete_triples([FACTS[2], FACTS[2], Triple("a", "b", "c")]) == 1
-    assert len(store) == 4 and not store.has("Romance")
-    assert store.delete_triples([]) == 0
+    assert store.others(FACTS[1:]) == [FACTS[0]]
+    assert store.delete_facts([FACTS[2], FACTS[2], Triple("a", "b", "c")]) == (1, ["Romance"])
+    assert len(store) == 4 and "Romance" not in store
+    assert store.delete_facts([]) == (0, [])
 
 
-def test_a_limit_holds_for_each_direction(store: OxigraphStore) -> None:
-    store.add_triples(Triple("hub", "r", f"t{n}") for n in range(20))
-    store.add_triples(Triple(f"h{n}", "r", "hub") for n in range(20))
+def test_a_limit_holds_for_each_direction(store: FactStore) -> None:
+    store.add_facts([Triple("hub", "r", f"t{n}") for n in range(20)])
+    store.add_facts([Triple(f"h{n}", "r", "hub") for n in range(20)])
     edges = store.edges("hub", 7)
     assert [edge.head == "hub" for edge in edges] == [True] * 7 + [False] * 7
     assert edges == store.edges("hub", 7)
     assert len(set(edges)) == 14
 
 
-def test_an_inverse_relation_is_stored_forwards(store: OxigraphStore) -> None:
-    assert store.add_triples([Triple("Titanic", "likes" + INVERSE, "Alice"), Triple("x", "r" + 2 * INVERSE, "y")]) == 2
-    assert store.add_triples([FACTS[0], Triple("x", "r", "y")]) == 0
+def test_an_inverse_relation_is_stored_forwards(store: FactStore) -> None:
+    turned = [Triple("Titanic", "likes" + INVERSE, "Alice"), Triple("x", "r" + 2 * INVERSE, "y")]
+    assert store.add_facts(turned)[0] == 2
+    assert store.add_facts([FACTS[0], Triple("x", "r", "y")])[0] == 0
 
 
-def test_aliases_are_no_triples(store: OxigraphStore) -> None:
-    assert store.add_aliases([Alias("Bob", "Bobby"), Alias("Bob", "Rob"), Alias("Bob", "Rob")]) == 2
-    assert store.add_aliases([Alias("Bob", "Rob"), Alias("Alice", "Al")]) == 1
-    assert (len(store), list(store.entities()), store.has("Bob")) == (0, [], False)
-    assert sorted(alias for alias in store.aliases() if alias.entity == "Bob") == [("Bob", "Bobby"), ("Bob", "Rob")]
-    assert len(list(store.aliases())) == 3
+def test_aliases_are_no_triples(store: FactStore) -> None:
+    told = [Alias("Bob", "Bobby"), Alias("Bob", "Rob"), Alias("Bob", "Rob")]
+    assert store.add_facts([], told) == store.add_facts([], [Alias("Alice", "Al"), *told]) == (0, [])
+    assert (len(store), len(store.entities), "Bob" in store) == (0, 0, False)
+    assert store.aliases() == [("Alice", "Al"), ("Bob", "Bobby"), ("Bob", "Rob")]
 
 
 @pytest.mark.parametrize("bad", [Triple("", "r", "t"), Triple("h", " ", "t"), Triple("h", "r", "\ud800")])
-def test_a_name_that_is_none_is_refused(store: OxigraphStore, bad: Triple) -> None:
+def test_a_name_that_is_none_is_refused(store: FactStore, bad: Triple) -> None:
     with pytest.raises(RequestError, match=r"blank name|not valid Unicode"):
-        store.add_triples([bad])
+        store.add_facts([bad])
     with pytest.raises(RequestError):
-        store.add_triples([Triple("h", INVERSE, "t")])
+        store.add_facts([Triple("h", INVERSE, "t")])
+    with pytest.raises(RequestError):
+        store.add_facts([], [Alias("h", " ")])
     assert len(store) == 0
-
-
-def test_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BATCH", 3)
-    monkeypatch.setattr(module, "_BULK", 3)
-    store = OxigraphStore()
-    assert store.add_triples([*FACTS, *FACTS]) == 5
-    assert len(store) == len(list(store.entities())) == 5
-
-
-def test_a_stored_graph_is_there_again(tmp_path: Path) -> None:
-    place = tmp_path / "triples"
-    store = OxigraphStore(place)
-    store.add_triples(FACTS)
-    store.add_aliases([Alias("Bob", "Rob")])
-    with pytest.raises(ConfigError, match="another process has it open"):
-        OxigraphStore(place)
-    store.close()
-    store.close()
-    with pytest.raises(ValueError, match="closed"):
-        store.edges("Bob", 1)
-    again = OxigraphStore(place)
-    assert len(again) == 5 and list(again.aliases()) == [Alias("Bob", "Rob")]
-    assert set(again.edges("Titanic", 9)) == set(FACTS[:4])
-    again.close()
-
-
-def test_a_place_that_cannot_be_used(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be opened"):
-        OxigraphStore(tmp_path / "file" / "triples")
 
 
 NAMES = st.text(min_size=1).filter(str.strip)
@@ -116,34 +87,13 @@ NAMES = st.text(min_size=1).filter(str.strip)
 
 @given(head=NAMES, relation=NAMES.filter(lambda name: not name.endswith(INVERSE)), tail=NAMES)
 def test_any_name_survives(head: str, relation: str, tail: str) -> None:
-    store = OxigraphStore()
+    store = FactStore(None, WordEncoder())
     triple = Triple(head, relation, tail)
-    assert store.add_triples([triple]) == 1
+    assert store.add_facts([triple], [Alias(head, tail)])[0] == 1
     assert store.edges(head, 5) == (triple,)
-    assert set(store.entities()) == {head, tail}
-    store.add_aliases([Alias(head, tail)])
-    assert list(store.aliases()) == [Alias(head, tail)]
-
-
-def test_reading_while_another_writes() -> None:
-    store = OxigraphStore()
-    store.add_triples(FACTS)
-    failed: list[BaseException] = []
-
-    def look() -> None:
-        try:
-            for _ in range(300):
-                assert set(store.edges("Titanic", 50)) >= set(FACTS[:4])
-        except BaseException as error:
-            failed.append(error)
-
-    readers = [threading.Thread(target=look) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    store.add_triples(Triple(f"e{n % 97}", "r", f"e{n}") for n in range(5_000))
-    for reader in readers:
-        reader.join()
-    assert not failed
+    assert set(store.entities) == {head, tail}
+    assert store.aliases() == [Alias(head, tail)]
+    store.close()
 
 
 # ----------------------------------------------------------------------------------------------- files

@@ -48,7 +48,6 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         "max_context": 512,
         "index": "hnsw",
         "index_dir": str(tmp_path / "kept"),
-        "graph_dir": str(tmp_path / "graphs"),
     }
     flags = [part for name, value in expected.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     facts = tmp_path / "facts.tsv"
@@ -221,7 +220,7 @@ def test_folders_of_state_are_made_for_the_servers_user_alone(tmp_path: Path) ->
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o755)
     shared.chmod(0o755)
-    for name in ("--index-dir", "--graph-dir", "--disk-cache"):
+    for name in ("--index-dir", "--disk-cache"):
         made = tmp_path / "state" / name
         for folder, mode in ((made, 0o700), (shared, 0o755)):
             flags = [name, str(folder), "--model", "missing", "--knowledge", "none", "--port", "0"]

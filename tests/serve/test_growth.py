@@ -12,7 +12,7 @@ from ragjax.core.depprompt import merge
 from ragjax.prompting.chat import chat_prompt, graph_prompt
 from ragjax.prompting.facts import ground
 from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.entity_index import Lexicon
+from ragjax.retrieval.lexicon import Lexicon
 from ragjax.retrieval.triples import RelationPath, maximal, subgraphs_of
 from ragjax.schedule.generation import AnswerText
 from ragjax.serve.schema.chat import ChatBody

@@ -295,20 +295,6 @@ def write_metrics(folder: Path) -> None:
 # --------------------------------------------------------------------------------------------- folders
 
 
-@dataclass(frozen=True)
-class Folders:
-    """What an engine keeps on disk: entries of the cache, the index of a knowledge base, a graph."""
-
-    home: Path
-
-    def options(self) -> dict[str, Any]:
-        return {
-            "storage": StorageOptions(disk=self.home / "cache", disk_gb=1.0, host_gb=0.0),
-            "index_dir": self.home / "index",
-            "graph_dir": self.home / "graph",
-        }
-
-
 NOTES = tuple(
     Document(f"n{i}", text)
     for i, text in enumerate(
@@ -365,7 +351,7 @@ def ask_kept(folder: Path, home: Path) -> Kept:
 def kept_in(home: Path) -> dict[str, Any]:
     """Options of an engine that keeps entries, indexes and graphs there."""
     storage = StorageOptions(disk=home / "cache", disk_gb=1.0, host_gb=0.0)
-    return {"storage": storage, "index_dir": home / "index", "graph_dir": home / "graph"}
+    return {"storage": storage, "index_dir": home / "index"}
 
 
 def write_folders(folder: Path) -> None:
@@ -378,7 +364,6 @@ def write_folders(folder: Path) -> None:
         preprocess(engine, "harbour", n=1, system=BRIEF, progress=False)
         for strategy, ask in KEPT:
             ask(engine, strategy, {"max_tokens": TOKENS})
-    (home / "graph" / "facts" / "triples" / "LOG").unlink()
     with tempfile.TemporaryDirectory() as scratch:
         kept = ask_kept(folder, shutil.copytree(home, Path(scratch) / "folders"))
     (HOME / "folders.json").write_text(json.dumps(asdict(kept), indent=1) + "\n")

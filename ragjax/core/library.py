@@ -90,6 +90,10 @@ class Indexing:
         return told if self.running else None
 
     @property
+    def held(self) -> str:
+        return f"{self.facts} facts" if self.facts else f"{self.chunks} chunks"
+
+    @property
     def share(self) -> str:
         return f"{self.files:,} of {self.files_total:,} files of {self.knowledge}"
 

@@ -347,8 +347,7 @@ def fill(filling: Filling | GraphFilling, progress: bool) -> None:
         for _ in filling.steps():
             if (told := filling.progress) is not None:
                 bar.total = int(told.mb_total * 1e6)
-                held = f"{told.facts} facts" if told.facts else f"{told.chunks} chunks"
-                bar.set_postfix_str(f"{told.files}/{told.files_total} files, {held}", refresh=False)
+                bar.set_postfix_str(f"{told.files}/{told.files_total} files, {told.held}", refresh=False)
                 bar.update(int(told.mb * 1e6) - bar.n)
     told = filling.progress
     if told is None or not (told.chunks or told.facts):

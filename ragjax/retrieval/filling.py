@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -41,29 +41,63 @@ _RETRY_S = 60.0  # after a fault that is no document's, a full disk for instance
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class Filling:
-    base: KnowledgeBase
-    source: Path
-    _skipped: dict[str, list[Skipped]] = field(default_factory=dict)  # by file
-    _listed: tuple[Skipped, ...] = ()
-    _told: tuple[object, ...] = ()  # what the log said of the source lately
-    _files: int = 0  # that are read and stored
-    _all_files: int = 0
-    _bytes: int = 0
-    _all_bytes: int = 0
-    _work: float = 0.0  # bytes of text that were read and stored in this run, and that are to be
-    _all_work: float = 0.0
-    _began: float = 0.0
+class SourceReading:
+    """A source that is read in steps, and how far that is; what it fills tells it (`indexing`).
+
+    Of files and bytes what is done, and all there is; of the work, bytes of text, what is done in this run.
+    """
+
+    def __init__(self, held: KnowledgeBase | KnowledgeGraph, name: str, source: Path):
+        self.name = name
+        self.source = source
+        self._held = held
+        self._listed: tuple[Skipped, ...] = ()  # what is left out
+        self._told: tuple[object, ...] = ()  # what the log said of the source lately
 
     @property
     def progress(self) -> Indexing | None:
-        return self.base.indexing
+        return self._held.indexing
+
+    def _begin(self, files: Sequence[int], left: Sequence[int], work: float) -> None:
+        """Sizes of all files, and of those that are to be read, which are so much work."""
+        self._files, self._all_files = len(files) - len(left), len(files)
+        self._bytes, self._all_bytes = sum(files) - sum(left), sum(files)
+        self._work, self._all_work = 0.0, work
+        self._began = time.monotonic()
+        self._tell(running=bool(left))
+
+    def _advance(self, size: int, work: float) -> None:
+        self._bytes = min(self._all_bytes, self._bytes + size)
+        self._work = min(self._all_work, self._work + work)
+
+    def _tell(self, running: bool = True) -> None:
+        rate = (self._work + _USUAL_RATE * _USUAL_S) / (time.monotonic() - self._began + _USUAL_S)
+        count, facts = len(self._held), isinstance(self._held, KnowledgeGraph)
+        self._held.indexing = Indexing(
+            self.name, self._files, self._all_files, self._bytes / 1e6, self._all_bytes / 1e6, 0 if facts else count,
+            (self._all_work - self._work) / rate, self._listed, running, count if facts else 0,
+        )  # fmt: skip
+
+    def _end(self, told: tuple[str, ...] = ()) -> None:
+        self._tell(running=False)
+        if (*told, *self._listed) != self._told:
+            self._told = (*told, *self._listed)
+            log_left_out(self.source, told, self._listed)
+
+
+class Filling(SourceReading):
+    def __init__(self, base: KnowledgeBase, source: Path):
+        super().__init__(base, base.name, source)
+        self.base = base
+        self._skipped: dict[str, list[Skipped]] = {}  # by file
 
     def steps(self) -> Iterator[None]:
         """Read what is new or has changed and forget what is gone, in steps of a second or two."""
         found = scan(self.source)
-        left = self._begin(found)
+        left = self._compare(found)
+        self._list()
+        work = sum(map(_text_bytes, left))
+        self._begin([file.size for file in found.files], [file.size for file in left], work)
         yield
         documents: list[Document] = []
         read: list[SourceFile] = []
@@ -92,13 +126,9 @@ class Filling:
                     self._drop(self.base.document_ids - ids)
                 self._note(read)
                 documents, read = [], []
-        self._tell(running=False)
-        told = (*found.told, *self._listed)
-        if told != self._told:
-            self._told = told
-            log_left_out(self.source, found.told, self._listed)
+        self._end(found.told)
 
-    def _begin(self, found: Scan) -> list[SourceFile]:
+    def _compare(self, found: Scan) -> list[SourceFile]:
         """Forget what is gone; returns the files that are new, or not as they were noted."""
         noted, held = self.base.files, self.base.document_ids
         self._skipped = {"": [*found.skipped]}
@@ -113,13 +143,6 @@ class Filling:
             self._drop(held - {file.document_id for file in found.files})
         if gone := noted.keys() - {file.name for file in found.files}:
             self.base.note_files({}, gone)
-        self._files, self._all_files = len(found.files) - len(left), len(found.files)
-        self._all_bytes = sum(file.size for file in found.files)
-        self._bytes = self._all_bytes - sum(file.size for file in left)
-        self._work, self._all_work = 0.0, sum(map(_text_bytes, left))
-        self._began = time.monotonic()
-        self._list()
-        self._tell(running=bool(left))
         return left
 
     def _drop(self, documents: Set[str]) -> None:
@@ -161,28 +184,12 @@ class Filling:
         self._list()
         self._tell()
 
-    def _advance(self, size: int, work: float) -> None:
-        self._bytes = min(self._all_bytes, self._bytes + size)
-        self._work = min(self._all_work, self._work + work)
 
-    def _tell(self, running: bool = True) -> None:
-        rate = (self._work + _USUAL_RATE * _USUAL_S) / (time.monotonic() - self._began + _USUAL_S)
-        self.base.indexing = Indexing(
-            self.base.name, self._files, self._all_files, self._bytes / 1e6, self._all_bytes / 1e6, len(self.base),
-            (self._all_work - self._work) / rate, self._listed, running,
-        )  # fmt: skip
-
-
-@dataclass
-class GraphFilling:
-    graph: KnowledgeGraph
-    name: str
-    source: Path
-    _read: tuple[int, int] | None = None  # size and time of change of the file that was read
-
-    @property
-    def progress(self) -> Indexing | None:
-        return self.graph.indexing
+class GraphFilling(SourceReading):
+    def __init__(self, graph: KnowledgeGraph, name: str, source: Path):
+        super().__init__(graph, name, source)
+        self.graph = graph
+        self._read: tuple[int, int] | None = None  # size and time of change of the file that was read
 
     def steps(self) -> Iterator[None]:
         """Read a file that is new or has changed, in steps of a second or so."""
@@ -191,9 +198,9 @@ class GraphFilling:
         found = self.source.stat()
         if self._read == (found.st_size, found.st_mtime_ns):
             return
-        held = set[Triple]()
-        count, read, ended, began = _FIRST_FACTS, 0, False, time.monotonic()
-        self._tell(found.st_size, 0, 0.0, running=True)
+        held, count, ended = set[Triple](), _FIRST_FACTS, False
+        self._listed = ()
+        self._begin([found.st_size], [found.st_size], found.st_size)
         yield
         while not ended:
             step, batch = time.monotonic(), list[Triple | Alias]()
@@ -206,27 +213,17 @@ class GraphFilling:
                 ended = True
             self.graph.add(batch)
             held.update(item.forward() for item in batch if isinstance(item, Triple))
-            read += sum(len(text) + 1 for item in batch for text in item)
+            size = sum(len(text) + 1 for item in batch for text in item)  # about as many bytes as of the file
+            self._advance(size, size)
             count = 2 * count if time.monotonic() - step < _SHORT_S else max(count // 2, _FIRST_FACTS)
-            self._tell(found.st_size, read, time.monotonic() - began, running=True)
+            self._tell()
             yield
         if gone := self.graph.retain(held):
             _log.info("%s: %d triples are no longer in %s and were removed", self.name, gone, self.source)
-        skipped = tuple(left_out(self.source, error, self.source.name) for error in broken)
-        log_left_out(self.source, (), skipped)
         self._read = (found.st_size, found.st_mtime_ns)
-        self._tell(found.st_size, found.st_size, 0.0, skipped)
-
-    def _tell(
-        self, size: int, read: int, spent: float, skipped: tuple[Skipped, ...] = (), *, running: bool = False
-    ) -> None:
-        """Note the progress. read: bytes of names, about as many as of the file."""
-        rate = (read + _USUAL_RATE * _USUAL_S) / (spent + _USUAL_S)
-        done = min(read, size)
-        self.graph.indexing = Indexing(
-            self.name, int(not running), 1, done / 1e6, size / 1e6, 0, (size - done) / rate, skipped, running,
-            len(self.graph),
-        )  # fmt: skip
+        self._files, self._bytes, self._work = 1, found.st_size, found.st_size
+        self._listed = tuple(left_out(self.source, error, self.source.name) for error in broken)
+        self._end()
 
 
 def _chars(documents: Sequence[Document]) -> int:
@@ -320,10 +317,9 @@ class Filler:
             _log_progress(filling, time.monotonic() - began)
 
 
-def _log_progress(filling: Filling | GraphFilling, spent: float | None = None) -> None:
+def _log_progress(filling: SourceReading, spent: float | None = None) -> None:
     told = filling.progress
     if told is None:
         return
     end = f"{told.seconds_left:.0f} s left" if spent is None else f"done in {spent:.0f} s"
-    held = f"{told.facts} facts" if told.facts else f"{told.chunks} chunks"
-    _log.info("indexed %s, %.1f of %.1f MB, %s, %s", told.share, told.mb, told.mb_total, held, end)
+    _log.info("indexed %s, %.1f of %.1f MB, %s, %s", told.share, told.mb, told.mb_total, told.held, end)

@@ -19,7 +19,6 @@ import errno
 import logging
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,9 +37,6 @@ from ragjax.store.repair import SLICE, Flaw, Journal, Repair, Stats
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-RETRY = 60.0
-"""Seconds after which a folder that could not be written is tried again."""
 
 _BATCH = 256  # touches at which a read passes them on to the index; a write passes on any
 
@@ -64,8 +60,7 @@ def _failing(kind: type[DiskError], what: str) -> Iterator[None]:
 class DiskStore:
     """The entries of one model in a directory: a `DiskIndex`, and their bytes.
 
-    Any thread may call anything. `find`, `children`, `chunks` and `touch` use the index alone and wait for no writer. A
-    folder that cannot be written is read from all the same, and `write` says why it fails.
+    Any thread may call anything. `find`, `children`, `chunks` and `touch` use the index alone and wait for no writer.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, max_bytes: int, foreign: int = 0):
@@ -79,7 +74,6 @@ class DiskStore:
         self._repair = Repair(self._files, manifest, self._journal)
         self._repairing = threading.Lock()
         self._retired: list[Index] = []
-        self._tried = time.monotonic()
         self._index = self._repair.open()
         try:
             with self._index.change() as index:
@@ -104,9 +98,9 @@ class DiskStore:
         manifest = Manifest(identity, about)
         try:
             folder, foreign = claim(Path(directory), manifest)
-        except OSError as error:
+            return cls(folder, manifest, max_bytes, foreign)
+        except (OSError, sqlite3.Error, Damaged) as error:
             raise ConfigError(f"{directory} cannot be used as a disk cache: {reason(error)}") from error
-        return cls(folder, manifest, max_bytes, foreign)
 
     def __enter__(self) -> DiskStore:
         return self
@@ -139,21 +133,16 @@ class DiskStore:
         self._journal.count(writes=1, written_bytes=size)
         return size
 
-    def read(self, key: bytes, expected: Record | None = None) -> dict[str, NDArray[Any]]:
-        """The arrays of an entry as they were written; every bit was checked. expected: what it was when it was chosen.
+    def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[dict[str, NDArray[Any]]]:
+        """The arrays of an entry, in equal shares of their first axis, the layers, as they were written.
+
+        Every bit is checked, but none before the last share comes: an error after some says that they are not to be
+        used. expected: what it was when it was chosen.
 
         Raises:
             Missing: there is no such entry (any more), or it has become another than expected.
             Damaged: it is not what was written, and was set aside.
             DiskError: it cannot be read now.
-        """
-        [arrays] = self.read_shares(key, 1, expected)
-        return arrays
-
-    def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[dict[str, NDArray[Any]]]:
-        """The arrays of an entry in equal shares of their first axis, the layers, as `read` gives them all.
-
-        Nothing is checked before the last share comes: an error after some says that they are not to be used.
         """
         with _failing(DiskError, f"{self._name(key)} cannot be read"):
             self._refresh()
@@ -181,9 +170,8 @@ class DiskStore:
         """Read every entry, and set aside what is damaged; returns the flaws since the store was opened."""
         with _failing(DiskError, f"{self.folder} cannot be verified"):
             self._refresh()
-            if not self._repair.refusal:
-                with self._files.lock():
-                    self._repair.reconcile(self._index)
+            with self._files.lock():
+                self._repair.reconcile(self._index)
             for key in self._index.all_keys():
                 with suppress(Missing, Damaged):
                     list(self._fetch(key, 1))
@@ -204,7 +192,6 @@ class DiskStore:
         self._flush()
         for index in (*self._retired, self._index):
             index.close()
-        self._repair.close()
 
     def _fetch(
         self, key: bytes, count: int, expected: Record | None = None
@@ -272,8 +259,6 @@ class DiskStore:
         return 0
 
     def _put(self, record: Record, pieces: Sequence[Bytes], size: int) -> None:
-        if self._repair.refusal:
-            raise OSError(self._repair.refusal)
         if size > self._max_bytes:
             raise OSError(f"it takes {size} bytes, and the limit is {self._max_bytes}")
         # Room is made before, for the disk's sake, and again when the entry joins the index, since others write too.
@@ -343,21 +328,8 @@ class DiskStore:
             return otherwise
 
     def _refresh(self) -> None:
-        """Open the index again if it was removed or replaced, or proved damaged; now and then try the folder's own."""
-        if self._index.is_current() and not self._may_retry():
-            return
+        """Open the index again if it was removed or replaced, or proved damaged."""
         with self._repairing:
             if not self._index.is_current():
-                index = self._repair.open()
-            elif self._may_retry():
-                self._tried = time.monotonic()
-                index = self._repair.shared() or self._index
-            else:
-                return
-            if index is not self._index:
-                # Other threads may still be using the old one.
-                self._retired.append(self._index)
-                self._index = index
-
-    def _may_retry(self) -> bool:
-        return bool(self._repair.refusal) and time.monotonic() - self._tried >= RETRY
+                self._retired.append(self._index)  # other threads may still be using it
+                self._index = self._repair.open()

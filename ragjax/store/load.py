@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, Protocol
@@ -87,10 +87,6 @@ def nbytes(excerpts: Iterable[Excerpt]) -> int:
     return sum(stage.k_LPKCD.nbytes + stage.v_LPKCD.nbytes for excerpt in excerpts for stage in excerpt)
 
 
-RETRIES = 1
-"""Further reads of an entry after one failed."""
-
-
 class PoolDevice(Protocol):
     """The part of the runner that a transfer engine uses."""
 
@@ -118,45 +114,6 @@ class Disk(Protocol):
     def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[Arrays]: ...
 
 
-@dataclass
-class KVSource:
-    """An entry on disk as a load reads it, in so many shares; a read that fails is begun again."""
-
-    disk: Disk
-    key: bytes
-    expected: Record | None
-    tokens: int
-    codec: Codec
-    count: int
-    _given: list[Arrays] = field(default_factory=list)
-    _shares: Iterator[Arrays] | None = None
-    _errors: list[Exception] = field(default_factory=list)
-
-    def next(self) -> Arrays:
-        arrays = self._read()
-        self.codec.check(arrays, self.tokens)
-        self._given.append(arrays)
-        if len(self._given) == self.count and self._shares is not None:
-            next(self._shares, None)  # lets it end
-        return arrays
-
-    def _read(self) -> Arrays:
-        while True:
-            try:
-                if self._shares is None:
-                    self._shares = self.disk.read_shares(self.key, self.count, self.expected)
-                    for before in self._given:
-                        again = next(self._shares)
-                        if {n: x.tobytes() for n, x in before.items()} != {n: x.tobytes() for n, x in again.items()}:
-                            raise ValueError("an entry changed while it was read")
-                return next(self._shares)
-            except Exception as error:
-                self._shares = None
-                self._errors.append(error)
-                if len(self._errors) > RETRIES:
-                    raise self._errors[0] from None
-
-
 @dataclass(frozen=True)
 class Arrivals:
     """Makes excerpts for the device out of what loads name.
@@ -179,26 +136,21 @@ class Arrivals:
         """Each stage's excerpts in order, on the job's pages; kept: the host entries that it reads."""
         codec = replace(self.codec, layers=self.codec.layers // self.stages)
         staging = Staging(codec, self.stages, len(job.run.pages), self.device.page_size)
-        sources = self._sources(job, codec)
-        coming = self.readers.map(KVSource.next, sources.values())
+        shares = {key: self._checked(key, *wanted, codec) for key, wanted in _wanted(job).items()}
+        coming = self.readers.map(next, shares.values())
         for stage in range(self.stages):
-            read = dict(zip(sources, coming, strict=True))
+            read = dict(zip(shares, coming, strict=True))
             if stage + 1 < self.stages:
-                coming = self.readers.map(KVSource.next, sources.values())
+                coming = self.readers.map(next, shares.values())
             yield self._bring(stage, job, staging, kept, read)
+        for own in shares.values():
+            next(own, None)  # lets it end
 
-    def _sources(self, job: Load, codec: Codec) -> dict[bytes, KVSource]:
-        """One for each entry on disk, in which several of the job's pieces may lie."""
-        ends: dict[bytes, int] = {}
-        expected: dict[bytes, Record | None] = {}
-        for piece in job.pieces:
-            if isinstance(piece.entry, bytes):
-                ends[piece.entry] = max(piece.begin + piece.length, ends.get(piece.entry, 0))
-                expected[piece.entry] = piece.record
-        if not ends:
-            return {}
+    def _checked(self, key: bytes, tokens: int, expected: Record | None, codec: Codec) -> Iterator[Arrays]:
         assert self.disk is not None
-        return {key: KVSource(self.disk, key, expected[key], end, codec, self.stages) for key, end in ends.items()}
+        for arrays in self.disk.read_shares(key, self.stages, expected):
+            codec.check(arrays, tokens)
+            yield arrays
 
     def _bring(
         self, stage: int, job: Load, staging: Staging, kept: Mapping[Copy, HostEntry], read: Mapping[bytes, Arrays]
@@ -216,3 +168,13 @@ class Arrivals:
         list(self.fillers.map(fill, job.pieces, accumulate(piece.length for piece in job.pieces)))
         uploaded = self.fillers.map(lambda part: self.device.upload(*part), staging.parts[stage])
         return list(chain.from_iterable(uploaded))
+
+
+def _wanted(job: Load) -> dict[bytes, tuple[int, Record | None]]:
+    """Of each entry on disk, in which several of the job's pieces may lie, the tokens that are read, and its record."""
+    found: dict[bytes, tuple[int, Record | None]] = {}
+    for piece in job.pieces:
+        if isinstance(piece.entry, bytes):
+            end, _ = found.get(piece.entry, (0, None))
+            found[piece.entry] = max(piece.begin + piece.length, end), piece.record
+    return found

@@ -7,9 +7,7 @@ row is adopted by what its header says, a row without a file goes, and an index 
 from __future__ import annotations
 
 import logging
-import secrets
 import sqlite3
-import tempfile
 import threading
 import time
 from collections import Counter, deque
@@ -118,48 +116,26 @@ SLICE = 64
 
 
 class Repair:
-    """Opens the index of a folder, and repairs it. refusal: why nothing can be written to the folder."""
+    """Opens the index of a folder, and repairs it."""
 
     def __init__(self, folder: Folder, manifest: Manifest, journal: Journal):
-        self.refusal = ""
         self._folder = folder
         self._manifest = manifest
         self._journal = journal
-        self._private: tempfile.TemporaryDirectory[str] | None = None
 
     def open(self) -> Index:
-        """The index in agreement with the files; where the folder cannot be written, one of this process alone."""
-        index = self.shared()
-        if index is not None:
-            return index
-        _log.warning("%s: %s", self._folder.path, self.refusal)
-        self._private = self._private or tempfile.TemporaryDirectory(prefix="ragjax-index-")
-        return self._opened(Path(self._private.name) / f"{secrets.token_hex(8)}.sqlite")
-
-    def shared(self) -> Index | None:
-        """The folder's own index in agreement with the files; None: `refusal` says why there is none now."""
-        try:
-            if Manifest.read(self._folder.path) is None:
-                self._manifest.write(self._folder.path)
-            with self._folder.lock():
-                try:
-                    index = self._opened(self._folder.index)
-                except sqlite3.OperationalError:
-                    raise
-                except sqlite3.DatabaseError as error:
-                    self._journal.blame(self._folder.index, f"it is rebuilt: {error}")
-                    self._journal.set_aside(self._folder.index)
-                    # SQLite drops the write-ahead log of a database that is gone
-                    index = self._opened(self._folder.index)
-        except (OSError, sqlite3.Error, Damaged) as error:
-            self.refusal = f"it can only be read from: {reason(error)}"
-            return None
-        self.refusal = ""
-        return index
-
-    def close(self) -> None:
-        if self._private is not None:
-            self._private.cleanup()
+        """The index in agreement with the files. Raises OSError, sqlite3.Error or Damaged."""
+        if Manifest.read(self._folder.path) is None:
+            self._manifest.write(self._folder.path)
+        with self._folder.lock():
+            try:
+                return self._opened()
+            except sqlite3.OperationalError:
+                raise
+            except sqlite3.DatabaseError as error:
+                self._journal.blame(self._folder.index, f"it is rebuilt: {error}")
+                self._journal.set_aside(self._folder.index)
+                return self._opened()  # SQLite drops the write-ahead log of a database that is gone
 
     def reconcile(self, index: Index) -> None:
         """Adopt files without a row, drop rows without a file, remove what dead writers left."""
@@ -190,8 +166,8 @@ class Repair:
             if not self._folder.entry(key).exists():
                 index.drop(key)
 
-    def _opened(self, path: Path) -> Index:
-        index = Index(path)
+    def _opened(self) -> Index:
+        index = Index(self._folder.index)
         try:
             self.reconcile(index)
         except BaseException:

@@ -56,10 +56,10 @@ class _Begun:
 class KVTransfer(TransferEngine):
     """Moves KV between the tiers of one runner.
 
-    `Done.bytes` are bytes at rest for saves and writes, and bytes put on the device for loads. A read from disk that
-    fails is tried again. The stages of a load are inserted as they arrive; if it comes to nothing, and some of it came
-    from disk, zeros take their place. notify: called, in any thread, when there is something to poll; must return at
-    once. lossy: whether what it saves loses precision.
+    `Done.bytes` are bytes at rest for saves and writes, and bytes put on the device for loads. The stages of a load are
+    inserted as they arrive; if it comes to nothing, and some of it came from disk, zeros take their place. notify:
+    called, in any thread, when there is something to poll; must return at once. lossy: whether what it saves loses
+    precision.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from ragjax.store.disk import DiskStore
 from ragjax.store.transfer import KVTransfer
 from tests.support import tiny
 from tests.support.audit import audit_engine
-from tests.support.disks import Faults, open_store, paced
+from tests.support.disks import Faults, open_store, paced, read_entry
 from tests.support.matrix import few
 from tests.support.pace import until
 
@@ -220,15 +220,6 @@ def unwilling(tmp_path: Path) -> tuple[DiskStore, Faults]:
     return paced(open_store(tmp_path), faults), faults
 
 
-def test_a_failed_read_is_tried_again(unwilling: tuple[DiskStore, Faults], reference: dict[int, Answer]) -> None:
-    store, faults = unwilling
-    faults.failing = 1
-    with tiny.engine(disk=store) as engine:
-        answer = ask(engine, 0)
-        assert tiers(answer) == {"disk"}
-        assert_exact(answer, reference[0])
-
-
 def test_a_failed_load_is_computed_anew_and_said(
     unwilling: tuple[DiskStore, Faults], reference: dict[int, Answer]
 ) -> None:
@@ -311,7 +302,7 @@ def test_an_entry_that_another_process_replaced_meanwhile_is_not_taken_for_what_
     def racing(key: bytes, count: int, expected: Record | None = None) -> Iterator[Any]:
         record = theirs.find(key)
         if record is not None and record != expected:
-            open_store(tmp_path / "a").write(record, theirs.read(key))
+            open_store(tmp_path / "a").write(record, read_entry(theirs, key))
         return read_shares(key, count, expected)
 
     monkeypatch.setattr(store, "read_shares", racing)

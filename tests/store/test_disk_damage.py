@@ -34,6 +34,7 @@ from tests.support.disks import (
     open_store,
     path_of,
     put,
+    read_entry,
     record_of,
     same,
 )
@@ -153,7 +154,7 @@ def test_a_damaged_entry_is_set_aside_and_never_served(store: DiskStore, harm: C
     put(store, "x", "y")
     harm(path_of(store, "x"))
     with pytest.raises(Damaged, match=digest("x").hex()):
-        store.read(digest("x"))
+        read_entry(store, digest("x"))
     stats = store.stats()
     assert (stats.set_aside, stats.aside_files, stats.reads) == (1, 1, 0)
     assert [path.name.startswith(digest("x").hex()) for path in (store.folder / "aside").iterdir()] == [True]
@@ -167,7 +168,7 @@ def test_what_belongs_elsewhere_is_called_so(store: DiskStore, harm: Callable[[P
     put(store, "x")
     harm(path_of(store, "x"))
     with pytest.raises(Damaged, match="of another format or model"):
-        store.read(digest("x"))
+        read_entry(store, digest("x"))
 
 
 @pytest.mark.parametrize("harm", DAMAGE.values(), ids=DAMAGE)
@@ -179,7 +180,7 @@ def test_damage_is_found_however_the_index_was_lost(tmp_path: Path, harm: Callab
     with open_store(tmp_path) as store:
         if store.find(digest("x")) is not None:  # headers alone were read
             with pytest.raises(Damaged):
-                store.read(digest("x"))
+                read_entry(store, digest("x"))
         assert (store.stats().set_aside, store.stats().aside_files) == (1, 1)
         assert not holds(store, "x") and holds(store, "y") and adds_up(store)
 
@@ -196,7 +197,7 @@ def test_a_header_that_lies_is_found_by_its_checksum(store: DiskStore) -> None:
     path.write_bytes(false_header.replace(theirs.encode(), checksum.encode()) + b"".join(x.tobytes() for x in data))
     assert entry.peek(path, IDENTITY) == lie
     with pytest.raises(Damaged, match="checksum"):
-        store.read(record.key)
+        read_entry(store, record.key)
 
 
 def test_verify_names_every_flaw(tmp_path: Path) -> None:
@@ -236,12 +237,12 @@ def test_a_disk_that_fails_to_read_is_damage_and_any_other_failure_is_not(
     with monkeypatch.context() as patch:
         patch.setattr(entry.Reader, "_fill", failing(errno.EMFILE))
         with pytest.raises(disk.DiskError, match="Too many open files"):
-            store.read(digest("x"))
+            read_entry(store, digest("x"))
     assert holds(store, "x")
     with monkeypatch.context() as patch:
         patch.setattr(entry.Reader, "_fill", failing(errno.EIO))
         with pytest.raises(Damaged):
-            store.read(digest("x"))
+            read_entry(store, digest("x"))
     assert not holds(store, "x") and store.stats().aside_files == 1
 
 
@@ -249,7 +250,7 @@ def test_without_the_checksum_damage_would_be_served(store: DiskStore, monkeypat
     monkeypatch.setattr(entry, "sha256", lambda *_: Mock(hexdigest=lambda: "0" * 64))
     put(store, "x")
     flip(path_of(store, "x"))
-    assert not same(store.read(digest("x")), arrays_of(digest("x")))
+    assert not same(read_entry(store, digest("x")), arrays_of(digest("x")))
 
 
 def test_without_the_check_of_the_name_another_entry_would_be_served(tmp_path: Path) -> None:
@@ -260,4 +261,4 @@ def test_without_the_check_of_the_name_another_entry_would_be_served(tmp_path: P
         [arrays] = decode(path_of(store, "x").read_bytes())
         assert same(arrays, arrays_of(digest("y")))
         with pytest.raises(Damaged, match="another entry"):
-            store.read(digest("x"))
+            read_entry(store, digest("x"))

@@ -25,6 +25,7 @@ from tests.support.disks import (
     path_of,
     put,
     put_alike,
+    read_entry,
     record_of,
 )
 
@@ -65,7 +66,7 @@ def test_many_touches_reach_other_processes_without_a_write(tmp_path: Path) -> N
     with bounded(tmp_path, 3) as store, bounded(tmp_path, 3) as other:
         put_alike(store, *"abc")
         store.touch([digest("a"), *(digest(number) for number in range(disk._BATCH))])
-        store.read(digest("c"))
+        read_entry(store, digest("c"))
         put_alike(other, "d")
         assert kept(store, *"abcd") == [*"acd"]
 
@@ -141,7 +142,7 @@ def test_what_lies_aside_counts_and_goes_first(tmp_path: Path) -> None:
         put_alike(store, *"abc")
         flip(path_of(store, "a"))
         with pytest.raises(Damaged):
-            store.read(digest("a"))
+            read_entry(store, digest("a"))
         assert store.stats().aside_files == 1
         put_alike(store, "d")
         assert kept(store, *"abcd") == [*"bcd"]
@@ -152,7 +153,7 @@ def test_gc_shrinks_and_empties_aside(store: DiskStore) -> None:
     size = put_alike(store, *"abcde")
     flip(path_of(store, "e"))
     with pytest.raises(Damaged):
-        store.read(digest("e"))
+        read_entry(store, digest("e"))
     assert store.gc(2 * size + 1) == 3 * size
     stats = store.stats()
     assert kept(store, *"abcde") == [*"cd"] and adds_up(store)

@@ -18,7 +18,19 @@ import pytest
 from ragjax.store.disk import DiskStore, Missing
 from ragjax.store.folder import draft
 from tests.support import disks as shelves
-from tests.support.disks import adds_up, arrays_of, bounded, digest, holds, open_store, path_of, put, record_of, same
+from tests.support.disks import (
+    adds_up,
+    arrays_of,
+    bounded,
+    digest,
+    holds,
+    open_store,
+    path_of,
+    put,
+    read_entry,
+    record_of,
+    same,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +47,7 @@ def test_threads_share_a_store(tmp_path: Path) -> None:
                     put(store, name)
                     store.touch([digest(name)])
                     with suppress(Missing):
-                        assert same(store.read(digest(name)), arrays_of(digest(name)))
+                        assert same(read_entry(store, digest(name)), arrays_of(digest(name)))
             except BaseException as error:
                 failures.append(error)
 
@@ -68,7 +80,7 @@ def check(store: DiskStore) -> int:
         record = store.find(key)
         if record is not None:
             assert record == record_of(name)
-            assert same(store.read(key), arrays_of(key, scale=4))
+            assert same(read_entry(store, key), arrays_of(key, scale=4))
     stats = store.stats()
     assert adds_up(store) and stats.bytes <= LIMIT
     assert stats.set_aside == stats.aside_files == stats.missing == 0

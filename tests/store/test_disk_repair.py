@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import sqlite3
@@ -12,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from ragjax.store.disk import DiskStore, Missing, WriteError
+from ragjax.store.disk import DiskStore, Missing
 from ragjax.store.entry import Damaged, Reader
-from ragjax.store.folder import Folder
 from tests.support.disks import (
     adds_up,
     begins,
@@ -26,6 +24,7 @@ from tests.support.disks import (
     open_store,
     path_of,
     put,
+    read_entry,
     record_of,
 )
 
@@ -119,7 +118,7 @@ def test_an_index_that_lies_about_an_entry_is_put_right_and_the_entry_not_used(s
     else:
         assert store.find(digest("x")) != record_of("x")
     with pytest.raises(Damaged, match="the index says otherwise"):
-        store.read(digest("x"))
+        read_entry(store, digest("x"))
     assert holds(store, "x") and adds_up(store)
     assert continued(store, "x") and not store.children(digest("y"), begins(7))
 
@@ -132,7 +131,7 @@ def test_a_row_without_a_file_is_a_miss_and_goes(tmp_path: Path, reopened: bool)
         if not reopened:
             assert store.find(digest("a")) is not None
             with pytest.raises(Missing):
-                store.read(digest("a"))
+                read_entry(store, digest("a"))
             assert not holds(store, "a") and holds(store, "b") and adds_up(store)
             assert store.stats().set_aside == 0
             return
@@ -178,32 +177,5 @@ def test_a_file_written_anew_in_the_meantime_is_not_set_aside(
 
     with monkeypatch.context() as patch, pytest.raises(Damaged):
         patch.setattr(Reader, "_fill", fill_and_lose_a_race)
-        store.read(digest("x"))
+        read_entry(store, digest("x"))
     assert holds(store, "x") and store.stats().aside_files == 0
-
-
-def test_a_folder_that_refused_its_index_once_is_written_to_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a disk that was full just when the index had to be opened again."""
-    lock, full = Folder.lock, [True]
-
-    def once(folder: Folder) -> object:
-        if full.pop() if full else False:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return lock(folder)
-
-    with open_store(tmp_path) as store:
-        put(store, "x")
-        store._index.suspect = True
-        monkeypatch.setattr(Folder, "lock", once)
-        with pytest.raises(WriteError, match="No space left"):
-            put(store, "y")
-        with pytest.raises(WriteError, match="No space left"):
-            put(store, "y")
-        assert holds(store, "x")
-        monkeypatch.setattr("ragjax.store.disk.RETRY", 0.0)
-        put(store, "y")
-        assert holds(store, "x") and holds(store, "y")
-    with open_store(tmp_path) as store:
-        assert holds(store, "x") and holds(store, "y")

@@ -12,6 +12,7 @@ from ragjax.core import Answer
 from ragjax.store.codec import Codec, kind_of
 from ragjax.store.disk import DiskStore
 from tests.data.make_disk import ENCODINGS, HOME, ask, model, prompts
+from tests.support.disks import read_entry
 
 CODEC = Codec("raw", 3, 2, 16, np.dtype(np.float32))
 GIGA = 2**30
@@ -65,7 +66,7 @@ def test_old_entries_are_what_is_written_today(old: Path, folder: Path, tmp_path
         assert {before.find(key).provenance for key in keys} == {"causal", "isolated", "dependency"}
         for key in keys:
             assert before.find(key) == today.find(key)
-            arrays, expected = before.read(key), today.read(key)
+            arrays, expected = read_entry(before, key), read_entry(today, key)
             assert kind_of(arrays) == old.name and {*arrays} == {*expected}
             for got, wanted in zip(CODEC.decode(arrays), CODEC.decode(expected), strict=True):
                 assert np.linalg.norm(got - wanted) <= (1e-5 + LOSS[old.name]) * np.linalg.norm(wanted)

@@ -11,7 +11,19 @@ import pytest
 
 from ragjax.store.entry import FORMAT, Damaged, DiskError, encode
 from ragjax.store.folder import Manifest
-from tests.support.disks import ABOUT, IDENTITY, arrays_of, begins, decode, digest, open_store, put, record_of, same
+from tests.support.disks import (
+    ABOUT,
+    IDENTITY,
+    arrays_of,
+    begins,
+    decode,
+    digest,
+    open_store,
+    put,
+    read_entry,
+    record_of,
+    same,
+)
 from tests.support.mutation import EXAMPLES, Spoil, altered, damaged, spoiled, spoils, tried
 
 
@@ -65,14 +77,14 @@ def test_damaged_indexes(tmp_path: Path, suffix: str, examples: int) -> None:
             for name in names:
                 store.find(digest(name))
                 with suppress(DiskError):
-                    assert same(store.read(digest(name)), arrays_of(digest(name)))
+                    assert same(read_entry(store, digest(name)), arrays_of(digest(name)))
             store.children(digest("p"), begins(7)), store.chunks(digest("p"))
             store.stats(), store.ages()
             with suppress(DiskError):
                 store.verify()
         with open_store(directory) as store, suppress(DiskError):
             put(store, *names, "g", place="p")
-            assert store.read(digest("g")) is not None
+            assert read_entry(store, digest("g")) is not None
 
     check(([], None))
     tried(examples, spoils(len(intact)), check)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ragjax.store import entry
 from ragjax.store.codec import Arrays, Codec, cut, kind_of, layers, length
 from ragjax.store.entry import Damaged
-from tests.support.disks import IDENTITY, decode, digest, flip, open_store, path_of, record_of
+from tests.support.disks import IDENTITY, decode, digest, flip, open_store, path_of, read_entry, record_of
 
 LAYERS, HEADS = 2, 3
 DTYPES = [np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.float16)]
@@ -210,7 +210,7 @@ def test_entries_on_disk_come_back_whole_or_in_shares_and_damage_is_found(tmp_pa
                 np.testing.assert_array_equal(np.concatenate([one.decode(share)[i] for share in shares]), what)
         flip(path_of(store, "x"), -1000)
         with pytest.raises(Damaged):
-            store.read(digest("x"))
+            read_entry(store, digest("x"))
 
 
 def test_a_changed_byte_of_any_array_is_damage() -> None:

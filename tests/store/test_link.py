@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ragjax.store.folder import link
-from tests.support.disks import arrays_of, digest, open_store, path_of, put, same
+from tests.support.disks import arrays_of, digest, open_store, path_of, put, read_entry, same
 
 
 def test_what_is_there_stays(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_where_there_are_no_links_it_makes_copies(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "link", refuse)
     link(tmp_path, tmp_path / "other")
     with open_store(tmp_path / "other") as own:
-        assert same(own.read(digest("fused")), arrays_of(digest("fused"))) and not own.stats().set_aside
+        assert same(read_entry(own, digest("fused")), arrays_of(digest("fused"))) and not own.stats().set_aside
 
 
 def test_a_directory_that_is_not_there_has_no_entries(tmp_path: Path) -> None:

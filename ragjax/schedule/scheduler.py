@@ -92,6 +92,9 @@ class Preload:
 STRETCH = 3.0
 """How many times longer than the step of decoding tokens alone a step may take, for each prompt that is computed."""
 
+READING_S = 0.125
+"""Seconds that such a step may take anyhow: eight tokens a second come sooner than people read them."""
+
 
 @dataclass(frozen=True)
 class StepBudget:
@@ -112,14 +115,14 @@ class StepBudget:
 
     @staticmethod
     def fitted(decode_s: float, mixed_s: Mapping[int, float], key_s: float, keys: int) -> StepBudget:
-        """The most tokens whose step takes no more than `STRETCH` times as long as one of decoding tokens.
+        """The most tokens whose step takes at most `READING_S`, or `STRETCH` times as long as one of decoding tokens.
 
         mixed_s: seconds of steps by rows, of two numbers of rows at least; between and beyond them time is taken to
         grow evenly. key_s: seconds for each key that decoding tokens read.
         """
         (few, few_s), (many, many_s) = min(mixed_s.items()), max(mixed_s.items())
         row_s = max((many_s - few_s) / (many - few), 1e-9)
-        tokens = max(few, min(int(few + (STRETCH * decode_s - few_s) / row_s), many))
+        tokens = max(few, min(int(few + (max(STRETCH * decode_s, READING_S) - few_s) / row_s), many))
         return StepBudget(tokens, keys, max(1, int(row_s / max(key_s, 1e-9))))
 
     def room(self, decoding: int, decode_keys: int, prompts: int) -> float:

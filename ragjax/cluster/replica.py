@@ -178,7 +178,7 @@ def load(options: EngineOptions, rank: int) -> Engine:
             link(Path(shared), Path(disk))
         except OSError as error:
             _log.warning("%s: not all that %s holds can be used: %s", disk, shared, error)
-    return Engine.load(own)
+    return Engine.load(own, early=True)
 
 
 def options_of(options: EngineOptions, rank: int) -> EngineOptions:

@@ -9,7 +9,7 @@ import pytest
 from ragjax.cluster.replica import check_room, load, needs
 from ragjax.core import ConfigError, EngineOptions, StorageOptions
 from ragjax.engine import Engine
-from tests.support.disks import arrays_of, digest, open_store, path_of, put, same
+from tests.support.disks import arrays_of, digest, open_store, path_of, put, read_entry, same
 
 FORCED = "--xla_force_host_platform_device_count"
 
@@ -40,12 +40,17 @@ def test_a_replica_has_on_disk_what_was_computed_ahead(tmp_path: Path, monkeypat
     with open_store(tmp_path) as alone:
         put(alone, "fused")
     opened: list[EngineOptions] = []
-    monkeypatch.setattr(Engine, "load", opened.append)
+
+    def opening(options: EngineOptions, *, early: bool) -> None:
+        assert early, "a replica answers while its programs are made, as a server does"
+        opened.append(options)
+
+    monkeypatch.setattr(Engine, "load", opening)
     for rank in range(2):
         load(EngineOptions("tiny", storage=StorageOptions(disk=tmp_path)), rank)
         assert opened[rank].storage.disk == tmp_path / f"replica-{rank}"
         with open_store(tmp_path / f"replica-{rank}") as own:
-            assert same(own.read(digest("fused")), arrays_of(digest("fused")))
+            assert same(read_entry(own, digest("fused")), arrays_of(digest("fused")))
             assert path_of(own, "fused").samefile(path_of(alone, "fused")), "it takes no room of its own"
             own.forget(digest("fused"))
     with open_store(tmp_path) as alone:
@@ -59,6 +64,6 @@ def test_a_folder_that_cannot_be_written_costs_hits_alone(
     with open_store(tmp_path) as alone:
         put(alone, "fused")
     (tmp_path / "replica-0").write_text("a file stands where the folder is to be")
-    monkeypatch.setattr(Engine, "load", lambda options: options)
+    monkeypatch.setattr(Engine, "load", lambda options, *, early: options)
     load(EngineOptions("tiny", storage=StorageOptions(disk=tmp_path)), 0)
     assert f"not all that {tmp_path} holds can be used" in caplog.text

@@ -2,9 +2,9 @@
 
 Of each set of DIR the corpus is cut and embedded as a knowledge base does it. `last` is the vector of the last question
 alone, `conversation` takes the questions before it with it, `words` is what is served. `recall` at k is the share of a
-question's supporting passages whose documents are among the k chunks found, which have up to `tokens` tokens. `found`
-and `elsewhere` are the cosine of the nearest chunk: the 5th percentile in the own corpus, the 95th in those of the
-other sets.
+question's supporting passages whose documents are among the k chunks found, which have up to `tokens` tokens, and
+`context` at k the mean number of tokens that these chunks have together. `found` and `elsewhere` are the cosine of the
+nearest chunk: the 5th percentile in the own corpus, the 95th in those of the other sets.
 
 `--chunks N` measures the time of a search in a knowledge base of so many made-up chunks instead.
 """
@@ -37,7 +37,10 @@ from ragjax.retrieval.words import POOL, fused_order, weights_of
 
 SETS = ("mtrag_un", "squad_xquad_en", "rgb_en_fact", "nq_open", "hotpotqa", "dragonball_finance_en", "musique")
 DEPTHS = (3, 5, 10)
-COLUMNS = ("set", "n", "tokens", "chunks", "method", "recall_3", "recall_5", "recall_10", "found", "elsewhere")
+COLUMNS = (
+    "set", "n", "tokens", "chunks", "method", "recall_3", "recall_5", "recall_10", "context_3", "context_5",
+    "context_10", "found", "elsewhere",
+)  # fmt: skip
 TIMES = ("chunks", "method", "n", "median_ms", "p95_ms")
 
 
@@ -57,6 +60,7 @@ class Corpus:
     asked: Sequence[Asked]
     documents: tuple[str, ...]  # of each chunk
     texts: tuple[str, ...]
+    sizes: tuple[int, ...]  # of each chunk, tokens
     vector_NE: NDArray[np.float32]
 
 
@@ -71,7 +75,7 @@ def corpus_of(data: Path, name: str, limit: int, chunker: Chunker, encoder: Any)
     found = Similarity.of(chunks, encoder)
     return Corpus(
         name, [asked for entry in entries if (asked := _asked(entry)).right], tuple(c.document_id for c in chunks),
-        tuple(c.text for c in chunks), found.vectors_NE,
+        tuple(c.text for c in chunks), tuple(len(c.tokens) for c in chunks), found.vectors_NE,
     )  # fmt: skip
 
 
@@ -106,6 +110,9 @@ def recalls(corpora: Sequence[Corpus], encoder: Any) -> Iterator[dict[str, Any]]
         for method, search in METHODS.items():
             ranks = [search(corpus, one, [vectors[text] for text in one.questions]) for one in corpus.asked]
             found = {f"recall_{k}": _recall(corpus, ranks, k) for k in DEPTHS}
+            found |= {
+                f"context_{k}": float(np.mean([sum(corpus.sizes[i] for i in r[:k]) for r in ranks])) for k in DEPTHS
+            }
             told = {"set": corpus.name, "n": len(ranks), "chunks": len(corpus.texts), "method": method}
             yield {**told, **found, **(scores if method == "last" else {"found": None, "elsewhere": None})}
 

@@ -33,8 +33,13 @@ def served(cache: Path, *flags: str) -> Iterator[tuple[Popen[bytes], str]]:
             process.terminate()
 
 
-def wait(process: Popen[bytes], url: str, done: Callable[[Mapping[str, Any]], bool] = lambda health: True) -> None:
-    """Wait until a server is ready, and what it says of its health is `done`.
+def wait(
+    process: Popen[bytes],
+    url: str,
+    done: Callable[[Mapping[str, Any]], bool] = lambda health: True,
+    pause: float = 0.05,
+) -> Mapping[str, Any]:
+    """Wait until a server is ready, and what it says of its health is `done`; returns that. pause: between two looks.
 
     Raises:
         RivalError: if it ends instead, or takes too long.
@@ -43,9 +48,10 @@ def wait(process: Popen[bytes], url: str, done: Callable[[Mapping[str, Any]], bo
     while time.monotonic() < deadline and process.poll() is None:
         with suppress(httpx.TransportError):
             answer = httpx.get(f"{url}/health", timeout=5)
-            if answer.status_code == 200 and done(answer.json()):
-                return
-        time.sleep(0.05)
+            health: Mapping[str, Any] = answer.json()
+            if answer.status_code == 200 and done(health):
+                return health
+        time.sleep(pause)
     raise RivalError("ragjax did not serve")
 
 

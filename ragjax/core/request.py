@@ -422,10 +422,14 @@ class Embedded:
 
 @dataclass(frozen=True)
 class Delta:
-    """New text of a running request (already free of stop strings), with the tokens behind it."""
+    """New text of a running request (already free of stop strings), with the tokens behind it.
+
+    sources: passages of the prompt, in order; the first one of a request has them.
+    """
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    sources: tuple[Citation, ...] = ()
 
 
 Event = Delta | Answer

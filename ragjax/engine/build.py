@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from ragjax.models.decoder import WHOLE_NUMBERS, Decoder
 from ragjax.models.executables import Executables
 from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.packed import PackedForm
+from ragjax.models.summary import memory_limits
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.trained import load_model, model_digest, reads_blocks, wrapper_of
 from ragjax.models.weights import open_checkpoint
@@ -297,11 +298,7 @@ def free_memory(system: Path = Path("/")) -> int:
         free = int(told[told.index("MemAvailable:") + 1]) * 1024
     except (OSError, ValueError):  # no Linux
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    group = system / "sys/fs/cgroup"
-    with suppress(OSError, ValueError):  # no group, or one without a limit
-        counts = (group / "memory.stat").read_text().split()
-        free = min(free, int((group / "memory.max").read_text()) - int(counts[counts.index("anon") + 1]))
-    return max(free, 0)
+    return max(0, min([free, *(limit - used for limit, used in memory_limits(system))]))
 
 
 def page_bytes(config: ModelConfig, itemsize: int, copies: int = 1) -> int:

@@ -295,7 +295,8 @@ class Execution:
     def _tell(self, state: RequestState) -> None:
         assert state.generation is not None
         for delta in state.generation.deltas():
-            state.sink(delta)
+            state.sink(delta if state.cited else replace(delta, sources=state.sources))
+            state.cited = True
         if not state.times.first_token:
             self._note_first_token(state)
 

@@ -62,7 +62,30 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> int:
     return sum(prod(shape) * (itemsize if len(shape) > 1 else 4) for shape in shapes)
 
 
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
+def memory_limits(system: Path = Path("/")) -> Iterator[tuple[int, int]]:
+    """Limits of memory of the control groups that this process is in, and what each uses, bytes.
+
+    Pages of files are not counted: they leave where room is needed. system: where proc and sys lie.
+    """
+    try:
+        own = [line.split(":", 2) for line in (system / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:  # no Linux
+        return
+    root = system / "sys/fs/cgroup"
+    for _, kinds, path in own:
+        if kinds == "":  # version 2
+            top, limit, used = root, "memory.max", "anon"
+        elif "memory" in kinds.split(","):
+            top, limit, used = root / "memory", "memory.limit_in_bytes", "total_rss"
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            with suppress(OSError, ValueError):  # a container does not see all groups; one without a limit says "max"
+                counts = (folder / "memory.stat").read_text().split()
+                yield int((folder / limit).read_text()), int(counts[counts.index(used) + 1])
+            if folder == top:
+                break
 
 
 @dataclass(frozen=True)
@@ -79,8 +102,7 @@ def device_memory() -> DeviceMemory:
     limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
     if not limit:
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
-            limit = min(limit, int(_LIMIT.read_text()))
+        limit = min([limit, *(most for most, _ in memory_limits())])
     return DeviceMemory(device.platform, int(limit))
 
 

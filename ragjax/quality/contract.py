@@ -143,10 +143,11 @@ class Contract:
     def summary(self) -> str:
         if self.setting.strategy != AUTO:
             return str(self.setting)
-        if self.pick == PREFIX:
-            tried = "" if self._evidence is None else f"; {self._evidence.requests} of {NEEDED} requests tried"
-            return f"{AUTO}: {PREFIX}{tried}"
-        return f"{AUTO}: {self.pick} for preprocessed passages, within {self.budget} of full attention; else {PREFIX}"
+        uses = {"preprocessed passages": self.pick, "prompts without passages": self._talks.setting}
+        told = ", ".join(f"{setting} for {what}" for what, setting in uses.items() if setting != PREFIX)
+        told = f"{told}, within {self.budget} of full attention; else " if told and not self.faulted else ""
+        tried = "" if self._evidence is None else f"; {self._evidence.requests} of {NEEDED} requests tried"
+        return f"{AUTO}: {told}{PREFIX}{tried}"
 
     @property
     def strategies(self) -> frozenset[str]:

@@ -232,12 +232,16 @@ class Catalog:
         self._delete("delete from attachments where store = ? and file = ?", store, file)
 
     def keep_response(self, tenant: str, response: KeptResponse, now: int, most: int) -> None:
-        """Keeps a response; those that the tenant used longest ago leave, beyond `most` bytes of all."""
-        values = (response.id, tenant, response.previous, now, len(response.items) + len(response.body))
+        """Keeps a response; those that the tenant used longest ago leave, beyond `most` bytes of all.
+
+        A clock that is set back makes none of them older than those before it.
+        """
+        values = (response.id, tenant, response.previous, len(response.items) + len(response.body))
         with self._lock, transaction(self._database):
             self._database.execute(
-                "insert into responses (id, tenant, previous, active, size, items, body) values (?, ?, ?, ?, ?, ?, ?)",
-                (*values, response.items, response.body),
+                "insert into responses (id, tenant, previous, size, items, body, active)"
+                " select ?, ?, ?, ?, ?, ?, max(?, coalesce(max(active), 0)) from responses where tenant = ?",
+                (*values, response.items, response.body, now, tenant),
             )
             self._database.execute(
                 "delete from responses where number in (select number from (select number, sum(size) over"
@@ -252,7 +256,10 @@ class Catalog:
         )
         if now is not None:
             self._change(
-                f"{_CHAIN} update responses set active = ? where id in (select id from chain)", response, tenant, now
+                f"{_CHAIN} update responses set active = max(active, ?) where id in (select id from chain)",
+                response,
+                tenant,
+                now,
             )
         return [KeptResponse(*row) for row in found]
 

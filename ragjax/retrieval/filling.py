@@ -29,7 +29,7 @@ from ragjax.retrieval.triples import Alias, Triple
 _BATCH_CHARS = 50_000  # of documents that are stored together: about 80 chunks, so batches of the encoder are full
 _FIRST_CHARS = 5_000  # likewise of the first ones, which can be searched the sooner; it doubles from there
 _MOST_LINES = 1000  # of a JSONL file that are listed as left out
-_SETTLED_NS = 2 * 10**9  # a file that changed later may change again within the same tick of its file system's clock
+_SETTLED_NS = 2 * 10**9  # a file that changes about now may change again within a tick of its file system's clock
 _TEXT_SHARE = {".pdf": 0.1, ".html": 0.4, ".htm": 0.4}  # of a file's bytes that is text; of other kinds all
 _USUAL_RATE, _USUAL_S = 30_000.0, 5.0  # bytes of text a second; what is measured counts more after so many seconds
 _FIRST_FACTS, _SHORT_S = 100, 0.5  # facts of the first step; the next one has twice as many if it took less
@@ -177,7 +177,7 @@ class Filling(SourceReading):
         self.base.note_files({
             file.name: json.dumps([*_state(file, held), [astuple(one) for one in self._skipped.get(file.name, [])]])
             for file in files
-            if now - file.modified > _SETTLED_NS and os.access(file.path, os.R_OK)
+            if abs(now - file.modified) > _SETTLED_NS and os.access(file.path, os.R_OK)
         })  # fmt: skip
         self._files += len(files)
         self._advance(sum(file.size for file in files), sum(map(_text_bytes, files)))

@@ -59,18 +59,31 @@ STORES_OF_TENANT = 1000
 _ID = re.compile(r"vs_[0-9a-f]{24}")
 
 
+def steady_clock(
+    wall: Callable[[], float] = time.time,
+    passed: Callable[[], float] = lambda: time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)),
+) -> Callable[[], float]:
+    """A clock that shows the time as it was when it was made, and what has passed since, whatever the other one does.
+
+    Files must not expire because a clock was set wrong for a while. passed: counts while the machine sleeps, too.
+    """
+    began = wall() - passed()
+    return lambda: began + passed()
+
+
 class Library:
     """Files and stores of tenants ("": of nobody). Any thread may call it; whatever is not the tenant's is not there.
 
     directory: where the knowledge bases are kept; None keeps all in memory. quota: most bytes of files of a tenant,
-    each of at least `LEAST_BYTES`; and of the files in its stores, where one counts for each store that it is in.
+    each of at least `LEAST_BYTES`; and of the files in its stores, where one counts for each store that it is in. now:
+    seconds since the epoch.
     """
 
     def __init__(
         self,
         bases: Bases,
         directory: Path | None,
-        now: Callable[[], float] = time.time,
+        now: Callable[[], float] | None = None,
         quota: int = QUOTA,
         chunk_tokens: int = CHUNK_TOKENS,
     ):
@@ -78,7 +91,7 @@ class Library:
         self._catalog = Catalog(None if directory is None else directory / FOLDER / "catalog.sqlite")
         self._ingest = Ingest(self._catalog, bases)
         self._bases = bases
-        self._now = now
+        self._now = now = steady_clock() if now is None else now
         self._quota = quota
         self._expiring = threading.Lock()
         self._due: int | None = None  # when the next file expires

@@ -195,6 +195,7 @@ class RequestState(Waiting):
     facts: tuple[FactReport, ...] = ()  # relation paths of the prompt
     kept: tuple[tuple[int, float], ...] = ()  # as `Grounded.kept`
     sources: tuple[Citation, ...] = ()  # its passages
+    cited: bool = False  # they went out
     # the account of every segment as it was asked, by the first start that computed all of it: later ones find what
     # that one kept
     reports: tuple[SegmentReport, ...] = ()

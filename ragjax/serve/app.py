@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, closing
+from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -262,23 +262,51 @@ class _Endpoints:
         reply = Reply(self._engine, body, asked, notices)
         told = reply.told(self._events(asked, request))
         if body.store is not False:
-            told = self._keeping(told, tenant, body.previous_response_id, asked_items)
+            told = self._keeping(told, reply, body, asked_items, request)
         if body.stream:
             return EventStream(told, reply.failed, end=b"")
         return await respond(whole(told), request)
 
     async def _keeping(
-        self, told: AsyncGenerator[Json, None], tenant: str, previous: str | None, items: Sequence[Item]
+        self,
+        told: AsyncGenerator[Json, None],
+        reply: Reply,
+        body: ResponseBody,
+        items: Sequence[Item],
+        request: Request,
     ) -> AsyncGenerator[Json, None]:
-        """Yields the events of a response, which is kept before the last one is told."""
-        async with aclosing(told) as events:
-            async for event in events:
-                response = event.get("response", {})
-                if response.get("status") in ("completed", "incomplete"):
-                    given = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in items]
-                    kept = core.KeptResponse(response["id"], previous, json.dumps(given), json.dumps(response))
-                    await asyncio.to_thread(self._engine.library.keep_response, tenant, kept)
-                yield event
+        """Yields the events of a response, which is kept before the last one is told.
+
+        One whose stream began and broke off is kept as failed, or as cancelled if its client left.
+        """
+
+        async def keep(response: Json) -> None:
+            given = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in items]
+            kept = core.KeptResponse(response["id"], body.previous_response_id, json.dumps(given), json.dumps(response))
+            await asyncio.to_thread(self._engine.library.keep_response, request.state.tenant, kept)
+
+        begun = False
+        try:
+            async with aclosing(told) as events:
+                async for event in events:
+                    begun = bool(body.stream)
+                    response = event.get("response", {})
+                    if response.get("status") in ("completed", "incomplete"):
+                        begun = False
+                        await keep(response)
+                    yield event
+        except (asyncio.CancelledError, GeneratorExit):
+            if begun:
+                with suppress(core.RagjaxError):  # it cannot be told
+                    await keep(reply.broken_off("cancelled"))
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            if not begun:
+                raise
+            failure = api_error(error, request.scope)
+            with suppress(core.RagjaxError):
+                await keep(reply.broken_off("failed", failure))
+            raise failure from error
 
     async def message(self, body: MessageBody, request: Request) -> Response:
         notices = take_ignored(body, strict=self._strict)
@@ -335,7 +363,7 @@ class _Endpoints:
         silent = isinstance(body, CompletionBody) and body.max_tokens == 0
         events = merged([self._scored(x, request, silent) if x.echo else self._events(x, request) for x in asked])
         if body.stream:
-            return EventStream(form.stream(events, body.include_usage))
+            return EventStream(form.stream(events, body.include_usage, body.include_sources))
         return await respond(form.whole(events), request)
 
     async def _scored(self, request: core.Request, http: Request, silent: bool) -> AsyncGenerator[core.Event, None]:

@@ -76,17 +76,24 @@ class Form(ABC):
         choice = self._choice(number, self._delta(None), None, self._reason(number, event), **self._account(event))
         return [*left, self._object(self.chunk_kind, [choice], rag=self._rag(event))]
 
-    async def stream(self, events: AsyncGenerator[Numbered, None], include_usage: bool) -> AsyncGenerator[Json, None]:
+    async def stream(
+        self, events: AsyncGenerator[Numbered, None], include_usage: bool, include_sources: bool = False
+    ) -> AsyncGenerator[Json, None]:
         """Yields the chunks of a stream; the first waits for the first event, and so for the errors before it.
 
-        With `include_usage`, each says `usage: null`, and one without choices follows with the sums.
+        With `include_usage`, each says `usage: null`, and one without choices follows with the sums. With
+        `include_sources` the first has the passages of the prompt: an answer that is stopped has no account.
         """
         opening = self.opening()
         more = {"usage": None} if include_usage else {}
         answers: dict[int, core.Answer] = {}
         async with aclosing(events):
             async for number, event in events:
-                for chunk in (*opening, *self.chunks(number, event)):
+                chunks = [*opening, *self.chunks(number, event)]
+                if include_sources and chunks and isinstance(event, core.Delta) and event.sources:
+                    chunks[0] = {**chunks[0], "rag": {"sources": citations_of(event.sources)}}
+                    include_sources = False
+                for chunk in chunks:
                     yield {**chunk, **more}
                 opening = []
                 if isinstance(event, core.Answer):
@@ -267,6 +274,10 @@ def logprobs_of(tokens: Sequence[core.TokenLogprob], spelled: Callable[[int], by
     ]
 
 
+def citations_of(sources: Sequence[core.Citation]) -> list[Json]:
+    return [asdict(source) for source in sources]
+
+
 def account(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]], notices: Sequence[str]) -> Json:
     """Makes the field `rag`, the account of reuse. notices: of the request; those of the answer follow."""
     names = ("retrieve", "search_exposed", "load", "compile", "prefill", "ttft", "total")
@@ -280,7 +291,7 @@ def account(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]], not
         "figures": dict(answer.figures),
         "segments": _segments(answer, pieces),
         "facts": [asdict(path) for path in answer.facts],
-        "sources": [asdict(source) for source in answer.sources],
+        "sources": citations_of(answer.sources),
         "timings_ms": {name: round(getattr(answer.timings, name), 3) for name in names},
         "notices": [*notices, *answer.notices],
         "notice_codes": [getattr(notice, "code", None) for notice in (*notices, *answer.notices)],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ragjax import core
 from ragjax.serve.error import ApiError
-from ragjax.serve.response import Json, account, logprobs_of
+from ragjax.serve.response import Json, account, citations_of, logprobs_of
 from ragjax.serve.schema.response import RESULTS, ResponseBody
 from ragjax.serve.tool_calls import CallReader, Piece
 
@@ -142,13 +142,20 @@ class Reply:
         self._reader = CallReader.of(engine.call_form, request)
         self._unsaid: list[Json] = []  # log-probabilities of tokens that the reader holds back
         self._number = 0
+        self._sources: tuple[core.Citation, ...] = ()  # of the prompt, once they are known
         self._head = {"id": new_id("resp"), "object": "response", "created_at": int(time.time())}
 
     def failed(self, error: ApiError) -> Json:
-        body = error.body["error"]
-        failure = {"code": CODES.get(body["type"] or "", "server_error"), "message": body["message"]}
+        return self._numbered({"type": "response.failed", "response": self.broken_off("failed", error)})
+
+    def broken_off(self, status: str, error: ApiError | None = None) -> Json:
+        """Returns the response that ends here, with what was said until now."""
+        failure = None
+        if error is not None:
+            told = error.body["error"]
+            failure = {"code": CODES.get(told["type"] or "", "server_error"), "message": told["message"]}
         self._output.break_off()
-        return self._numbered({"type": "response.failed", "response": self._response("failed", error=failure)})
+        return self._response(status, error=failure)
 
     async def told(self, events: AsyncGenerator[core.Event, None]) -> AsyncGenerator[Json, None]:
         """Yields events, the last with the whole response; none comes before the engine's first event."""
@@ -156,6 +163,7 @@ class Reply:
         async with aclosing(events) as came:
             try:
                 async for event in came:
+                    self._sources = self._sources or event.sources
                     for said in () if begun else self._opening():
                         yield self._numbered(said)
                     begun = True
@@ -230,6 +238,12 @@ class Reply:
             for one in cited.values()
         ]  # fmt: skip
 
+    def _account(self, answer: core.Answer | None) -> Json | None:
+        """Makes the field `rag`: without an answer it has the passages alone."""
+        if answer is not None:
+            return account(answer, self._engine.pieces, self._notices)
+        return {"sources": citations_of(self._sources)} if self._sources else None
+
     def _numbered(self, event: Json) -> Json:
         self._number += 1
         return {**event, "sequence_number": self._number - 1}
@@ -260,7 +274,7 @@ class Reply:
             "truncation": "disabled",
             "usage": None if answer is None else _usage(answer),
             "metadata": dict(body.metadata or {}),
-            "rag": None if answer is None else account(answer, self._engine.pieces, self._notices),
+            "rag": self._account(answer),
         }
 
 

@@ -122,6 +122,11 @@ class Index:
     def ages(self) -> list[tuple[int, int]]:
         return self._connection.execute("SELECT accessed, bytes FROM entry ORDER BY accessed, id").fetchall()
 
+    def latest(self) -> int:
+        """Returns the time of the last access to any entry, ns; 0 if there is none."""
+        (found,) = self._connection.execute("SELECT ifnull(max(accessed), 0) FROM entry").fetchone()
+        return int(found)
+
     @contextmanager
     def change(self) -> Iterator[Index]:
         """Within it this thread alone, among all processes, changes the index; all is kept or nothing."""

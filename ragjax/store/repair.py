@@ -90,10 +90,14 @@ class Journal:
             return tuple(self._flaws)
 
     def tick(self) -> int:
-        """A time later than all before, ns."""
+        """A time later than all before, ns; also than those in the index: the clock may have been set back."""
         with self._lock:
             self._now = max(self._now + 1, time.time_ns())
             return self._now
+
+    def begin_after(self, when: int) -> None:
+        with self._lock:
+            self._now = max(self._now, when)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -170,6 +174,7 @@ class Repair:
         index = Index(self._folder.index)
         try:
             self.reconcile(index)
+            self._journal.begin_after(index.latest())
         except BaseException:
             index.close()
             raise

@@ -282,10 +282,26 @@ def test_memory_that_is_free_is_read_from_the_system(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable:    800 kB\n")
     assert free_memory(tmp_path) == 800 * 1024
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.stat").write_text("anon 100000\nfile 7\n")
-    (group / "memory.max").write_text("max\n")
+    (tmp_path / "proc/self").mkdir()
+    groups = tmp_path / "proc/self/cgroup"
+
+    def limit(group: str, name: str, most: str, stat: str) -> None:
+        folder = tmp_path / "sys/fs/cgroup" / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{most}\n")
+        (folder / "memory.stat").write_text(stat)
+
+    groups.write_text("0::/\n")
+    limit("", "memory.max", "max", "anon 100000\nfile 7\n")
     assert free_memory(tmp_path) == 800 * 1024
-    (group / "memory.max").write_text("300000\n")
+    limit("", "memory.max", "300000", "anon 100000\nfile 7\n")
     assert free_memory(tmp_path) == 200_000
+    groups.write_text("0::/user.slice/own.scope\n")  # a group within others, each with a limit
+    limit("user.slice", "memory.max", "90000", "anon 10000\n")
+    limit("user.slice/own.scope", "memory.max", "max", "anon 10000\n")
+    assert free_memory(tmp_path) == 80_000
+    groups.write_text("5:cpu:/x\n4:memory:/outside/of/the/container\n0::/\n")  # version 1
+    limit("memory", "memory.limit_in_bytes", "70000", "rss 5\ntotal_rss 60000\n")
+    assert free_memory(tmp_path) == 10_000
+    limit("memory", "memory.limit_in_bytes", "50000", "rss 5\ntotal_rss 60000\n")
+    assert free_memory(tmp_path) == 0

@@ -331,6 +331,7 @@ def test_conversations_are_moved_if_the_report_has_them_inside_the_budget_and_re
     contract = automatic(replace(FUSED, conversations=measurement(MOVED, 0.02, 5.0)))
     assert contract.without_evidence(talk) == MOVED and contract.without_evidence(chunks) == PREFIX
     assert contract.predicted(MOVED, False, 0) == Divergence(0.02, 0.9) and "moved" in contract.strategies
+    assert ", moved for prompts without passages, within KL=" in contract.summary
     assert contract.pick == FUSION, "conversations tell nothing of retrieved passages"
     for _ in range(LEAST):
         contract.observe(MOVED, False, Divergence(0.2, 0.5))

@@ -3,6 +3,7 @@
 import logging
 import os
 import sqlite3
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -161,6 +162,15 @@ def test_a_file_that_changed_just_now_is_read_again(tmp_path: Path, opened: list
         fill(base, tmp_path)
         fill(base, tmp_path)
     assert opened == ["a.txt", "a.txt"]
+
+
+def test_a_file_of_the_future_is_not_read_again(tmp_path: Path, opened: list[str]) -> None:
+    """The clock was set back since."""
+    write(tmp_path, "a.txt", "one", time.time_ns() + 3600 * 10**9)
+    with open_base() as base:
+        fill(base, tmp_path)
+        fill(base, tmp_path)
+    assert opened == ["a.txt"]
 
 
 def test_a_run_that_ends_early_goes_on(tmp_path: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from ragjax.retrieval import chunk_store, chunking, confined, database, ingest
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import KnowledgeBase
-from ragjax.retrieval.library import FOLDER, LEAST_BYTES, QUOTA, Library
+from ragjax.retrieval.library import FOLDER, LEAST_BYTES, QUOTA, Library, steady_clock
 from tests.support.shelf import Shelf, open_library
 
 Holding = Callable[[KnowledgeBase], tuple[threading.Event, threading.Event]]
@@ -280,6 +280,29 @@ def test_a_file_that_expired_goes_with_the_next_call_that_shows_files() -> None:
     now = 7200.0
     assert library.files("") == [] and library._catalog.content(file.id) is None
     library.close()
+
+
+def test_a_clock_that_is_set_while_files_are_kept_changes_nothing() -> None:
+    wall, passed = [1_000_000.0], 50.0
+    library, _ = open_library(now=steady_clock(lambda: wall[0], lambda: passed))
+    file = library.upload("", "a.md", "assistants", b"honey", 7200)
+    for hours in (100, -100):
+        wall[0] = 1_000_000.0 + hours * 3600
+        assert library.files("") == [file]
+    passed += 7200
+    assert library.files("") == []
+    library.close()
+
+
+def test_a_clock_that_is_set_back_between_two_starts_takes_no_new_response(tmp_path: Path) -> None:
+    responses = [KeptResponse(name, None, "[]", "x" * 98) for name in "abcd"]
+    for hour, two in ((10, responses[:2]), (0, responses[2:])):
+        library, shelf = open_library(tmp_path, now=lambda hour=hour: hour * 3600, quota=16 * 200)  # type: ignore[misc]
+        for one in two:
+            library.keep_response("acme", one)
+        assert [library.response("acme", one.id) for one in two] == two
+        library.close()
+        shelf.close()
 
 
 def test_a_file_is_discarded_that_no_store_has() -> None:

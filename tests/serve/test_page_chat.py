@@ -343,6 +343,7 @@ def test_a_wait_says_what_it_is_for(browser: Browser) -> None:
         assert re.fullmatch(r"Stopped after \S+ m?s, \d+ words?, the first after \S+ m?s\.", said)
         page.reload()
         page.wait_for_selector(".turn:has-text('Stopped after')")
+        assert page.locator(".turn .sources li").count() == len(SOURCES), "its passages are known all the same"
 
 
 def test_questions_to_begin_with_come_from_the_documents(browser: Browser, served: Served) -> None:

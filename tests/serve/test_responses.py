@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict
 from ragjax import core
 from tests.support import tiny
 from tests.support.fakes import FakeEngine
-from tests.support.serving import TEXT, Caught, Served, error_of, events_of, serving
+from tests.support.serving import TEXT, Caught, Served, error_of, events_of, serving, wait_for
+from tests.support.telling import SOURCES
 
 ASK: dict[str, Any] = {"model": "fake", "input": "What colour is the lighthouse?"}
 WEATHER: Any = {
@@ -291,11 +292,31 @@ def test_a_call_of_a_function() -> None:
 def test_a_stream_that_breaks_fails() -> None:
     with serving(FakeEngine(breakdown=RuntimeError("secret"))) as served:
         events = typed(served)
-    failed = events[-1]
+        failed = events[-1]
+        kept = served.get(f"/v1/responses/{failed['response']['id']}").json()
     assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"
     assert failed["response"]["error"]["code"] == "server_error" and "secret" not in json.dumps(failed)
     assert [item["status"] for item in failed["response"]["output"]] == ["incomplete"]
     assert Response.model_validate(failed["response"], strict=True).error is not None
+    assert kept == failed["response"], "what broke off is kept, too"
+
+
+def test_a_stream_whose_client_leaves_is_kept_with_its_sources() -> None:
+    with serving(FakeEngine(delay=0.2, sources=SOURCES)) as served:
+        client = served.client()
+        with client.responses.create(**ASK, stream=True) as stream:
+            events = iter(stream)
+            made = next(event.response for event in events if event.type == "response.created")
+            next(event for event in events if event.type == "response.output_text.delta")
+
+        def is_kept() -> bool:
+            return served.get(f"/v1/responses/{made.id}").status_code == 200
+
+        wait_for(is_kept)
+        kept = client.responses.retrieve(made.id)
+        assert kept.status == "cancelled" and kept.output_text and TEXT.startswith(kept.output_text)
+        assert [one["file_id"] for one in kept.rag["sources"]] == [one.file_id for one in SOURCES]  # type: ignore[attr-defined]
+        client.responses.create(model="fake", input="And then?", previous_response_id=made.id)
 
 
 def test_an_error_before_the_first_text_is_one_of_http() -> None:

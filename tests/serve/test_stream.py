@@ -16,6 +16,7 @@ import pytest
 from ragjax import core
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, TEXT, Served, error_of, events_of, serving, wait_for
+from tests.support.telling import SOURCES
 
 
 def test_sse_framing(shared: Served) -> None:
@@ -27,6 +28,15 @@ def test_sse_framing(shared: Served) -> None:
     assert all("usage" not in chunk and "rag" not in chunk for chunk in chunks[:-1])
     summed = events_of(shared.post(json={**CHAT, "stream": True, "stream_options": {"include_usage": True}}))
     assert [chunk["usage"] is None for chunk in summed[:-1]] == [True] * 8 + [False] and "rag" not in summed[-2]
+
+
+def test_passages_come_with_the_first_chunk_if_they_are_asked_for() -> None:
+    options = {"include_sources": True, "include_usage": True}
+    with serving(FakeEngine(sources=SOURCES)) as served:
+        first, *chunks, last, _, _ = events_of(served.post(json={**CHAT, "stream": True, "stream_options": options}))
+    assert first["choices"][0]["delta"]["role"] == "assistant" and [*first["rag"]] == ["sources"]
+    assert first["rag"]["sources"] == last["rag"]["sources"] and len(last["rag"]["sources"]) == len(SOURCES)
+    assert all("rag" not in chunk for chunk in chunks)
 
 
 class Stepped(FakeEngine):

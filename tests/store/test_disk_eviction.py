@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,17 @@ def test_a_touch_is_in_order_of_the_call(tmp_path: Path) -> None:
             put_alike(store, new)
             left.append(kept(store, *"abcd"))
         assert left == [[*"abc"], [*"ab"], ["a"]]
+
+
+def test_a_clock_that_is_set_back_makes_no_entry_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hours, clock = 10 * 3600 * 10**9, time.time_ns
+    monkeypatch.setattr("ragjax.store.repair.time.time_ns", lambda: clock() + hours)
+    with bounded(tmp_path, 3) as store:
+        put_alike(store, *"abc")
+    monkeypatch.setattr("ragjax.store.repair.time.time_ns", clock)
+    with bounded(tmp_path, 3) as store:
+        put_alike(store, "d", "e")
+        assert kept(store, *"abcde") == [*"cde"]
 
 
 def test_accesses_survive_a_restart(tmp_path: Path) -> None:

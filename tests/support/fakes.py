@@ -36,6 +36,7 @@ class FakeEngine:
     breakdown: BaseException | None = None
     sound: int = 2
     written: int = 0
+    sources: tuple[core.Citation, ...] = ()
     max_queue: int = 64
     context_length: int = 64
     model_name: str = "fake"
@@ -157,7 +158,7 @@ class FakeEngine:
             if self.breakdown is not None and i == self.sound:
                 raise self.breakdown
             logprobs.append(self._logprob(i, request.sampling.logprobs or 0))
-            yield core.Delta(token, self._wanted(request, logprobs[-1:]))
+            yield core.Delta(token, self._wanted(request, logprobs[-1:]), () if i else self.sources)
         approximate = request.rag is not None and request.rag.strategy == "naive"
         ttft = 1e3 * (time.perf_counter() - begin)
         yield core.Answer(
@@ -178,6 +179,7 @@ class FakeEngine:
             recompute_ratio=request.rag and request.rag.recompute_ratio,
             predicted=core.Divergence(0.25, 0.75) if approximate else core.Divergence(0.0, 1.0),
             figures={"focus_ideal": 0.5} if approximate else {},
+            sources=self.sources,
             notices=("attention not by triton: no such kernel",),
             prompt=np.arange(9, dtype=np.int32) if request.rag and request.rag.detail else None,
         )

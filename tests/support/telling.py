@@ -42,8 +42,9 @@ class Telling(FakeEngine):
                 prompt = np.arange(25, dtype=np.int32)
                 event = replace(event, segments=SEGMENTS, prompt=prompt, prompt_tokens=25, facts=facts, timings=TIMINGS)
                 event = replace(event, sources=() if facts else SOURCES)
-            elif strategy == "naive":
-                event = core.Delta(event.text.replace("red", "blue"))
+            else:
+                text = event.text.replace("red", "blue") if strategy == "naive" else event.text
+                event = core.Delta(text, sources=SOURCES)
             yield event
 
     def pieces(self, tokens: core.Tokens) -> list[str]:

@@ -66,11 +66,12 @@ async function* events(response) {
 }
 
 /**
- * One question, answered as a stream. `said` gets each new piece of text; the result is the whole text, the account
- * `rag` and the token counts. Raises what `call` does, also for an error in the midst of the stream.
+ * One question, answered as a stream. `said` gets each new piece of text, and `cited` the passages before the first;
+ * the result is the whole text, the account `rag` and the token counts. Raises what `call` does, also for an error in
+ * the midst of the stream.
  */
-export async function ask(body, said, signal) {
-  const asked = { ...body, stream: true, stream_options: { include_usage: true } };
+export async function ask(body, said, signal, cited = () => {}) {
+  const asked = { ...body, stream: true, stream_options: { include_usage: true, include_sources: true } };
   const response = await call("v1/chat/completions", { method: "POST", body: asked, signal });
   let [text, rag, usage, reason] = ["", null, null, null];
   for await (const event of events(response)) {
@@ -80,7 +81,8 @@ export async function ask(body, said, signal) {
       text += choice.delta.content;
       said(choice.delta.content);
     }
-    rag = event.rag ?? rag;
+    if (event.rag?.segments) rag = event.rag;
+    else if (event.rag) cited(event.rag.sources);
     usage = event.usage ?? usage;
     reason = choice?.finish_reason ?? reason;
   }

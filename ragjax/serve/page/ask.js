@@ -13,7 +13,7 @@ import { strip } from "./strip.js";
 const DEMO = ["Who is the mayor of Candlehythe?", "How tall is the Saltfinger Lighthouse?", "In what year was the Tolverey Light Railway opened?"];
 const DEMO_FILES = ["candlehythe", "light-railway"];
 
-/** Turns of the conversation, oldest first: `{question, text, failed, rag, result, stopped}`. */
+/** Turns of the conversation, oldest first: `{question, text, failed, rag, result, stopped, sources}`. */
 let turns = [];
 /** Where this tab keeps them, so that they survive a reload, and how many characters; the first turns leave. */
 const KEPT = "ragjax-conversation";
@@ -87,8 +87,8 @@ function follow(article) {
 }
 
 /** What stands under an answer that is whole, or was stopped. */
-function under({ text, rag, result, stopped }) {
-  if (stopped) return [h("p", { class: "facts" }, stopped)];
+function under({ text, rag, result, stopped, sources = [] }) {
+  if (stopped) return [h("p", { class: "facts" }, stopped), sourceList({ sources, segments: [] })].filter(Boolean);
   const copy = h("button", { type: "button", class: "quiet", onclick: () => copied(text, copy) }, "Copy");
   return [
     text ? null : h("p", { class: "facts" }, "The model gave no answer."),
@@ -125,7 +125,7 @@ const articleOf = ({ question }, i, ...parts) =>
 /** Ask one question and show its turn. */
 async function converse(question, signal) {
   const asked = body("ask", messages(question));
-  const turn = { question, text: "", failed: false, rag: asked.rag, result: null, stopped: "" };
+  const turn = { question, text: "", failed: false, rag: asked.rag, result: null, stopped: "", sources: [] };
   const answer = h("div", { class: "answer", "aria-busy": "true", "aria-live": "polite" });
   const wait = h("p", { class: "facts waiting", "aria-hidden": "true" }, waiting(0));
   const after = h("div");
@@ -149,7 +149,8 @@ async function converse(question, signal) {
   };
   keep();
   try {
-    turn.result = await ask(asked, said, signal);
+    turn.result = await ask(asked, said, signal, (sources) => (turn.sources = sources));
+    turn.sources = [];
     after.append(...under(turn));
     say(find("ask-status"), `Answered in ${milliseconds(turn.result.rag.timings_ms.total)}.`);
   } catch (error) {

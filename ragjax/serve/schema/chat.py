@@ -314,6 +314,7 @@ class StreamOptions(Body):
     no_effect = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = None
+    include_sources: bool | None = None
 
 
 class GenerationBody(RefusingBody):
@@ -357,6 +358,10 @@ class GenerationBody(RefusingBody):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def include_sources(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_sources)
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> core.Sampling:
         if self.stream_options is not None and not self.stream:

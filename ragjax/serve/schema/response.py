@@ -157,9 +157,10 @@ def messages_of(
 
 
 def earlier_items(kept: Sequence[core.KeptResponse]) -> list[Item]:
-    """The items of a conversation: what each response was asked, and its output."""
+    """The items of a conversation: what each response was asked, and its output but for calls that broke off."""
     found = [item for one in kept for item in (*json.loads(one.items), *json.loads(one.body)["output"])]
-    return _ITEMS.validate_python(found)
+    whole = [one for one in found if one.get("type") != "function_call" or one.get("status") != "incomplete"]
+    return _ITEMS.validate_python(whole)
 
 
 RESPONSE_REFUSED: Mapping[str, Refusal] = {

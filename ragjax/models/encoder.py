@@ -1,4 +1,4 @@
-"""The sentence encoder: BERT or RoBERTa in Flax NNX, float32, or with products of bfloat16 (`narrow`).
+"""The sentence encoder: BERT or RoBERTa in float32, or with products of bfloat16 (`narrow`).
 
 Sources: Devlin et al. 2019, arXiv:1810.04805; Liu et al. 2019, arXiv:1907.11692, and Conneau et al. 2020,
 arXiv:1911.02116 (XLM-R; their positions begin behind the padding's); Reimers and Gurevych 2019, arXiv:1908.10084
@@ -14,17 +14,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from jax import lax
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
@@ -56,133 +55,97 @@ _UNUSED_TENSORS = (
 _PREFIXES = ("bert.", "roberta.")
 """Of the encoder's tensors in a file that has heads for other tasks too."""
 
+_EMBEDDINGS, _LAYER = "embeddings.", "encoder.layer."  # what names of tensors begin with
+
 _log = logging.getLogger(__name__)
 
 
-class _Tensors:
-    """Makes modules of the tensors of a file. Each is taken once.
+def _read_weights(config: EncoderConfig, tensors: Mapping[str, NDArray[Any]], narrow: bool) -> dict[str, jax.Array]:
+    """The weights by name, float32; matrices are turned to [in, out], and bfloat16 if `narrow`.
 
-    Modules get their weights as initial ones, and no random keys: JAX takes most of a second to make these.
+    Raises ValueError for a tensor that is missing, of another shape, or unknown.
     """
-
-    def __init__(self, config: EncoderConfig, tensors: dict[str, NDArray[Any]], narrow: bool):
-        found = (prefix for prefix in _PREFIXES if any(name.startswith(prefix) for name in tensors))
-        prefix = next(found, "")
-        own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        self._config, self._tensors, self._narrow = config, own, narrow
-        self._rngs: Any = SimpleNamespace(params=lambda: None)
-
-    def linear(self, name: str, n_in: int, n_out: int) -> nnx.Linear:
-        kernel, bias = self._initial(f"{name}.weight", kernel=True), self._initial(f"{name}.bias")
-        return nnx.Linear(n_in, n_out, kernel_init=kernel, bias_init=bias, rngs=self._rngs)
-
-    def norm(self, name: str) -> nnx.LayerNorm:
-        return nnx.LayerNorm(
-            self._config.hidden_size,
-            epsilon=self._config.layer_norm_eps,
-            use_fast_variance=False,
-            scale_init=self._initial(f"{name}.weight"),
-            bias_init=self._initial(f"{name}.bias"),
-            rngs=self._rngs,
-        )
-
-    def table(self, name: str, rows: int) -> nnx.Embed:
-        table = self._initial(f"{name}.weight")
-        return nnx.Embed(rows, self._config.hidden_size, embedding_init=table, rngs=self._rngs)
-
-    def check_empty(self) -> None:
-        if left := self._tensors.keys() - set(_UNUSED_TENSORS):
-            raise ValueError(f"{min(left)} has no place in the encoder")
-
-    def _initial(self, name: str, kernel: bool = False) -> Callable[..., jax.Array]:
-        value = self._tensors.pop(name).astype(jnp.bfloat16 if kernel and self._narrow else np.float32, copy=False)
-
-        def initial(_: object, shape: Sequence[int], dtype: object) -> jax.Array:
-            given = value.T if kernel else value
-            if given.shape != tuple(shape):
-                raise ValueError(f"{name} has shape {value.shape}, which does not fit")
-            placed: jax.Array = jax.device_put(given)  # jnp.asarray compiles a program for each shape
-            return placed
-
-        return initial
+    prefix = next((prefix for prefix in _PREFIXES if any(name.startswith(prefix) for name in tensors)), "")
+    own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    shapes = _shapes(config)
+    if left := own.keys() - shapes.keys() - set(_UNUSED_TENSORS):
+        raise ValueError(f"{min(left)} has no place in the encoder")
+    weights = {}
+    for name, shape in shapes.items():
+        value, is_matrix = own[name], len(shape) == 2 and not name.startswith(_EMBEDDINGS)
+        if value.shape != shape:
+            raise ValueError(f"{name} has shape {value.shape}, which does not fit")
+        value = value.astype(jnp.bfloat16 if is_matrix and narrow else np.float32, copy=False)
+        weights[name] = jax.device_put(value.T if is_matrix else value)  # jnp.asarray compiles a program for each shape
+    return weights
 
 
-class _Embeddings(nnx.Module):
-    def __init__(self, config: EncoderConfig, reading: EncoderReading, tensors: _Tensors):
-        self.first_position = reading.first_position
-        self.word_embeddings = tensors.table("embeddings.word_embeddings", config.vocab_size)
-        self.position_embeddings = tensors.table("embeddings.position_embeddings", config.max_position_embeddings)
-        self.token_type_embeddings = tensors.table("embeddings.token_type_embeddings", config.type_vocab_size)
-        self.LayerNorm = tensors.norm("embeddings.LayerNorm")
-
-    def __call__(self, ids_BT: jax.Array) -> jax.Array:
-        # a bucket may be longer than the table, and beyond a table there is NaN; only padding stands there
-        last = self.position_embeddings.num_embeddings - 1
-        positions_T = jnp.minimum(self.first_position + jnp.arange(ids_BT.shape[1], dtype=jnp.int32), last)
-        x_BTE = self.word_embeddings(ids_BT) + self.position_embeddings(positions_T)
-        x_BTE = x_BTE + self.token_type_embeddings(jnp.zeros_like(positions_T))
-        y_BTE: jax.Array = self.LayerNorm(x_BTE)
-        return y_BTE
-
-
-class _Layer(nnx.Module):
-    def __init__(self, config: EncoderConfig, tensors: _Tensors, name: str):
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.heads = config.num_attention_heads
-        self.query = tensors.linear(f"{name}.attention.self.query", hidden, hidden)
-        self.key = tensors.linear(f"{name}.attention.self.key", hidden, hidden)
-        self.value = tensors.linear(f"{name}.attention.self.value", hidden, hidden)
-        self.attention_output = tensors.linear(f"{name}.attention.output.dense", hidden, hidden)
-        self.attention_norm = tensors.norm(f"{name}.attention.output.LayerNorm")
-        self.intermediate = tensors.linear(f"{name}.intermediate.dense", hidden, inner)
-        self.output = tensors.linear(f"{name}.output.dense", inner, hidden)
-        self.output_norm = tensors.norm(f"{name}.output.LayerNorm")
-
-    def __call__(self, x_BTE: jax.Array, valid_BT: jax.Array) -> jax.Array:
-        x_BTE = self.attention_norm(x_BTE + _product(self.attention_output, self._attend(x_BTE, valid_BT)))
-        inner_BTF = jax.nn.gelu(_product(self.intermediate, x_BTE), approximate=False)
-        y_BTE: jax.Array = self.output_norm(x_BTE + _product(self.output, inner_BTF))
-        return y_BTE
-
-    def _attend(self, x_BTE: jax.Array, valid_BT: jax.Array) -> jax.Array:
-        def heads(linear: nnx.Linear) -> jax.Array:
-            y_BTE = _product(linear, x_BTE).astype(linear.kernel.dtype)
-            return y_BTE.reshape(*y_BTE.shape[:2], self.heads, -1)
-
-        queries, keys, values = heads(self.query), heads(self.key), heads(self.value)
-        mask = valid_BT[:, None, None, :]
-        with jax.numpy_dtype_promotion("standard"):  # it widens bfloat16 by itself
-            context_BTHD = jax.nn.dot_product_attention(queries, keys, values, mask=mask, implementation="xla")
-        return context_BTHD.reshape(x_BTE.shape)
+def _shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    rows = (config.vocab_size, config.max_position_embeddings, config.type_vocab_size)
+    tables = zip(("word_embeddings", "position_embeddings", "token_type_embeddings"), rows, strict=True)
+    shapes: dict[str, tuple[int, ...]] = {f"{_EMBEDDINGS}{name}.weight": (n, hidden) for name, n in tables}
+    linears = {
+        f"attention.{name}": (hidden, hidden) for name in ("self.query", "self.key", "self.value", "output.dense")
+    }
+    linears |= {"intermediate.dense": (inner, hidden), "output.dense": (hidden, inner)}
+    norms = [f"{_EMBEDDINGS}LayerNorm"]
+    for i in range(config.num_hidden_layers):
+        for name, shape in linears.items():
+            shapes |= {f"{_LAYER}{i}.{name}.weight": shape, f"{_LAYER}{i}.{name}.bias": shape[:1]}
+        norms += [f"{_LAYER}{i}.attention.output.LayerNorm", f"{_LAYER}{i}.output.LayerNorm"]
+    return shapes | {f"{norm}.{part}": (hidden,) for norm in norms for part in ("weight", "bias")}
 
 
-def _product(linear: nnx.Linear, x_BTE: jax.Array) -> jax.Array:
-    """The layer's output, float32, of a product in the dtype of its kernel."""
-    assert linear.bias is not None
-    kernel_EF = linear.kernel[...]
-    x_BTE = x_BTE.astype(kernel_EF.dtype)
-    return jnp.matmul(x_BTE, kernel_EF, precision="highest", preferred_element_type=jnp.float32) + linear.bias[...]
-
-
-class _Bert(nnx.Module):
+def _embed(
+    config: EncoderConfig,
+    reading: EncoderReading,
+    weights: Mapping[str, jax.Array],
+    ids_BT: jax.Array,
+    lengths_B: jax.Array,
+) -> jax.Array:
     """Token ids int32 [B, T] and lengths int32 [B] → normalised sentence embeddings float32 [B, E]."""
 
-    def __init__(self, config: EncoderConfig, reading: EncoderReading, tensors: _Tensors):
-        self.pooling = reading.pooling
-        self.embeddings = _Embeddings(config, reading, tensors)
-        names = (f"encoder.layer.{i}" for i in range(config.num_hidden_layers))
-        self.layers = nnx.List([_Layer(config, tensors, name) for name in names])
-        tensors.check_empty()
+    def table(name: str) -> jax.Array:
+        return weights[f"{_EMBEDDINGS}{name}.weight"]
 
-    def __call__(self, ids_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
-        valid_BT = jnp.arange(ids_BT.shape[1], dtype=jnp.int32) < lengths_B[:, None]
-        x_BTE = self.embeddings(ids_BT)
-        for layer in self.layers:
-            x_BTE = layer(x_BTE, valid_BT)
-        # the mean's 1/n cancels
-        pooled_BE = x_BTE[:, 0] if self.pooling == "cls" else jnp.where(valid_BT[..., None], x_BTE, 0.0).sum(axis=1)
-        embeddings_BE: jax.Array = pooled_BE / jnp.linalg.norm(pooled_BE, axis=-1, keepdims=True)
-        return embeddings_BE
+    def linear(name: str, x_BTE: jax.Array) -> jax.Array:
+        kernel_EF = weights[f"{name}.weight"]
+        x_BTE = x_BTE.astype(kernel_EF.dtype)
+        made_BTF = jnp.matmul(x_BTE, kernel_EF, precision="highest", preferred_element_type=jnp.float32)
+        return made_BTF + weights[f"{name}.bias"]
+
+    def norm(name: str, x_BTE: jax.Array) -> jax.Array:
+        x_BTE = x_BTE - x_BTE.mean(-1, keepdims=True)
+        factor_BTE = lax.rsqrt(jnp.square(x_BTE).mean(-1, keepdims=True) + config.layer_norm_eps)
+        return x_BTE * (factor_BTE * weights[f"{name}.weight"]) + weights[f"{name}.bias"]
+
+    def heads(name: str, x_BTE: jax.Array) -> jax.Array:
+        y_BTE = linear(name, x_BTE).astype(weights[f"{name}.weight"].dtype)
+        return y_BTE.reshape(*y_BTE.shape[:2], config.num_attention_heads, -1)
+
+    # a bucket may be longer than the table, and beyond a table there is NaN; only padding stands there
+    last = config.max_position_embeddings - 1
+    position_T = jnp.minimum(reading.first_position + jnp.arange(ids_BT.shape[1], dtype=jnp.int32), last)
+    valid_BT = jnp.arange(ids_BT.shape[1], dtype=jnp.int32) < lengths_B[:, None]
+    x_BTE = jnp.take(table("word_embeddings"), ids_BT, axis=0) + jnp.take(
+        table("position_embeddings"), position_T, axis=0
+    )
+    x_BTE = norm(f"{_EMBEDDINGS}LayerNorm", x_BTE + table("token_type_embeddings")[0])
+    mask_B11T = valid_BT[:, None, None, :]
+    for i in range(config.num_hidden_layers):
+        layer = f"{_LAYER}{i}"
+        q_BTHD, k_BTHD, v_BTHD = (heads(f"{layer}.attention.self.{part}", x_BTE) for part in ("query", "key", "value"))
+        with jax.numpy_dtype_promotion("standard"):  # it widens bfloat16 by itself
+            seen_BTHD = jax.nn.dot_product_attention(q_BTHD, k_BTHD, v_BTHD, mask=mask_B11T, implementation="xla")
+        attended_BTE = linear(f"{layer}.attention.output.dense", seen_BTHD.reshape(x_BTE.shape))
+        x_BTE = norm(f"{layer}.attention.output.LayerNorm", x_BTE + attended_BTE)
+        inner_BTF = jax.nn.gelu(linear(f"{layer}.intermediate.dense", x_BTE), approximate=False)
+        x_BTE = norm(f"{layer}.output.LayerNorm", x_BTE + linear(f"{layer}.output.dense", inner_BTF))
+    # the mean's 1/n cancels
+    pooled_BE = x_BTE[:, 0] if reading.pooling == "cls" else jnp.where(valid_BT[..., None], x_BTE, 0.0).sum(axis=1)
+    embeddings_BE: jax.Array = pooled_BE / jnp.linalg.norm(pooled_BE, axis=-1, keepdims=True)
+    return embeddings_BE
 
 
 class Encoder:
@@ -191,16 +154,21 @@ class Encoder:
     identity: hash of weights, tokenizer and configuration; embeddings of equal identity are comparable.
     """
 
-    def __init__(self, model: _Bert, tokenizer: Tokenizer, reading: EncoderReading, *, dim: int, identity: str):
-        graph, state = nnx.split(model)
+    def __init__(
+        self,
+        config: EncoderConfig,
+        weights: Mapping[str, jax.Array],
+        tokenizer: Tokenizer,
+        reading: EncoderReading,
+        identity: str,
+    ):
         self.identity = identity
-        self.dim = dim
+        self.dim = config.hidden_size
         self.max_tokens = reading.max_tokens
         self._reading = reading
         self._tokenizer = tokenizer
-        self._state = state
-        self._dtype = str(model.layers[0].output.kernel.dtype)
-        self._embed = jax.jit(partial(_embed, graph))
+        self._weights = weights
+        self._embed = jax.jit(partial(_embed, config, reading))
         self._programs = dict[tuple[int, int], Any]()
         self._executables = Executables(cache_dir() / "executables")
         self._told_of_cut = False
@@ -219,13 +187,13 @@ class Encoder:
             tokenizer = Tokenizer.from_file(str(vocabulary))
             tokenizer.no_padding()
             tokenizer.enable_truncation(reading.max_tokens)
-            model = _Bert(config, reading, _Tensors(config, load_file(weights), narrow))
+            read = _read_weights(config, load_file(weights), narrow)
             identity = _identity((weights, vocabulary), f"{config} {reading.max_tokens}{reading.unusual}")
         except ConfigError:
             raise
         except Exception as error:  # tokenizers raises bare Exception
             raise ConfigError(f"{directory}: not a whole encoder: {error!r}; delete it to download it again") from error
-        return cls(model, tokenizer, reading, dim=config.hidden_size, identity=identity)
+        return cls(config, read, tokenizer, reading, identity)
 
     def encode(self, texts: Sequence[str], query: bool = False) -> NDArray[np.float32]:
         """Embed passages, or questions: float32 [len(texts), dim], rows of length one."""
@@ -318,16 +286,19 @@ class Encoder:
             lengths_B[i] = len(row)
         if (batch, length) not in self._programs:
             self._programs[batch, length] = self._make(batch, length)
-        return np.asarray(self._programs[batch, length](self._state, ids_BT, lengths_B))[: len(rows)]
+        return np.asarray(self._programs[batch, length](self._weights, ids_BT, lengths_B))[: len(rows)]
 
     def _make(self, batch: int, length: int) -> Any:
-        devices = list(jax.tree.leaves(self._state)[0].devices())
-        key = key_of(devices, {"name": ("encoder", batch, length, self._dtype), "identity": self.identity})
+        [*devices], dtypes = (
+            next(iter(self._weights.values())).devices(),
+            {str(x.dtype) for x in self._weights.values()},
+        )
+        key = key_of(devices, {"name": ("encoder", batch, length, *sorted(dtypes)), "identity": self.identity})
         found = self._executables.load(key, devices)
         if found is not None:
             return found[0]
         arrays = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, length), (batch,)))
-        program = self._embed.lower(self._state, *arrays).compile()
+        program = self._embed.lower(self._weights, *arrays).compile()
         self._executables.keep(key, program, None)
         return program
 
@@ -344,11 +315,6 @@ def _first_words(text: str, most: int) -> tuple[str, bool]:
             return " ".join(words), False
         size += end - begin + 1
     return " ".join(words), True
-
-
-def _embed(graph: Any, state: Any, ids_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
-    embeddings_BE: jax.Array = nnx.merge(graph, state)(ids_BT, lengths_B)
-    return embeddings_BE
 
 
 def _identity(paths: Sequence[Path], settings: str) -> str:

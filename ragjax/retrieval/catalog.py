@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ragjax.core import WHOLE, Attachment, Counts, DamageError, File, KeptResponse, Slice, State, Store
-from ragjax.retrieval.database import add_column, checksum, compare_schema, exclusive, free, hold_spare, transaction
+from ragjax.retrieval.database import checksum, compare_schema, exclusive, free, hold_spare, transaction
 
 _SCHEMA = """
 create table if not exists files (
@@ -300,13 +300,6 @@ class Catalog:
 def _prepare(database: sqlite3.Connection) -> None:
     database.execute("pragma foreign_keys = on")
     database.executescript(_SCHEMA)
-    add_column(database, "files", "expires", "integer")
-    with database:
-        database.execute("begin")
-        if add_column(database, "files", "checksum", "blob"):  # files are taken as they are
-            for (number,) in database.execute("select number from files").fetchall():
-                values = database.execute(f"select {_KEPT} from files where number = ?", (number,)).fetchone()
-                database.execute("update files set checksum = ? where number = ?", (checksum(values), number))
     compare_schema(database, _SCHEMA)
     try:
         for row in database.execute(_STORE):

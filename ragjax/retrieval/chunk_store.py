@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import Chunk, ConfigError
-from ragjax.retrieval.database import add_column, checksum, compare_schema, exclusive
+from ragjax.retrieval.database import checksum, compare_schema, exclusive
 from ragjax.retrieval.index import IndexShape, VectorIndex, Vectors
 
 FORMAT = "1"
@@ -36,27 +36,23 @@ create table chunks (
     heading text
 );
 create index chunks_by_document on chunks (document_id);
-"""
-_MARKS = """
-create table if not exists fused (
+create table fused (
     number integer primary key references chunks (number) on delete cascade,
     behind blob not null
 );
-create table if not exists neighbours (
+create table neighbours (
     number integer not null references fused (number) on delete cascade,
     rank integer not null,
     neighbour integer not null,
     primary key (number, rank)
 ) without rowid;
-create index if not exists fused_by_neighbour on neighbours (neighbour);
-create table if not exists checksums (
+create index fused_by_neighbour on neighbours (neighbour);
+create table checksums (
     number integer primary key references chunks (number) on delete cascade,
     checksum blob not null
 );
-create table if not exists files (name text primary key, note text not null) without rowid;
-"""  # a directory that was made before there were marks gets these tables when it is opened
-_ADDED = (("documents", "filename", "text"), ("chunks", "page", "integer"), ("chunks", "heading", "text"))
-"""Columns that the tables of older directories lack."""
+create table files (name text primary key, note text not null) without rowid;
+"""
 _SIZES = "create temp table sizes (document_id text primary key, size integer not null) without rowid"
 _MEASURED = "select document_id, sum(length(cast(text as blob)) + length(tokens)) from chunks"
 _CONTENT = "id, document_id, title, text, tokens, embedding, page, heading"
@@ -83,10 +79,7 @@ def connect(directory: Path | None, settings: dict[str, str]) -> sqlite3.Connect
         database.execute("pragma temp_store = memory")
         database.execute("begin exclusive")
         _check_settings(database, place or ":memory:", settings)
-        for table, column, kind in _ADDED:
-            add_column(database, table, column, kind)
-        _run(database, _MARKS)
-        compare_schema(database, _SCHEMA + _MARKS)
+        compare_schema(database, _SCHEMA)
         _verify(database)
         database.execute(_SIZES)  # what can be counted again is not kept on disk
         database.execute(f"insert into sizes {_MEASURED} group by document_id")
@@ -97,7 +90,8 @@ def connect(directory: Path | None, settings: dict[str, str]) -> sqlite3.Connect
 
 def _check_settings(database: sqlite3.Connection, place: str | Path, settings: dict[str, str]) -> None:
     if not database.execute("select count(*) from sqlite_master").fetchone()[0]:
-        _run(database, _SCHEMA)
+        for statement in filter(str.strip, _SCHEMA.split(";")):
+            database.execute(statement)
         database.executemany("insert into settings values (?, ?)", settings.items())
         return
     stored = dict(database.execute("select name, value from settings"))
@@ -110,29 +104,16 @@ def _check_settings(database: sqlite3.Connection, place: str | Path, settings: d
 
 
 def _verify(database: sqlite3.Connection) -> None:
-    """Compare all chunks with their checksums. A directory that was made before there were any gets them now."""
-    begun = database.execute("select 1 from settings where name = 'checksums'").fetchone() is not None
     rows = database.execute(f"select number, checksum, {_CONTENT} from chunks left join checksums using (number)")
-    new = []
     for number, known, *content in rows:
-        if begun and known != _checksum(content):
+        if known != _checksum(content):
             raise sqlite3.DatabaseError(f"chunk {number} is not as it was written")
-        if not begun:
-            new.append((number, _checksum(content)))
-    if not begun:
-        database.executemany("insert or replace into checksums values (?, ?)", new)
-        database.execute("insert into settings values ('checksums', 'blake2b')")
 
 
 def _checksum(content: Sequence[object]) -> bytes:
-    """Checksum of a row of `_CONTENT`; a chunk without a place has that of directories that knew none."""
-    *older, page, heading = content
-    return checksum(older if page is heading is None else content)
-
-
-def _run(database: sqlite3.Connection, statements: str) -> None:
-    for statement in filter(str.strip, statements.split(";")):
-        database.execute(statement)
+    """Checksum of a row of `_CONTENT`, without the place if the chunk has none."""
+    *others, page, heading = content
+    return checksum(others if page is heading is None else content)
 
 
 def index_path(directory: Path | None) -> Path | None:

@@ -111,13 +111,6 @@ def compare_schema(database: sqlite3.Connection, schema: str) -> None:
             raise sqlite3.DatabaseError("its tables are others")
 
 
-def add_column(database: sqlite3.Connection, table: str, column: str, kind: str) -> bool:
-    if any(column == name for name, *_ in _columns(database, table)):
-        return False
-    database.execute(f"alter table {table} add column {column} {kind}")
-    return True
-
-
 def _columns(database: sqlite3.Connection, table: str) -> set[tuple[str, str, int]]:
     return {(name, kind, needed) for _, name, kind, needed, *_ in database.execute(f"pragma table_info({table})")}
 

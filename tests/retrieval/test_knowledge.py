@@ -381,17 +381,6 @@ def test_a_failed_write_takes_no_marks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert _marks(base)["isle/0"] == b"two"
 
 
-def test_a_directory_of_before_there_were_marks(tmp_path: Path) -> None:
-    with open_base(tmp_path) as base:
-        base.add(ISLANDS)
-    database = sqlite3.connect(tmp_path / "chunks.sqlite")
-    database.executescript("drop table neighbours; drop table fused;")
-    database.close()
-    with open_base(tmp_path) as base:
-        assert set(_marks(base).values()) == {b""}
-        assert base.mark_fused(1, (2,), b"two") and _marks(base)["isle/0"] == b"two"
-
-
 # ------------------------------------------------------------------------------------ restarts and kills
 
 
@@ -722,10 +711,6 @@ def test_sizes_follow_what_is_written(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_chunks_are_compared_with_their_checksums(tmp_path: Path) -> None:
     with open_base(tmp_path) as base:
         base.add(ISLANDS)
-    with closing(sqlite3.connect(tmp_path / "chunks.sqlite")) as database, database:  # as an older version made it
-        database.execute("drop table checksums")
-        database.execute("delete from settings where name = 'checksums'")
-    with open_base(tmp_path) as base:
         assert len(base) == 4 and base.delete(["isle/0"]) == 1
         base.add([ISLANDS[0]])
     open_base(tmp_path).close()
@@ -759,17 +744,3 @@ def test_chunks_keep_the_file_and_place_that_they_are_from(tmp_path: Path) -> No
         database.execute("update chunks set page = 8 where page = 7")
     with pytest.raises(ConfigError, match="is not as it was written"):
         open_base(tmp_path, max_tokens=100)
-
-
-def test_a_directory_of_before_chunks_had_places(tmp_path: Path) -> None:
-    with open_base(tmp_path) as base:
-        base.add(ISLANDS)
-    with closing(sqlite3.connect(tmp_path / "chunks.sqlite")) as database, database:
-        for table, column in (("documents", "filename"), ("chunks", "page"), ("chunks", "heading")):
-            database.execute(f"alter table {table} drop column {column}")
-    with open_base(tmp_path) as base:
-        (chunk,) = base.document("isle/1")
-        assert (chunk.filename, chunk.page, chunk.heading) == ("", None, None) and chunk.source_name == "Merrin"
-        assert base.add(ISLANDS).unchanged == 4
-        base.add([Document("isle/1", "It exports honey.", "Merrin", (Place(0, 3),), "merrin.pdf")])
-        assert base.search("honey", 1)[0].chunk.page == 3

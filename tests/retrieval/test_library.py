@@ -417,23 +417,6 @@ def test_a_part_of_a_list_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None
     library.close()
 
 
-def test_a_catalog_of_an_older_version_is_read(tmp_path: Path) -> None:
-    place = tmp_path / "catalog.sqlite"
-    Catalog(place).close()
-    with sqlite3.connect(place) as database:
-        database.execute("alter table files drop column expires")
-        database.execute("alter table files drop column checksum")
-        row = ("file-1", "", "a.txt", "assistants", 1, 5, b"x")
-        database.execute(
-            "insert into files (id, tenant, name, purpose, size, created, content) values (?,?,?,?,?,?,?)", row
-        )
-    database.close()
-    catalog = Catalog(place)
-    assert [(file.id, file.expires) for file in catalog.files("")] == [("file-1", None)]
-    assert catalog.content("file-1") == b"x"
-    catalog.close()
-
-
 def test_a_damaged_file_fails_where_it_is_read(tmp_path: Path) -> None:
     library, shelf = open_library(tmp_path)
     store = library.create("", "s").id

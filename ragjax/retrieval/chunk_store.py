@@ -116,33 +116,24 @@ def _checksum(content: Sequence[object]) -> bytes:
     return checksum(others if page is heading is None else content)
 
 
-def index_path(directory: Path | None) -> Path | None:
-    return None if directory is None else directory / "index.npz"
-
-
-def open_index(database: sqlite3.Connection, directory: Path | None, kind: str, dim: int) -> VectorIndex:
-    """The saved index and the stored chunks that it lacks; a new one if it holds any that is not stored."""
-    numbers = {number for (number,) in database.execute("select number from chunks")}
-    path = index_path(directory)
-    index = None
-    if path is not None and path.exists():
+def open_index(database: sqlite3.Connection, kept: Path | None, kind: str, dim: int) -> VectorIndex:
+    """An index of all stored chunks: the kept one, if it is just that."""
+    rows = database.execute("select number, embedding from chunks order by number").fetchall()
+    if kept is not None and kept.exists():
         try:
-            index = VectorIndex.load(path)
+            index = VectorIndex.load(kept)
+            if (
+                index.shape == IndexShape.parse(kind)
+                and index.dim == dim
+                and index.ids == {number for number, _ in rows}
+            ):
+                return index
         except ConfigError as error:
             _log.warning("%s", error)
-    if index is None or index.shape != IndexShape.parse(kind) or index.dim != dim or not index.ids <= numbers:
-        index = VectorIndex(kind, dim)
-        if path is not None:
-            path.unlink(missing_ok=True)  # it must not fit later: the numbers of a transaction that was lost come again
-    new = numbers - index.ids
-    if new:
-        _log.info("adding %d chunks to the %s index of %d", len(new), kind, len(index))
-        sql = "select number, embedding from chunks where number = ?"
-        rows = [row for number in sorted(new) for row in database.execute(sql, (number,))]
-        vectors = np.frombuffer(b"".join(blob for _, blob in rows), np.float32).reshape(len(rows), dim)
-        index.add(np.array([number for number, _ in rows], np.int64), vectors)
-        if path is not None:
-            index.save(path)
+        kept.unlink()
+    index = VectorIndex(kind, dim)
+    vectors = np.frombuffer(b"".join(blob for _, blob in rows), np.float32).reshape(len(rows), dim)
+    index.add(np.array([number for number, _ in rows], np.int64), vectors)
     return index
 
 

@@ -1,9 +1,7 @@
 """A knowledge base: documents cut into chunks, their tokens and embeddings in SQLite, and a vector index over them.
 
-SQLite is the truth. The index file is a cache of it: chunk numbers are never used twice, so what an index holds under a
-stored number is right. It is saved when a tenth of it has changed, and at closing; what a killed process left out is
-added from the stored embeddings. When a chunk is deleted the file is deleted too, as it holds the embedding. Nothing is
-embedded twice. What is stored fits one tokenizer, encoder and chunk size; opened with others it is refused.
+SQLite keeps all; the index is built from the stored embeddings when the base is opened. Nothing is embedded twice. What
+is stored fits one tokenizer, encoder and chunk size; opened with others it is refused.
 
 A chunk whose KV was computed behind its nearest neighbours (FusionRAG, section 3.1) bears a mark: the digest that names
 that KV. The mark goes when any of these neighbours goes, and with it all use of what they told.
@@ -39,7 +37,6 @@ _BATCH_CHUNKS = 256  # committed together: what a kill can cost; and put into th
 _STEP_CHUNKS = 16  # embedded in a step: a second or so, and batches of the encoder are full
 _WIDTHS = (1, 4, 16)  # times as many chunks as are wanted are looked at, before all that a filter leaves are
 _CACHED = 20_000  # chunks in memory, a few kilobytes each; those that were read first leave
-_UNSAVED = 0.1  # share of the index that may have changed since it was saved
 _ASKED = 64  # chunks that were found lately and are remembered
 _REMEMBERED = 1024  # vectors of questions, a kilobyte or two each, and what was found
 FADING = 0.4  # what a question counts for the next one of a conversation; measured by benchmarks.retrieval
@@ -137,20 +134,19 @@ class KnowledgeBase:
         chunker: Chunker,
         *,
         name: str,
-        directory: Path | None,
+        index_path: Path | None,
     ):
         self.name = name
         self._database = database
         self._index = index
         self._encoder = encoder
         self._chunker = chunker
-        self._index_path = chunk_store.index_path(directory)
+        self._index_path = index_path
         self._writing = FairLock()
         self._reading = threading.Lock()  # the connection, and the cache of chunks
         self._cache: dict[int, Chunk] = {}
         self._extent: tuple[int, int] | None = None  # counted when it is asked for; None again after a write
         self._unindexed: set[int] = set()  # chunks that are stored, and not in the index yet
-        self._unsaved = 0  # chunks that were added to the index, or taken out, since it was saved
         self._closed = False
         self._asked: deque[int] = deque(maxlen=_ASKED)  # the latest first
         self.indexing: Indexing | None = None  # how far its source is read; None: it has none
@@ -181,6 +177,7 @@ class KnowledgeBase:
         """
         chunker = Chunker(encode_tokens, max_tokens)
         place = None if directory is None else Path(directory)
+        index_path = None if place is None else place / "index.npz"
         settings = {
             "format": chunk_store.FORMAT,
             "tokenizer": model_key,
@@ -189,18 +186,21 @@ class KnowledgeBase:
         }
         database = chunk_store.connect(place, settings)
         try:
-            index = chunk_store.open_index(database, place, index_kind, encoder.dim)
+            index = chunk_store.open_index(database, index_path, index_kind, encoder.dim)
         except BaseException:
             database.close()
             raise
-        return cls(database, index, encoder, chunker, name=name, directory=place)
+        return cls(database, index, encoder, chunker, name=name, index_path=index_path)
 
     def close(self) -> None:
-        with self._writing:
-            self._save_index(share=0)
-            with self._reading:
-                self._closed = True
-                self._database.close()
+        with self._writing, self._reading:
+            if not self._closed and self._index_path is not None and not self._index_path.exists():
+                try:
+                    self._index.save(self._index_path)
+                except OSError as error:
+                    _log.warning("%s: not saved, and built again at the next start: %s", self._index_path, error)
+            self._closed = True
+            self._database.close()
 
     def __enter__(self) -> KnowledgeBase:
         return self
@@ -232,8 +232,6 @@ class KnowledgeBase:
                 continue
             yield from self._store(batch, max_tokens, check)
             batch = []
-        with self._writing:
-            self._save_index()
         replaced = sum(document.id in known for document in changed)
         return AddReport(len(changed) - replaced, replaced, len(documents) - len(changed))
 
@@ -252,7 +250,6 @@ class KnowledgeBase:
                     return self._forget(database, ids)
 
             self._update_index(free(self._database, forget))
-            self._save_index()
         return len(ids)
 
     def mark_fused(self, number: int, neighbours: Sequence[int], behind: bytes) -> bool:
@@ -346,23 +343,13 @@ class KnowledgeBase:
     def _update_index(
         self, gone: Sequence[int], numbers: Sequence[int] = (), embeddings: Vectors | None = None
     ) -> None:
-        if gone and self._index_path is not None:
+        if self._index_path is not None:
             self._index_path.unlink(missing_ok=True)
         new = np.empty((0, self._encoder.dim), np.float32) if embeddings is None else embeddings
         indexed = [number for number in gone if number not in self._unindexed]
         self._unindexed.difference_update(gone)
         self._index.update(indexed, np.array(numbers, np.int64), new)
         self._found.clear()
-        self._unsaved += len(gone) + len(numbers)
-
-    def _save_index(self, share: float = _UNSAVED) -> None:
-        if self._closed or self._index_path is None or not self._unsaved or self._unsaved < share * len(self._index):
-            return
-        try:
-            self._index.save(self._index_path)
-            self._unsaved = 0
-        except OSError as error:
-            _log.warning("%s: not saved, and built again at the next start: %s", self._index_path, error)
 
     def search(
         self, question: str | Query, k: int, *, within: Container[str] | None = None, min_score: float | None = None

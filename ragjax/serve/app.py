@@ -241,6 +241,8 @@ class _Endpoints:
         return {"object": "list", "data": [*map(self._model, names), self._model(engine.embedding_model)]}
 
     async def model(self, model: str) -> Json:
+        if not model:  # a slash behind the list's address
+            return await self.models()
         if model != self._engine.embedding_model:
             self._knowledge_of(model)
         return self._model(model)

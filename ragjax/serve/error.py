@@ -143,7 +143,7 @@ def _unreadable(cause: BaseException | None) -> str | None:
 
 def _validation_error(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
-    kind, location, problem = first["type"], first["loc"][1:], first["msg"]
+    kind, location, problem = first["type"], first["loc"][1:], first["msg"].removeprefix("Value error, ")
     if kind == "json_invalid":
         reason = first["ctx"]["error"]
         return ApiError(400, f"the body is not valid JSON: {reason} at character {location[0]}", code="invalid_json")

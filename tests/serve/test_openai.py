@@ -150,6 +150,7 @@ def test_models(shared: Served) -> None:
     assert client.models.retrieve("fake").model_extra["context_length"] == 64
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+    assert shared.get("/v1/models/").json() == shared.get("/v1/models").json()
 
 
 def test_model_name_with_slash() -> None:

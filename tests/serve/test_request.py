@@ -289,6 +289,11 @@ def test_bad_completion_names_its_field(shared: Served, fields: dict[str, Any], 
     assert response.status_code == 400 and error_of(response)["param"] == param
 
 
+def test_an_error_of_a_field_is_in_our_own_words(shared: Served) -> None:
+    error = error_of(shared.post(content=json.dumps(_with("messages.0.content.0.type", "image_url"))))
+    assert error["message"].startswith("messages[0].content: image_url is not read")
+
+
 @pytest.mark.parametrize("missing", ["model", "messages"])
 def test_missing_field(shared: Served, missing: str) -> None:
     error = error_of(shared.post(json={k: v for k, v in CHAT.items() if k != missing}))

@@ -6,9 +6,10 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -88,6 +89,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="simulated GPU kernels wait for a second core for ever"))
 
 
+@cache
+def keep_kernels(library: Any) -> None:
+    """Kernels of the CPU are kept in build/, wherever a test has them kept: to compile one takes seconds."""
+    make = library.__init__
+
+    def keeping(self: Any, name: str, kernels: Any, machine: Any, folder: Path | None) -> None:
+        kept = HERE.parent / "build" / "tests" / "kernels"
+        make(self, name, kernels, machine, kept if kernels.__module__.startswith("ragjax.") else folder)
+
+    library.__init__ = keeping
+
+
 @pytest.hookimpl(tryfirst=True)  # before fixtures are made
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Programs that run a few times are compiled without LLVM's optimisations, in half the time: those of some rooms,
@@ -99,6 +112,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "jax" in sys.modules:
         seldom = item.path.relative_to(HERE).parts[0] in RUN_SELDOM
         sys.modules["jax"].config.update("jax_disable_most_optimizations", quickly and seldom)
+    if foreign := sys.modules.get("ragjax.kernels.cpu.foreign"):
+        keep_kernels(foreign.KernelLibrary)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -79,6 +80,7 @@ def text_of(tokenizer: Tokenizer, messages: tuple[Message, ...], tools: Tools | 
     return b"".join(tokenizer.token_bytes(int(token)) for token in tokens).decode()
 
 
+@cache  # a process reads each grammar first
 def constraint(name: str, tools: Tools = TOOLS) -> Constraint:
     tokenizer = TOKENIZERS[name]
     found = grammar(Request((Message("user", "?"),), tools=tools), tokenizer)

@@ -132,7 +132,7 @@ def penalized(logits, prompt, said, bias, presence, frequency, repetition):
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.dictionaries(st.integers(0, 11), st.floats(-100, 100), max_size=4),
@@ -148,7 +148,7 @@ def test_bias_and_penalties_are_their_formulas(seed, bias, presence, frequency, 
     drawn = OnDevice(Sampling(logit_bias=bias, temperature=0.7, top_p=0.9, seed=seed, **penalties), prompt)
     plain = OnDevice(Sampling(temperature=0.7, top_p=0.9, seed=seed))
     said, drawn_said = [], []
-    for _ in range(12):
+    for _ in range(8):
         logits = random.standard_normal(12).astype(np.float32)
         expected = penalized(logits, prompt, said, bias, presence, frequency, repetition)
         said.append(greedy.choose(logits))
@@ -158,7 +158,7 @@ def test_bias_and_penalties_are_their_formulas(seed, bias, presence, frequency, 
         assert drawn_said[-1] == plain.choose(np.array(expected))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from([0.0, 0.5, 1.3]),
@@ -179,7 +179,7 @@ def test_all_together_are_the_definition(seed, temperature, top_k, top_p):
     )
     prompt = random.integers(0, 100, 70).astype(np.int32)
     device, reference = OnDevice(asked, prompt), oracle.Reference(asked, prompt)
-    for _ in range(12):
+    for _ in range(8):
         logits = (random.standard_normal(100) * 2).astype(np.float32)
         assert reference.accepts(logits, device.choose(logits))
 

@@ -19,6 +19,9 @@ from ragjax.schedule.sampling import Sampler
 NEAR = 2e-5
 """Logarithm of a weight, and mass of a nucleus, within which float32 may tell two the other way round."""
 
+WIDTH = 100
+"""Of all vocabularies on the device, which are filled up by impossible tokens: one program serves them."""
+
 
 class Reference:
     """Says which tokens are chosen for one request.
@@ -123,6 +126,7 @@ class OnDevice:
     def many(self, logits_V: NDArray[np.float32], n: int) -> list[int]:
         """The next n tokens, all of the same logits, as if those before each were proposed and accepted."""
         draws = self._sampler.draws(self.said, [0] * (n - 1))
-        logits_NV = np.tile(np.asarray(logits_V, np.float32), (n, 1))
+        padded_V = np.pad(np.asarray(logits_V, np.float32), (0, WIDTH - len(logits_V)), constant_values=-np.inf)
+        logits_NV = np.tile(padded_V, (n, 1))
         self.said += np.asarray(_program()(logits_NV, *arrays_of(draws, *logits_NV.shape))).tolist()
         return self.said[-n:]

@@ -15,6 +15,7 @@ from ragjax.models.decoder import Decoder
 from ragjax.runner.runner import Runner
 from ragjax.store.device import Excerpt
 from tests.support.forward import dense_logits
+from tests.support.tiny import COMPILED
 
 PAGE = 8
 CONFIG = ModelConfig(
@@ -36,7 +37,7 @@ def make_decoder(config: ModelConfig = CONFIG, dtype: str = "float32") -> Decode
 
 
 def make_runner(config: ModelConfig = CONFIG, dtype: str = "float32", *, pages: int = 40, **options: object) -> Runner:
-    options = {"page_size": PAGE, "grid": GRID} | options
+    options = {"page_size": PAGE, "grid": GRID, "executables": COMPILED} | options
     return Runner(make_decoder(config, dtype), pages=pages, **options)  # type: ignore[arg-type]
 
 

@@ -159,10 +159,6 @@ def targets_of(chosen: Namespace, workload: Workload) -> list[Target]:
     base = base_settings(
         model=chosen.model, dtype=chosen.dtype, gigabytes=chosen.device_cache_gb, context=chosen.context
     )
-    base = {
-        **base,
-        "compile": not chosen.quick,
-    }  # a quick run compiles what it runs, in the requests before the first point
     made: list[Target] = []
     for name in chosen.systems:
         if name not in RIVALS:

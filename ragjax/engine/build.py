@@ -330,7 +330,7 @@ def _context(config: ModelConfig, max_context: int | None) -> int:
 def _grid(config: ModelConfig, context: int, platform: str, copies: int) -> Grid:
     most = max(128, -(-2 * context // PAGE_SIZE))
     if platform == "cpu":
-        return Grid(entries=(most,), wide=4 * most)
+        return Grid(entries=(4 * most,))
     wide = 64 * (min(context, 8192) // PAGE_SIZE + 2)  # 64 requests of 8K tokens decode in one step
     rows = Grid.gpu_rows(config.num_groups // copies)
     return Grid(rows=rows, entries=(64, most), wide=wide, logits=(2, 8, 64))

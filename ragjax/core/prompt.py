@@ -82,6 +82,7 @@ class Document:
     title: str = ""
     places: tuple[InstanceOf[Place], ...] = ()
     filename: str = ""
+    unread: str = ""  # what of its file cannot be read
 
     def __post_init__(self) -> None:
         check_fields(self, lambda _, reason: _refused(f"a document's {reason}", "documents"))

@@ -83,8 +83,8 @@ def read_confined(data: bytes, path: Path, reader: Reader) -> Generator[None, No
     process.rest()
     if reason:
         raise ConfigError(f"{path}: {reason}")
-    title, parts = json.loads(told)
-    return Reading(title, tuple(FilePart(*part) for part in parts))
+    title, parts, unread = json.loads(told)
+    return Reading(title, tuple(FilePart(*part) for part in parts), unread)
 
 
 class ReadingProcess:
@@ -193,7 +193,7 @@ def told_by(reader: Reader, data: bytes, limits: ReadingLimits) -> tuple[str, Re
         FilePart(_joined_pairs(part.text), part.page, _joined_pairs(part.heading or "") or None)
         for part in reading.parts
     ]
-    return "", Reading(_joined_pairs(reading.title), tuple(parts))
+    return "", Reading(_joined_pairs(reading.title), tuple(parts), _joined_pairs(reading.unread))
 
 
 def _joined_pairs(text: str) -> str:
@@ -224,7 +224,8 @@ def read_as_ordered(orders: int, file: int, told_file: int) -> None:
                     resource.setrlimit(resource.RLIMIT_AS, (limits.memory, resource.RLIM_INFINITY))
                 source.seek(0)
                 reason, reading = told_by(reader, source.read(), limits)
-                told = json.dumps([reading.title, [[part.text, part.page, part.heading] for part in reading.parts]])
+                parts = [[part.text, part.page, part.heading] for part in reading.parts]
+                told = json.dumps([reading.title, parts, reading.unread])
                 target.seek(0)
                 target.write(f"{reason}\n{told}".encode())
                 target.flush()

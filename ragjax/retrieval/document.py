@@ -129,6 +129,8 @@ def read_steps(file: SourceFile, max_bytes: int = MAX_BYTES) -> Iterator[Documen
             yield Skipped(file.name, "there is no text in it", empty=True)
             return
         yield replace(document, filename=file.name)
+        if document.unread:
+            yield Skipped(file.name, document.unread)
 
 
 def left_out(path: Path, error: ConfigError, name: str) -> Skipped:
@@ -279,7 +281,8 @@ def parse_steps(data: bytes, path: Path, document_id: str) -> Generator[None, No
     else:
         reading = READERS[suffix](data, path)
     text, places = joined(reading.parts)
-    return Document(document_id, text, " ".join(clean(reading.title).split()) or path.stem, places)
+    title = " ".join(clean(reading.title).split()) or path.stem
+    return Document(document_id, text, title, places, unread=reading.unread)
 
 
 def _data(path: Path, max_bytes: int) -> bytes:

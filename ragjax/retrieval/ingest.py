@@ -148,6 +148,8 @@ class Ingest:
         document = yield from checked(parse_steps(content, Path(name), file), check)
         if not document.text:
             raise ConfigError(f"{name}: there is no text in it")
+        if document.unread:
+            _log.warning("the file %s: %s", file, document.unread)
         document = replace(document, filename=name)
         base = self._bases.get(attachment.store)
         yield from checked(base.add_steps([document], max_tokens=attachment.chunk_tokens, check=check), check)

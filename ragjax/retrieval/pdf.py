@@ -35,6 +35,7 @@ def read_pdf(data: bytes, limits: ReadingLimits) -> Reading:
     bounds: dict[str, Any] = {f"{name}_maximum_output_length": limits.stream for name in names}
     size = 0
     texts: list[str] = []
+    unread: list[str] = []  # pages
     has_images = False
     try:
         with pypdf.apply_configuration(**bounds):
@@ -44,14 +45,19 @@ def read_pdf(data: bytes, limits: ReadingLimits) -> Reading:
             if len(reader.pages) > limits.pages:
                 count = len(reader.pages)
                 raise ConfigError(f"{count} pages, more than the limit of {limits.pages}; split the file")
-            for page in reader.pages:
-                lines = _Lines(limits.chars, limits.chars - size)
-                _divide(page)
-                page.extract_text(visitor_text=lines.show, visitor_operand_before=lines.note)
-                text = "\n".join((lines.text.strip(), *_typed(page))).strip().replace("\0", "")
+            for number, page in enumerate(reader.pages, start=1):
+                try:
+                    text = _text_of(page, _Lines(limits.chars, limits.chars - size))
+                    has_images = has_images or (not size and not text and bool(page.images.keys()))
+                except (ConfigError, MemoryError, pypdf.errors.LimitReachedError):
+                    raise
+                except Exception as error:
+                    text = ""
+                    unread.append(f"page {number} ({printable(error)})")
                 texts.append(text)
                 size += len(text)
-                has_images = has_images or (not size and bool(page.images.keys()))
+            if unread and not size:
+                raise ValueError(f"none of its pages, such as {unread[0]}")
     except (ConfigError, MemoryError):
         raise
     except pypdf.errors.LimitReachedError as error:
@@ -62,7 +68,15 @@ def read_pdf(data: bytes, limits: ReadingLimits) -> Reading:
         raise ConfigError("there is no text in it, it looks scanned; run OCR over it, for example with ocrmypdf")
     words = {word.lower() for text in texts for word in _WORD.findall(text)}
     pages = enumerate(texts, start=1)
-    return Reading("", tuple(FilePart(f"{_whole_words(text, words)}\n\n", page=page) for page, text in pages if text))
+    parts = tuple(FilePart(f"{_whole_words(text, words)}\n\n", page=page) for page, text in pages if text)
+    told = f"{len(unread)} of {len(texts)} pages cannot be read, such as {unread[0]}; save it anew" if unread else ""
+    return Reading("", parts, told)
+
+
+def _text_of(page: PageObject, lines: _Lines) -> str:
+    _divide(page)
+    page.extract_text(visitor_text=lines.show, visitor_operand_before=lines.note)
+    return "\n".join((lines.text.strip(), *_typed(page))).strip().replace("\0", "")
 
 
 class _Lines:

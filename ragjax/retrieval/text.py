@@ -69,8 +69,11 @@ class FilePart:
 
 @dataclass(frozen=True)
 class Reading:
+    """The text of a file. unread: what of it cannot be read; empty: nothing."""
+
     title: str
     parts: tuple[FilePart, ...]
+    unread: str = ""
 
 
 def decode(data: bytes, path: Path, label: str = "") -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from pypdf import PdfReader, PdfWriter
+from pypdf.generic import DecodedStreamObject, NameObject
 from reportlab.pdfgen.canvas import Canvas
 
 from ragjax.core import ConfigError, Document, Place
@@ -174,6 +175,26 @@ def test_encrypted_and_broken_pdfs_are_refused(tmp_path: Path) -> None:
         path.write_bytes(broken)
         with pytest.raises(ConfigError, match=r"a\.pdf: not a readable PDF"):
             load(tmp_path)
+
+
+def test_a_page_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
+    canvas = Canvas(str(tmp_path / "a.pdf"))
+    for text in ("The first page.", "The second one.", "The third."):
+        canvas.drawString(72, 720, text)
+        canvas.showPage()
+    canvas.save()
+    writer = PdfWriter(clone_from=PdfReader(tmp_path / "a.pdf"))
+    broken = DecodedStreamObject()
+    broken.set_data(b"BT /F1 12 Tf BI /W 1 /H 1 ID ")  # an image that has no end
+    writer.pages[1][NameObject("/Contents")] = writer._add_object(broken)
+    writer.write(tmp_path / "a.pdf")
+    loaded = load(tmp_path, strict=False)
+    (document,) = loaded.documents
+    assert "first page" in document.text and "third" in document.text and "second" not in document.text
+    (left_out,) = loaded.skipped
+    assert left_out.name == "a.pdf" and left_out.reason.startswith("1 of 3 pages cannot be read, such as page 2 (")
+    with pytest.raises(ConfigError, match=r"a\.pdf: 1 of 3 pages cannot be read"):
+        load(tmp_path)
 
 
 def test_pdf_without_text_is_skipped(tmp_path: Path) -> None:

@@ -19,23 +19,9 @@ from functools import partial
 from heapq import nlargest
 from typing import TypeVar
 
+from ragjax import core
 from ragjax.cluster.replica import Begun, Call, Card, Status, Transport
 from ragjax.cluster.router import ROUTERS, Need, Router
-from ragjax.core import (
-    ClosedError,
-    CraftVariants,
-    Divergence,
-    EngineOptions,
-    Event,
-    Grounded,
-    Inventory,
-    LostError,
-    OverloadError,
-    Rag,
-    RagjaxError,
-    Replicas,
-    Request,
-)
 from ragjax.core.cancellation import Cancellation
 from ragjax.core.overload import Overload
 from ragjax.engine import Engine
@@ -76,17 +62,19 @@ class _Attempts:
     ended: bool = False  # nobody waits for it any more, so no load is to count it
     routing_s: float = 0.0  # seconds that choosing a replica took since one had the request
     counted: str = ""  # the replica whose load it counts in, from when it is chosen on
-    refusals: dict[str, OverloadError] = field(default_factory=dict)
+    refusals: dict[str, core.OverloadError] = field(default_factory=dict)
     seen: frozenset[str] = frozenset()  # replicas that ran at the last attempt
 
-    def lose(self, error: RagjaxError) -> None:
+    def lose(self, error: core.RagjaxError) -> None:
         """A replica went away, and has told the client nothing yet."""
         self.losers.add(self.counted)
         self.lost += 1
         if self.lost > RESENDS:
-            raise LostError(f"{self.lost} replicas in a row were lost with the request; try again later") from error
+            raise core.LostError(
+                f"{self.lost} replicas in a row were lost with the request; try again later"
+            ) from error
 
-    def refuse(self, replica: str, error: OverloadError) -> None:
+    def refuse(self, replica: str, error: core.OverloadError) -> None:
         """A replica's queue is full; an error once those of all are."""
         self.refusals[replica] = error
         if self.seen <= self.refusals.keys():
@@ -108,7 +96,7 @@ class Preparers:
             now = time.perf_counter()
             if self._present >= most:
                 message = f"{self._present} requests are being prepared; try again later"
-                raise OverloadError(message, retry_after=self._overload.retry_after(now))
+                raise core.OverloadError(message, retry_after=self._overload.retry_after(now))
             self._present += 1
             self._overload.begin(now)
         try:
@@ -141,9 +129,9 @@ class Fleet(Front):
         self._loads: Counter[str] = Counter()
         self._lock = threading.Lock()  # over _loads, _routing and the router
         self._routing: dict[str, tuple[int, float]] = {}  # requests sent to a replica, seconds of choosing it
-        self._observer: Callable[[str, Divergence], None] | None = None
+        self._observer: Callable[[str, core.Divergence], None] | None = None
         self._statuses: Sequence[Status] = ()
-        self._count = Replicas(0, 0)
+        self._count = core.Replicas(0, 0)
         self._fault: str | None = None  # what a replica told of one; it holds for all of them, also for new ones
         self._closed = threading.Event()
         self._preparers = Preparers()
@@ -159,7 +147,7 @@ class Fleet(Front):
     def strategy_summary(self) -> str:
         return str(FULL) if self._fault is not None else super().strategy_summary
 
-    def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:
+    def observe_shadows(self, observer: Callable[[str, core.Divergence], None]) -> None:
         self._observer = observer
 
     def figures(self) -> dict[str, Stats]:
@@ -169,7 +157,7 @@ class Fleet(Front):
             for one in self._statuses
         }
 
-    def replicas(self) -> Replicas:
+    def replicas(self) -> core.Replicas:
         return self._count
 
     @property
@@ -186,7 +174,7 @@ class Fleet(Front):
         found = (one.stats.get("programs_left", 0.0) for one in self._statuses)
         return int(sum(left for left in found if isinstance(left, float | int)))
 
-    def inventory(self, tenant: str = "") -> Inventory:
+    def inventory(self, tenant: str = "") -> core.Inventory:
         return merged(self._transport.inventories(tenant))
 
     def look(self) -> None:
@@ -210,7 +198,7 @@ class Fleet(Front):
             except Exception:  # the next look may find them
                 _log.warning("the replicas cannot be asked how they are", exc_info=True)
 
-    async def submit(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def submit(self, request: core.Request) -> AsyncGenerator[core.Event, None]:
         """See `Engine.submit`. A request without text yet goes to another replica if its own is lost, or refuses it."""
         arrival = time.perf_counter()
         asked, made = await self._ground(request)
@@ -226,17 +214,19 @@ class Fleet(Front):
                         async for item in items:
                             if isinstance(item, Begun):
                                 self._note_begun(need, item.replica, attempts)
-                            elif isinstance(item, OverloadError):
+                            elif isinstance(item, core.OverloadError):
                                 attempts.refuse(attempts.counted, item)
                                 served = False
-                            elif isinstance(item, RagjaxError):
+                            elif isinstance(item, core.RagjaxError):
                                 raise item
                             else:
                                 told = True
                                 yield item
-                except (LostError, ClosedError) as error:
+                except (core.LostError, core.ClosedError) as error:
                     if told:
-                        raise LostError("the replica that gave this answer was lost; send the request again") from error
+                        raise core.LostError(
+                            "the replica that gave this answer was lost; send the request again"
+                        ) from error
                     attempts.lose(error)
                     served = False
                 finally:
@@ -255,9 +245,9 @@ class Fleet(Front):
             attempts.routing_s = 0.0
             self._router.sent(need, replica)
 
-    async def _ground(self, request: Request) -> tuple[Request, Grounded]:
+    async def _ground(self, request: core.Request) -> tuple[core.Request, core.Grounded]:
         if self._closed.is_set():
-            raise ClosedError("the fleet is closed")
+            raise core.ClosedError("the fleet is closed")
         cancellation = Cancellation()
         rag = self._after_fault(request.rag)
         asked = request if rag is request.rag else replace(request, rag=rag)
@@ -271,17 +261,17 @@ class Fleet(Front):
             made = replace(made, notices=(*made.notices, self._fault))
         return asked, made
 
-    def _after_fault(self, rag: Rag | None) -> Rag | None:
+    def _after_fault(self, rag: core.Rag | None) -> core.Rag | None:
         """The request's `rag`, but with full attention if it names no strategy and kept KV was found wrong.
 
         It names the strategy to its replica, whose own shadow replay may have found nothing.
         """
         if self._fault is None or (rag is not None and rag.strategy not in (None, AUTO)):
             return rag
-        return replace(rag or Rag(top_k=0), strategy=FULL.strategy)
+        return replace(rag or core.Rag(top_k=0), strategy=FULL.strategy)
 
-    def _is_exact(self, rag: Rag | None, made: Grounded) -> bool:
-        chosen = self.composer.choose(rag or Rag(), made)
+    def _is_exact(self, rag: core.Rag | None, made: core.Grounded) -> bool:
+        chosen = self.composer.choose(rag or core.Rag(), made)
         if chosen.picked and self._statuses:
             return self.composer.strategies[self._statuses[0].pick.strategy].exact
         return chosen.strategy.exact
@@ -321,7 +311,7 @@ class Fleet(Front):
         self.knowledge.close()
 
 
-def merged(seen: Mapping[int, Inventory]) -> Inventory:
+def merged(seen: Mapping[int, core.Inventory]) -> core.Inventory:
     """One inventory of several, by rank. Of the room of a tier the share is that of all replicas together, which are
     alike; nodes are named after their replica, since two may hold the same.
     """
@@ -335,7 +325,7 @@ def merged(seen: Mapping[int, Inventory]) -> Inventory:
     largest = nlargest(LARGEST, held, key=lambda pair: pair[0].below)
     # the tier is the same for all; one that does not get at it has more to tell
     shared = sorted((one.shared for one in seen.values() if one.shared is not None), key=lambda one: one.on)
-    return Inventory(
+    return core.Inventory(
         policy=next((one.policy for one in seen.values()), ""),
         tokens=dict(tokens),
         used=dict(used),
@@ -352,12 +342,12 @@ def merged(seen: Mapping[int, Inventory]) -> Inventory:
     )
 
 
-def fleet_of(options: EngineOptions, transport: Transport, router: str) -> Fleet:
+def fleet_of(options: core.EngineOptions, transport: Transport, router: str) -> Fleet:
     check_documents(options)
     card = transport.card()
     local = resolve(options.model)
     tokenizer = Tokenizer.load(local.path)
-    strategies = strategies_of(local, CraftVariants.parse(options.craft_variants))
+    strategies = strategies_of(local, core.CraftVariants.parse(options.craft_variants))
     contract = contract_of(options, strategies, local.name, card.identity, card.dtype)
     knowledge = Knowledge.open(options, tokenizer)
     composer = Composer.of(options, knowledge, tokenizer, strategies, contract, card.limits, card.context_length)

@@ -10,19 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ragjax.core import (
-    CHUNK_TOKENS,
-    ENCODER,
-    ClosedError,
-    ConfigError,
-    Divergence,
-    EngineOptions,
-    Event,
-    Inventory,
-    RagjaxError,
-    Request,
-    StepLimits,
-)
+from ragjax import core
 from ragjax.engine import Engine
 from ragjax.engine.stats import Stats
 from ragjax.quality.report import Setting
@@ -41,14 +29,14 @@ class Card:
     identity: bytes  # digest of what KV depends on besides tokens
     dtype: str  # of weights and KV
     strategies: tuple[str, ...]
-    limits: StepLimits  # what one step can read
+    limits: core.StepLimits  # what one step can read
 
 
 @dataclass
 class Call:
     """A request on its way to a replica; its prompt is made. choose: which replica; it stays with the fleet."""
 
-    request: Request
+    request: core.Request
     choose: Choose | None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -60,7 +48,7 @@ class Begun:
     replica: str
 
 
-Item = Begun | Event | RagjaxError
+Item = Begun | core.Event | core.RagjaxError
 """What comes back: the replica, events, and after them an error if there was one."""
 
 
@@ -78,7 +66,7 @@ class Status:
     stats: Stats
     pick: Setting
     fault: str | None = None
-    shadows: tuple[tuple[str, Divergence], ...] = ()
+    shadows: tuple[tuple[str, core.Divergence], ...] = ()
 
 
 class Transport(Protocol):
@@ -92,7 +80,7 @@ class Transport(Protocol):
 
     def statuses(self) -> Sequence[Status]: ...
 
-    def inventories(self, tenant: str) -> Mapping[int, Inventory]: ...
+    def inventories(self, tenant: str) -> Mapping[int, core.Inventory]: ...
 
     def wanted(self) -> int: ...
 
@@ -109,7 +97,7 @@ class Replica:
         self.rank = rank
         self._engine = engine
         self._contract = engine.contract
-        self._shadows: deque[tuple[str, Divergence]] = deque(maxlen=SHADOWS)
+        self._shadows: deque[tuple[str, core.Divergence]] = deque(maxlen=SHADOWS)
         engine.observe_shadows(lambda strategy, seen: self._shadows.append((strategy, seen)))
 
     async def serve(self, call: Call) -> AsyncGenerator[Item, None]:
@@ -119,7 +107,7 @@ class Replica:
             async with aclosing(self._engine.submit(call.request)) as events:
                 async for event in events:
                     yield event
-        except RagjaxError as error:
+        except core.RagjaxError as error:
             yield error
 
     def card(self) -> Card:
@@ -131,12 +119,12 @@ class Replica:
         fault = next(iter(self._contract.notices), None) if self._contract.faulted else None
         return Status(self.name, self.rank, self._engine.stats(), self._contract.pick, fault, shadows)
 
-    def inventory(self, tenant: str) -> tuple[int, Inventory]:
+    def inventory(self, tenant: str) -> tuple[int, core.Inventory]:
         return self.rank, self._engine.inventory(tenant)
 
     def check(self) -> None:
         if self._engine.closed:
-            raise ClosedError("the engine of this replica has ended")
+            raise core.ClosedError("the engine of this replica has ended")
 
     def close(self) -> None:
         self._engine.close()
@@ -164,13 +152,13 @@ def check_room(count: int, devices: int, resources: Mapping[str, float]) -> None
         there, wanted = int(resources.get(resource, 0)), count * one.get(name, 0)
         if wanted > there:
             each = f" over {devices} devices each" if devices > 1 else ""
-            raise ConfigError(
+            raise core.ConfigError(
                 f"--replicas: {count}{each} take {wanted} {resource}s, and this machine has {there}: have fewer, or "
                 "give RAY_ADDRESS of a cluster"
             )
 
 
-def load(options: EngineOptions, rank: int) -> Engine:
+def load(options: core.EngineOptions, rank: int) -> Engine:
     own = options_of(options, rank)
     shared, disk = options.storage.disk, own.storage.disk
     if shared is not None and disk is not None:
@@ -181,7 +169,7 @@ def load(options: EngineOptions, rank: int) -> Engine:
     return Engine.load(own, early=True)
 
 
-def options_of(options: EngineOptions, rank: int) -> EngineOptions:
+def options_of(options: core.EngineOptions, rank: int) -> core.EngineOptions:
     disk = options.storage.disk
     own = None if disk is None else Path(disk) / f"replica-{rank}"
     return replace(
@@ -189,8 +177,8 @@ def options_of(options: EngineOptions, rank: int) -> EngineOptions:
         knowledge=None,
         graph=None,
         index_dir=None,
-        encoder=ENCODER,
-        chunk_tokens=CHUNK_TOKENS,
+        encoder=core.ENCODER,
+        chunk_tokens=core.CHUNK_TOKENS,
         storage=replace(options.storage, disk=own),
         progress=False,
     )

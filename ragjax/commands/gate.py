@@ -25,19 +25,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from ragjax import core
 from ragjax.commands.flags import DEMO, Parser, add_engine_flags, engine_options, exit_code, integer, knowledge
-from ragjax.core import (
-    Answer,
-    ConfigError,
-    Divergence,
-    Kind,
-    Message,
-    Prompt,
-    RagjaxError,
-    StorageOptions,
-    Tokens,
-    Wrapper,
-)
 from ragjax.core.registry import meant, strategy_named
 from ragjax.engine import Engine
 from ragjax.engine.measurement import report_path
@@ -72,7 +61,7 @@ NEEDED = {PACKET: "an adapter of python -m train.packet as --model"}
 """What a model lacks that these strategies do not serve."""
 
 
-class BrokenCache(RagjaxError):
+class BrokenCache(core.RagjaxError):
     """An answer that is labelled exact differs from full attention's, or one's logits are no finite numbers."""
 
 
@@ -83,27 +72,27 @@ class Question:
     before: what is asked first (None: the same with its chunks reversed).
     """
 
-    prompt: Prompt
-    reference: Tokens
-    before: Prompt | None = None
+    prompt: core.Prompt
+    reference: core.Tokens
+    before: core.Prompt | None = None
 
     @property
-    def turned(self) -> Prompt:
+    def turned(self) -> core.Prompt:
         if self.before is not None:
             return self.before
-        chunks = [segment for segment in self.prompt.segments if segment.kind is Kind.CHUNK]
-        return Prompt(tuple(chunks.pop() if s.kind is Kind.CHUNK else s for s in self.prompt.segments))
+        chunks = [segment for segment in self.prompt.segments if segment.kind is core.Kind.CHUNK]
+        return core.Prompt(tuple(chunks.pop() if s.kind is core.Kind.CHUNK else s for s in self.prompt.segments))
 
     @property
     def alone(self) -> Question:
-        chunks = [segment for segment in self.prompt.segments if segment.kind is Kind.CHUNK]
-        kept = [s for s in self.prompt.segments if s.kind is not Kind.CHUNK or s is chunks[0]]
-        return replace(self, prompt=Prompt(tuple(kept)))
+        chunks = [segment for segment in self.prompt.segments if segment.kind is core.Kind.CHUNK]
+        kept = [s for s in self.prompt.segments if s.kind is not core.Kind.CHUNK or s is chunks[0]]
+        return replace(self, prompt=core.Prompt(tuple(kept)))
 
 
 def demo_questions(engine: Engine, limit: int | None = None, file: Path = BUNDLED) -> tuple[Question, ...]:
     def made(text: str, answer: str) -> Question:
-        message = Message("user", text)
+        message = core.Message("user", text)
         prompt = chat_prompt(engine.tokenizer, (message,), engine.search(text), public=engine.share_knowledge)
         return Question(prompt, _reference(engine, answer))
 
@@ -115,10 +104,10 @@ def conversations(engine: Engine, limit: int | None = None, file: Path = BUNDLED
 
     def made(number: int, earlier: tuple[str, str], entry: tuple[str, str]) -> Question:
         texts = [hit.chunk.text for hit in engine.search(entry[0])]
-        before = (Message("user", "\n\n".join((*texts, earlier[0]))),)
-        header = Message("system", f"This is request {number} of the day.")
-        history = (Message("user", earlier[0]), Message("assistant", earlier[1]))
-        turn = (header, *history, Message("user", "\n\n".join((*texts, entry[0]))))
+        before = (core.Message("user", "\n\n".join((*texts, earlier[0]))),)
+        header = core.Message("system", f"This is request {number} of the day.")
+        history = (core.Message("user", earlier[0]), core.Message("assistant", earlier[1]))
+        turn = (header, *history, core.Message("user", "\n\n".join((*texts, entry[0]))))
         prompt, first = (chat_prompt(engine.tokenizer, messages, None) for messages in (turn, before))
         return Question(prompt, _reference(engine, entry[1]), first)
 
@@ -126,7 +115,7 @@ def conversations(engine: Engine, limit: int | None = None, file: Path = BUNDLED
     return tuple(made(number, entries[number - 1], entry) for number, entry in enumerate(entries))
 
 
-def _reference(engine: Engine, answer: str) -> Tokens:
+def _reference(engine: Engine, answer: str) -> core.Tokens:
     return engine.tokenizer.encode(answer, special=False)[:REFERENCE]
 
 
@@ -141,7 +130,7 @@ def _entries(file: Path, limit: int | None) -> list[tuple[str, str]]:
         return [(str(entry["question"]), entry["answers"][0]) for entry in entries]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         shape = '{"question": "…", "answers": ["…"]}'
-        raise ConfigError(f"{file}: each line must be {shape}: {error!r}") from error
+        raise core.ConfigError(f"{file}: each line must be {shape}: {error!r}") from error
 
 
 def settings_of(
@@ -151,10 +140,10 @@ def settings_of(
     names = None if names is None else [strategy_named(name) for name in names]
     unknown = [name for name in names or () if name not in known]
     if unknown:
-        raise ConfigError(f"unknown strategy {unknown[0]!r}; {meant(unknown[0], known)}")
+        raise core.ConfigError(f"unknown strategy {unknown[0]!r}; {meant(unknown[0], known)}")
     chosen = [known[name] for name in names or known if name != "full" and (names or name not in DEPENDENCY)]
     if not chosen:
-        raise ConfigError("only full is to be measured; name another strategy")
+        raise core.ConfigError("only full is to be measured; name another strategy")
     return tuple(
         Setting(strategy.name, ratio)
         for strategy in chosen
@@ -170,7 +159,7 @@ def measure(
     Raises:
         BrokenCache: if an answer that is labelled exact is not, or logits are no finite numbers.
     """
-    seen: dict[Setting, list[Divergence]] = {setting: [] for setting in settings}
+    seen: dict[Setting, list[core.Divergence]] = {setting: [] for setting in settings}
     ttft_ms: dict[Setting, list[float]] = {setting: [] for setting in settings}
     shares: dict[Setting, list[float]] = {setting: [] for setting in settings}
     for question in questions:
@@ -204,7 +193,7 @@ def _first_of_each(settings: Sequence[Setting]) -> list[Setting]:
     return list({setting.strategy: setting for setting in reversed(settings)}.values())
 
 
-def _ask(engine: Engine, question: Question, setting: Setting, turned: bool = False) -> Answer:
+def _ask(engine: Engine, question: Question, setting: Setting, turned: bool = False) -> core.Answer:
     return engine.answer_prompt(
         question.turned if turned else question.prompt,
         strategy=setting.strategy,
@@ -215,11 +204,11 @@ def _ask(engine: Engine, question: Question, setting: Setting, turned: bool = Fa
     )
 
 
-def _compare(engine: Engine, setting: Setting, answer: Answer, full: Answer) -> Divergence:
+def _compare(engine: Engine, setting: Setting, answer: core.Answer, full: core.Answer) -> core.Divergence:
     assert answer.scores is not None and full.scores is not None
     found = divergence(full.scores, answer.scores)
     if not np.isfinite(full.scores).all():
-        raise ConfigError("logits of full attention are no finite numbers: nothing can be compared with them")
+        raise core.ConfigError("logits of full attention are no finite numbers: nothing can be compared with them")
     if not np.isfinite(answer.scores).all():
         raise BrokenCache(f"logits of an answer of {setting} are no finite numbers; no report is written")
     if answer.exact_to == "full" and found.kl > EXACT[engine.dtype]:
@@ -262,22 +251,24 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _measured(options: argparse.Namespace) -> Report:
-    known = strategies(wrapper=Wrapper.of(0, 1, 1))
+    known = strategies(wrapper=core.Wrapper.of(0, 1, 1))
     settings = settings_of(known, options.strategies)
-    storage = StorageOptions(host_gb=HOST_GB)  # for KV, fused and isolated, that the device has no room for
+    storage = core.StorageOptions(host_gb=HOST_GB)  # for KV, fused and isolated, that the device has no room for
     with Engine.load(engine_options(options), knowledge=knowledge(options.knowledge), storage=storage) as engine:
         settings = _known(engine, settings, options.strategies is not None)
         names = {setting.strategy for setting in settings}
         if any(known[name].preprocessed for name in names):
             lost = preprocess(engine, record="fusion+craft" in names).lost
             if lost:  # nothing that is measured without them would hold
-                raise ConfigError(
+                raise core.ConfigError(
                     f"the KV of {lost} preprocessed chunks has no room, not in {HOST_GB:g} GiB of host memory either: "
                     "raise --device-cache-gb"
                 )
         questions = demo_questions(engine, options.limit, options.questions)
         if len(questions) < LEAST:
-            raise ConfigError(f"{options.questions}: a report takes at least {LEAST} questions, not {len(questions)}")
+            raise core.ConfigError(
+                f"{options.questions}: a report takes at least {LEAST} questions, not {len(questions)}"
+            )
         talks = conversations(engine, options.limit, options.questions) if MOVED in settings else ()
         settings = tuple(setting for setting in settings if setting != MOVED)
         total = count_answers(len(questions), settings) + 3 * len(talks)
@@ -302,7 +293,7 @@ def _known(engine: Engine, settings: tuple[Setting, ...], named: bool) -> tuple[
     """Keep the settings of strategies that the model has; ConfigError if the command line names one that it lacks."""
     lacking = [setting.strategy for setting in settings if setting.strategy not in engine.strategies]
     if lacking and named:
-        raise ConfigError(f"{lacking[0]} needs {NEEDED[lacking[0]]}")
+        raise core.ConfigError(f"{lacking[0]} needs {NEEDED[lacking[0]]}")
     return tuple(setting for setting in settings if setting.strategy in engine.strategies)
 
 
@@ -333,13 +324,13 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--json", type=Path, metavar="FILE", help="write the report and the choice there, too")
     options = parser.parse_args(argv)
     if not options.top_k:
-        raise ConfigError("--top-k must be at least 1: chunks are what the strategies differ in")
+        raise core.ConfigError("--top-k must be at least 1: chunks are what the strategies differ in")
     if (options.knowledge is None) != (options.questions is None):
-        raise ConfigError("give --knowledge and --questions together")
+        raise core.ConfigError("give --knowledge and --questions together")
     options.knowledge, options.questions = options.knowledge or "demo", options.questions or BUNDLED
     options.budget = Budget.parse(options.budget)
     if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
-        raise ConfigError(f"--json: {options.json} cannot be written: name a file in a folder that exists")
+        raise core.ConfigError(f"--json: {options.json} cannot be written: name a file in a folder that exists")
     return options
 
 

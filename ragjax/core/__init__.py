@@ -19,6 +19,7 @@ from ragjax.core.errors import (
     RagjaxError,
     RequestError,
     VisibilityError,
+    invalid,
 )
 from ragjax.core.filter import Attributes, Filter, Scalar
 from ragjax.core.inventory import Departure, Holding, Inventory, Preprocessed, Replicas, Served, SharedTierState

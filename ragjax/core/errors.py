@@ -16,6 +16,11 @@ class RequestError(RagjaxError):
         self.code = code
 
 
+def invalid(param: str, message: str) -> RequestError:
+    """The error of a field whose value cannot be served."""
+    return RequestError(message, param=param, code="invalid_value")
+
+
 class MissingError(RequestError):
     """A request for something that is not there, or not for this tenant."""
 

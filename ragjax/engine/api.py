@@ -22,29 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ragjax.core import (
-    Answer,
-    ClosedError,
-    Compression,
-    Divergence,
-    Document,
-    EngineOptions,
-    Event,
-    Graph,
-    Grounded,
-    Guesses,
-    Hit,
-    Inventory,
-    Message,
-    Plan,
-    Preprocessed,
-    Prompt,
-    Rag,
-    Request,
-    RequestError,
-    Sampling,
-    Tokens,
-)
+from ragjax import core
 from ragjax.core.cancellation import Cancellation
 from ragjax.core.depprompt import DepPrompt, Positions
 from ragjax.engine.build import Parts, build
@@ -80,7 +58,7 @@ class Engine(Front):
     loaded it may call it, but not its own: callbacks of futures run there.
     """
 
-    def __init__(self, parts: Parts, options: EngineOptions):
+    def __init__(self, parts: Parts, options: core.EngineOptions):
         self.options = options
         self.model_name = parts.model_name
         self.context_length = parts.context_length
@@ -103,7 +81,7 @@ class Engine(Front):
             parts.transfer.notify = self._loop.wake
         if parts.shared is not None:
             parts.shared.listen(self._loop.wake)
-        self._guesses = Guesses.parse(options.speculate)
+        self._guesses = core.Guesses.parse(options.speculate)
         self._loop.requests.max_prefill = self._guesses.max_prefill
         self._preparing: Preparing | None = None
         self._preparers = ThreadPoolExecutor(thread_name_prefix="ragjax-prepare")  # nothing else takes these threads
@@ -133,7 +111,7 @@ class Engine(Front):
     @classmethod
     def load(
         cls,
-        model: str | Path | EngineOptions,
+        model: str | Path | core.EngineOptions,
         *,
         strategies: Mapping[str, Strategy] | None = None,
         early: bool = False,
@@ -146,7 +124,9 @@ class Engine(Front):
         programs are there that answer any prompt; while it serves, the others are compiled, and documents read.
         options: fields of `EngineOptions`.
         """
-        asked = replace(model, **options) if isinstance(model, EngineOptions) else EngineOptions(model, **options)
+        asked = (
+            replace(model, **options) if isinstance(model, core.EngineOptions) else core.EngineOptions(model, **options)
+        )
         check_documents(asked)  # before the minute that compiling takes
         engine = cls(build(asked, strategies, early=early), asked)
         try:
@@ -165,7 +145,7 @@ class Engine(Front):
     def dtype(self) -> str:
         return self._runner.dtype
 
-    def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:
+    def observe_shadows(self, observer: Callable[[str, core.Divergence], None]) -> None:
         """Call `observer` with strategy and divergence of each request replayed, in the engine's thread."""
         self.contract.observer = observer
 
@@ -193,7 +173,7 @@ class Engine(Front):
         """True while programs are made, or steps are measured, for all that the default strategy needs."""
         return bool(self.programs_left) or not self._loop.tuned
 
-    def inventory(self, tenant: str = "", most: int = 200) -> Inventory:
+    def inventory(self, tenant: str = "", most: int = 200) -> core.Inventory:
         """List a tenant's KV in the cache, its `most` largest nodes, and what of it left and which requests ran lately.
 
         Tenants see what is their own alone. The tenant "" sees what was computed for no tenant, and how full tiers are.
@@ -212,7 +192,7 @@ class Engine(Front):
 
     # ------------------------------------------------------------------------------------- knowledge
 
-    def add_documents(self, documents: Sequence[Document], knowledge: str | None = None) -> AddReport:
+    def add_documents(self, documents: Sequence[core.Document], knowledge: str | None = None) -> AddReport:
         """Add or replace documents by id; the named knowledge base is made if need be."""
         return self.knowledge.bases.make(knowledge).add(documents)
 
@@ -220,7 +200,7 @@ class Engine(Front):
         check_several(ids, "ids")
         return self.knowledge.bases.get(knowledge).delete(ids)
 
-    def search(self, question: str, *, knowledge: str | None = None, top_k: int | None = None) -> tuple[Hit, ...]:
+    def search(self, question: str, *, knowledge: str | None = None, top_k: int | None = None) -> tuple[core.Hit, ...]:
         return self.knowledge.bases.get(knowledge).search(question, self.top_k if top_k is None else top_k)
 
     def document_ids(self, knowledge: str | None = None) -> frozenset[str]:
@@ -238,7 +218,7 @@ class Engine(Front):
 
     # -------------------------------------------------------------------------------------- requests
 
-    async def submit(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def submit(self, request: core.Request) -> AsyncGenerator[core.Event, None]:
         """Deltas as they come, then one answer. Closing the iterator cancels at the next pass boundary.
 
         Cancelled before the first event, preparation ends at the next text that it encodes.
@@ -253,17 +233,12 @@ class Engine(Front):
         preparation = self._preparation.checked(cancellation.check)
         in_thread = partial(asyncio.get_running_loop().run_in_executor, self._preparers)
         with ExitStack() as ends:
-            ends.callback(self._loop.give_back, place)
+            ends.callback(self._loop.requests.limit.release_place, place)
             ends.callback(cancellation.cancel)  # of effect only if the thread is still at work
-            if self._guesses.stages:
-                pipeline = self._pipeline(preparation, request, sink, arrival, place)
-                ends.callback(pipeline.close)
-                await in_thread(pipeline.run)
-            else:
-                state = await in_thread(preparation.state, request, sink, arrival)
-                ends.callback(self._loop.cancel, state)
-                self._loop.enqueue(state, place)
-            while not isinstance(event := await events.get(), Answer):
+            pipeline = Pipeline(self._loop, preparation, request, sink, arrival, self._guesses.stages, place)
+            ends.callback(pipeline.close)
+            await in_thread(pipeline.run)
+            while not isinstance(event := await events.get(), core.Answer):
                 if isinstance(event, BaseException):
                     raise event
                 yield event
@@ -271,39 +246,39 @@ class Engine(Front):
 
     def answer(
         self,
-        question: str | Sequence[Message],
+        question: str | Sequence[core.Message],
         *,
         strategy: str | None = None,
         recompute_ratio: float | None = None,
         knowledge: str | None = None,
         top_k: int | None = None,
-        documents: Sequence[str | Document] | None = None,
-        graph: Graph | str | None = None,
-        compression: Compression | str | None = None,
-        sampling: Sampling | None = None,
+        documents: Sequence[str | core.Document] | None = None,
+        graph: core.Graph | str | None = None,
+        compression: core.Compression | str | None = None,
+        sampling: core.Sampling | None = None,
         want_logits: bool = False,
-        continuation: Tokens | None = None,
+        continuation: core.Tokens | None = None,
         tenant: str = "",
         **options: float | int | str | tuple[str, ...] | Mapping[int, float] | None,
-    ) -> Answer:
+    ) -> core.Answer:
         """Answer a question (or continue a chat); `options` are fields of `core.Sampling`, `max_tokens` for instance.
 
         graph: facts to use instead of chunks; a name stands for all that the graph of this name has to say.
         compression: a short form, "snapkv+graph:512" for instance, or "none" (None: the engine's default).
         """
         check_several(documents, "documents")
-        rag = Rag(
+        rag = core.Rag(
             knowledge=knowledge,
             top_k=top_k,
             strategy=strategy,
             documents=None if documents is None else tuple(documents),
             recompute_ratio=recompute_ratio,
-            graph=Graph(graph) if isinstance(graph, str) else graph,
+            graph=core.Graph(graph) if isinstance(graph, str) else graph,
             compression=_compression(compression),
         )
-        request = Request(
-            messages=(Message("user", question),) if isinstance(question, str) else tuple(question),
-            sampling=replace(sampling or Sampling(), **options),  # type: ignore[arg-type]
+        request = core.Request(
+            messages=(core.Message("user", question),) if isinstance(question, str) else tuple(question),
+            sampling=replace(sampling or core.Sampling(), **options),  # type: ignore[arg-type]
             rag=rag,
             tenant=tenant,
             want_logits=want_logits,
@@ -312,19 +287,14 @@ class Engine(Front):
         self._loop.check_caller()
         self._loop.check_room()  # before the work of a request that would be refused
         future, sink = _future()
-        arrival = time.perf_counter()
-        with ExitStack() as ends:
-            if self._guesses.stages:
-                pipeline = self._pipeline(self._preparation, request, sink, arrival)
-                ends.callback(pipeline.close)  # of effect only if the caller is interrupted
-                pipeline.run()
-            else:
-                state = self._preparation.state(request, sink, arrival)
-                ends.callback(self._loop.cancel, state)  # likewise
-                self._loop.enqueue(state)
+        pipeline = Pipeline(self._loop, self._preparation, request, sink, time.perf_counter(), self._guesses.stages)
+        try:
+            pipeline.run()
             return future.result()
+        finally:
+            pipeline.close()  # of effect only if the caller is interrupted
 
-    def answer_prompt(self, prompt: Prompt, **options: Any) -> Answer:
+    def answer_prompt(self, prompt: core.Prompt, **options: Any) -> core.Answer:
         """Answer a ready prompt of segments and wait for it; `options` are those of `begin_prompt`."""
         self._loop.check_caller()
         future = self.begin_prompt(prompt, **options)
@@ -335,18 +305,18 @@ class Engine(Front):
 
     def begin_prompt(
         self,
-        prompt: Prompt,
+        prompt: core.Prompt,
         *,
         strategy: str | Strategy | None = None,
         recompute_ratio: float | None = None,
-        compression: Compression | str | None = None,
-        sampling: Sampling | None = None,
+        compression: core.Compression | str | None = None,
+        sampling: core.Sampling | None = None,
         want_logits: bool = False,
-        continuation: Tokens | None = None,
+        continuation: core.Tokens | None = None,
         background: bool = False,
         tenant: str = "",
         **options: float | int | str | tuple[str, ...] | Mapping[int, float] | None,
-    ) -> Future[Answer]:
+    ) -> Future[core.Answer]:
         """Begin to answer a ready prompt of segments: no retrieval, no template. For notebooks and benchmarks.
 
         strategy: a name, or one of your own, which has no compression by default. continuation, background: see
@@ -356,14 +326,14 @@ class Engine(Front):
         if own is not None and compression is None:
             compression = "none"
         name = strategy if strategy is None or isinstance(strategy, str) else strategy.name
-        request = Request(
-            sampling=replace(sampling or Sampling(), **options),  # type: ignore[arg-type]
-            rag=Rag(strategy=name, recompute_ratio=recompute_ratio, compression=_compression(compression)),
+        request = core.Request(
+            sampling=replace(sampling or core.Sampling(), **options),  # type: ignore[arg-type]
+            rag=core.Rag(strategy=name, recompute_ratio=recompute_ratio, compression=_compression(compression)),
             tenant=tenant,
             want_logits=want_logits,
             continuation=continuation,
             background=background,
-            grounded=Grounded(prompt),
+            grounded=core.Grounded(prompt),
         )
         loop = self._loop
         future, sink = _future()
@@ -372,20 +342,22 @@ class Engine(Front):
         loop.enqueue(state)
         return future
 
-    def compute_depkv(self, prompt: DepPrompt | Prompt, *, positions: Positions = "path", tenant: str = "") -> DepKV:
+    def compute_depkv(
+        self, prompt: DepPrompt | core.Prompt, *, positions: Positions = "path", tenant: str = ""
+    ) -> DepKV:
         """Compute a prompt under dependency attention, and hold its KV until it is closed (DepCache, section 5)."""
         made = prompt.prompt() if isinstance(prompt, DepPrompt) else prompt
         return self.compute_kv(made, strategy=DEPENDENCY[positions != "path"], tenant=tenant)
 
     def compute_kv(
-        self, prompt: Prompt, *, strategy: str, recompute_ratio: float | None = None, tenant: str = ""
+        self, prompt: core.Prompt, *, strategy: str, recompute_ratio: float | None = None, tenant: str = ""
     ) -> DepKV:
         """Compute a prompt by any strategy, and hold its KV until it is closed, for many continuations."""
-        inner = self.composer.resolve(Rag(strategy=strategy, recompute_ratio=recompute_ratio)).strategy
+        inner = self.composer.resolve(core.Rag(strategy=strategy, recompute_ratio=recompute_ratio)).strategy
         dressed, loop = inner.dress(prompt), self._loop
         found: list[DepKV] = []
 
-        def keep(plan: Plan, allocation: Allocation) -> None:
+        def keep(plan: core.Plan, allocation: Allocation) -> None:
             if (earlier := loop.kept.get(allocation.label)) is not None:  # of a run that failed after this
                 loop.kept.drop(earlier, "the prompt was computed again")
             release = partial(_release, loop)
@@ -406,10 +378,10 @@ class Engine(Front):
         self,
         kv: DepKV,
         *,
-        sampling: Sampling | None = None,
-        continuation: Tokens | None = None,
+        sampling: core.Sampling | None = None,
+        continuation: core.Tokens | None = None,
         **options: float | int | str | tuple[str, ...] | Mapping[int, float] | None,
-    ) -> Answer:
+    ) -> core.Answer:
         """Generate behind a prompt whose KV is held; nothing of it is computed again. `options` as in `answer`."""
         return self.answer_prompt(
             kv.prompt, strategy=Resumed(kv), sampling=sampling, continuation=continuation, tenant=kv.tenant, **options
@@ -418,7 +390,7 @@ class Engine(Front):
     def clear_cache(self) -> None:
         self._loop.call(self._cache.clear)
 
-    def key_of(self, prompt: Prompt, strategy: Fuse, tenant: str = "") -> bytes:
+    def key_of(self, prompt: core.Prompt, strategy: Fuse, tenant: str = "") -> bytes:
         return strategy.key(prompt, self._cache, tenant)
 
     def holds(self, keys: Iterable[bytes], noted: Callable[[bytes], bool] = lambda meta: True) -> tuple[bool, ...]:
@@ -426,7 +398,7 @@ class Engine(Front):
         metas = map(self._cache.find_meta, keys)
         return tuple(meta is not None and noted(meta) for meta in metas)
 
-    def write_soon(self, prompts: Sequence[Prompt], strategy: Strategy, tenant: str = "") -> None:
+    def write_soon(self, prompts: Sequence[core.Prompt], strategy: Strategy, tenant: str = "") -> None:
         """Write the KV that a strategy uses and keeps of prompts to disk in idle time, if there is a disk tier."""
 
         def write() -> None:  # keys are those of the tree as it is, which is the loop's
@@ -446,7 +418,7 @@ class Engine(Front):
         """Prepare the chunks of all knowledge bases from now on, while no request runs (`EngineOptions.preprocess`)."""
         self._preparing = self._preparing or Preparing(self)
 
-    def preprocessed(self, tenants: bool = True) -> Preprocessed | None:
+    def preprocessed(self, tenants: bool = True) -> core.Preprocessed | None:
         """Progress of the preprocessing; None if there is none. tenants: count their own passages, too."""
         return None if self._preparing is None else self._preparing.progress(tenants)
 
@@ -473,33 +445,28 @@ class Engine(Front):
             told = f"the engine of {self.model_name!r} was not closed: call close when done, or use it in a with block"
             _warn(told, ResourceWarning, source=self)
 
-    def _pipeline(
-        self, preparation: Preparation, request: Request, sink: Sink, arrival: float, place: object = None
-    ) -> Pipeline:
-        return Pipeline(self._loop, preparation, request, sink, arrival, self._guesses.stages, place)
-
 
 def _release(loop: Loop, kv: DepKV) -> None:
     def give_back() -> None:
         if kv.closed:
             return
         if any(isinstance(t.strategy, Resumed) and t.strategy.kv is kv for t in loop.requests.live):
-            raise RequestError("the KV is in use: close it when what is generated from it is done", param="kv")
+            raise core.RequestError("the KV is in use: close it when what is generated from it is done", param="kv")
         loop.kept.drop(kv, "the KV was closed")
 
-    with suppress(ClosedError):  # all was given back when the engine was closed
+    with suppress(core.ClosedError):  # all was given back when the engine was closed
         loop.call(give_back)
 
 
-def _compression(given: Compression | str | None) -> Compression | Literal["none"] | None:
-    return Compression.asked(given) if isinstance(given, str) else given
+def _compression(given: core.Compression | str | None) -> core.Compression | Literal["none"] | None:
+    return core.Compression.asked(given) if isinstance(given, str) else given
 
 
-def _queue() -> tuple[Sink, asyncio.Queue[Event | BaseException]]:
+def _queue() -> tuple[Sink, asyncio.Queue[core.Event | BaseException]]:
     loop = asyncio.get_running_loop()
-    events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+    events: asyncio.Queue[core.Event | BaseException] = asyncio.Queue()
 
-    def sink(event: Event | BaseException) -> None:
+    def sink(event: core.Event | BaseException) -> None:
         try:
             loop.call_soon_threadsafe(events.put_nowait, event)
         except RuntimeError:  # the client's loop is gone; the request ends by itself
@@ -508,14 +475,14 @@ def _queue() -> tuple[Sink, asyncio.Queue[Event | BaseException]]:
     return sink, events
 
 
-def _future() -> tuple[Future[Answer], Sink]:
-    future: Future[Answer] = Future()
+def _future() -> tuple[Future[core.Answer], Sink]:
+    future: Future[core.Answer] = Future()
 
-    def sink(event: Event | BaseException) -> None:
+    def sink(event: core.Event | BaseException) -> None:
         with suppress(InvalidStateError):  # it was cancelled meanwhile
             if isinstance(event, BaseException):
                 future.set_exception(event)
-            elif isinstance(event, Answer):
+            elif isinstance(event, core.Answer):
                 future.set_result(event)
 
     return future, sink

@@ -24,7 +24,7 @@ from ragjax.engine.knowledge import Knowledge
 from ragjax.engine.measurement import report_of, report_path
 from ragjax.engine.provision import least, planned
 from ragjax.models.config import ModelConfig
-from ragjax.models.decoder import WHOLE_NUMBERS, Decoder
+from ragjax.models.decoder import WHOLE_NUMBERS
 from ragjax.models.executables import Executables
 from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.packed import PackedForm
@@ -88,10 +88,9 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         raise ConfigError(
             "ragjax does not run with jax_enable_x64: unset JAX_ENABLE_X64, or run ragjax in its own process"
         )
-    _check_names(strategies)
+    _check_strategies(options, all_strategies() if strategies is None else strategies)
     storage = options.storage
     dtype, widen = precision(options.dtype, platform(), cpu_features(), widening_pays)
-    _check_fallbacks(options, all_strategies() if strategies is None else strategies)
     local = resolve(options.model)
     craft = CraftVariants.parse(options.craft_variants)
     chosen = dict(strategies_of(local, craft) if strategies is None else strategies)
@@ -108,11 +107,17 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     tokenizer.check(config)
     context = _context(config, options.max_context)
     numbers_kept = dtype if options.weights == "stored" else f"{dtype} of {options.weights}"
-    identity = _identity(model_digest(local, cache_dir()), tokenizer, config, numbers_kept)
+    # all that KV depends on besides tokens; the configuration includes RoPE
+    parts = (model_digest(local, cache_dir()), tokenizer.digest, config.to_json().encode(), numbers_kept.encode())
+    identity = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
     kept_as = identity if decoder.kernels is None else hashlib.sha256(identity + decoder.kernels.encode()).digest()
     contract = contract_of(options, chosen, local.name, identity, dtype)
     compression = compression_of(options, [chosen[name] for name in contract.strategies])
-    disk = _disk(storage, kept_as, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
+    disk, disk_bytes = None, 0
+    if storage.disk is not None:  # before the rest: a wrong folder should not cost a minute of compiling
+        about = {"model": local.name, "dtype": dtype, "layers": str(config.num_layers)}
+        about["kv_heads"], disk_bytes = str(config.num_kv_heads), int(storage.disk_gb * 2**30)
+        disk = DiskStore.open(storage.disk, kept_as, about=about, max_bytes=disk_bytes)
     knowledge = Knowledge.open(options, tokenizer)
     if early and options.knowledge is not None:  # beside what follows
         knowledge.warm()
@@ -138,11 +143,17 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
             scanned=decoder.kernels is not None,
             stage_layers=1 if platform() == "cpu" and decoder.kernels is None else None,
         )
-    if options.deterministic:
-        _check_deterministic(decoder, runner)
+    # what a row computes must not depend on the rows beside it
+    if options.deterministic and (decoder.kernels != WHOLE_NUMBERS or runner.attention_kernel is None):
+        raise ConfigError(
+            "deterministic needs a checkpoint whose matrices all have 4 to 8 bits and stay so, on one CPU in bfloat16 "
+            "(docs/kernels.md): choose another --model, or leave it out"
+        )
     default = [chosen[name] for name in contract.strategies]
     supply = tuning = None
-    step_budget = _budget(config)
+    # before it is measured: attention takes 4 operations for each key and dimension of a query head, at about half the
+    # speed of the products with weights, which take 2 for each weight
+    step_budget = StepBudget(keys=max(1, config.layer_weights // (4 * config.num_heads * config.head_dim)))
     with room_for(f"what a step computes, beside {runner.held}", "lower --device-cache-gb"):
         if options.compile:
             _compile(runner, least(runner, default, compression, whole=not early), options.progress)
@@ -156,7 +167,6 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
             policy = make_policy(storage.policy, measured_profile(runner, step_budget.keys))
     transfer = KVTransfer(runner, storage.at_rest, disk=shared or disk)
     quotas = {tenant: int(gigabytes * 2**30) for tenant, gigabytes in storage.quotas.items()}
-    disk_bytes = 0 if disk is None else int(storage.disk_gb * 2**30)
     tiers = Storage(transfer, page, _host_bytes(storage), shared or disk, quotas.get, shared, disk_bytes)
     return Parts(
         knowledge=knowledge,
@@ -219,28 +229,14 @@ def _packed_form(options: EngineOptions, devices: int, dtype: str) -> PackedForm
     return None
 
 
-def _check_deterministic(decoder: Decoder, runner: Runner) -> None:
-    """Raise ConfigError if what a row computes may depend on the rows beside it."""
-    if decoder.kernels != WHOLE_NUMBERS or runner.attention_kernel is None:
-        raise ConfigError(
-            "deterministic needs a checkpoint whose matrices all have 4 to 8 bits and stay so, on one CPU in bfloat16 "
-            "(docs/kernels.md): choose another --model, or leave it out"
-        )
-
-
-def _check_names(strategies: Mapping[str, Strategy] | None) -> None:
-    if strategies is None:
-        return
-    if not isinstance(strategies, Mapping):
-        raise ConfigError(f"strategies must be a mapping of names to strategies, not {strategies!r}")
-    for name, strategy in strategies.items():
+def _check_strategies(options: EngineOptions, known: Mapping[str, Strategy]) -> None:
+    if not isinstance(known, Mapping):
+        raise ConfigError(f"strategies must be a mapping of names to strategies, not {known!r}")
+    for name, strategy in known.items():
         if strategy.name != name:
             raise ConfigError(
                 f"the strategy {strategy.name!r} is given as {name!r}: strategies go by their own names, so change one"
             )
-
-
-def _check_fallbacks(options: EngineOptions, known: Mapping[str, Strategy]) -> None:
     if options.shadow_rate > 0 and "full" not in known:
         raise ConfigError("a shadow rate needs the strategy full, to which requests turn after a fault")
     if options.strategy == AUTO and not {"full", "prefix"} <= known.keys():
@@ -274,13 +270,6 @@ def measured_profile(runner: Runner, keys: int) -> Profile:
     rows = tuple(tuple(step_s + n * (row_s + key_s * (behind + n / 2)) for n in new) for behind in cached)
     _log.info("pgdsf goes by a step of %.1f ms and %.2f ms for a token", 1e3 * step_s, 1e3 * row_s)
     return Profile(cached, new, rows, "steps of this process")
-
-
-def _disk(storage: StorageOptions, identity: bytes, model: str, config: ModelConfig, dtype: str) -> DiskStore | None:
-    if storage.disk is None:
-        return None
-    about = {"model": model, "dtype": dtype, "layers": str(config.num_layers), "kv_heads": str(config.num_kv_heads)}
-    return DiskStore.open(storage.disk, identity, about=about, max_bytes=int(storage.disk_gb * 2**30))
 
 
 def _host_bytes(storage: StorageOptions) -> int:
@@ -336,15 +325,6 @@ def _grid(config: ModelConfig, context: int, platform: str, copies: int) -> Grid
     return Grid(rows=rows, entries=(64, most), wide=wide, logits=(2, 8, 64))
 
 
-def _budget(config: ModelConfig) -> StepBudget:
-    """Budget of a step in which requests decode, before it is measured.
-
-    Attention takes 4 operations for each key and dimension of a query head, at about half the speed of the products
-    with weights, which take 2 for each weight.
-    """
-    return StepBudget(keys=max(1, config.layer_weights // (4 * config.num_heads * config.head_dim)))
-
-
 def measured_budget(runner: Runner, keys: int) -> Iterator[StepBudget | None]:
     """The budget as measured on this device; None after each step that was measured before the last one."""
     decode = min(shape.rows for shape in runner.grid.rows if shape.block == 1)
@@ -361,14 +341,6 @@ def measured_budget(runner: Runner, keys: int) -> Iterator[StepBudget | None]:
     budget = StepBudget.fitted(plain_s, mixed_s, key_s, keys)
     _log.info("steps have up to %d tokens for each prompt that is computed while requests decode", budget.tokens)
     yield budget
-
-
-def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: str) -> bytes:
-    """Everything KV depends on besides tokens: weights, tokenizer, configuration (RoPE included) and dtype."""
-    whole = hashlib.sha256()
-    for part in (weights, tokenizer.digest, config.to_json().encode(), dtype.encode()):
-        whole.update(len(part).to_bytes(8, "little") + part)
-    return whole.digest()
 
 
 def compression_of(options: EngineOptions, served: Iterable[Strategy]) -> Compression | None:

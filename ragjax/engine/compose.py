@@ -14,21 +14,7 @@ from itertools import chain
 
 import numpy as np
 
-from ragjax.core import (
-    Breakpoint,
-    Citation,
-    EngineOptions,
-    Graph,
-    Grounded,
-    Hit,
-    Kind,
-    Message,
-    Prompt,
-    Rag,
-    Request,
-    RequestError,
-    StepLimits,
-)
+from ragjax import core
 from ragjax.core.registry import meant
 from ragjax.engine.grounding import BROUGHT, Grounding, overlong, too_long
 from ragjax.engine.knowledge import Knowledge, KnowledgeRegistry
@@ -68,17 +54,17 @@ class Composer:
     graphs: KnowledgeRegistry[KnowledgeGraph]
     strategies: Mapping[str, Strategy]
     contract: Contract
-    limits: StepLimits  # what one step can read
+    limits: core.StepLimits  # what one step can read
     check: Callable[[], None] = lambda: None  # called at each step of a loop over what a request brings; may raise
 
     @staticmethod
     def of(
-        options: EngineOptions,
+        options: core.EngineOptions,
         knowledge: Knowledge,
         tokenizer: Tokenizer,
         strategies: Mapping[str, Strategy],
         contract: Contract,
-        limits: StepLimits,
+        limits: core.StepLimits,
         context_length: int,
     ) -> Composer:
         share = options.storage.share_knowledge
@@ -95,12 +81,12 @@ class Composer:
         tokenizer, grounding = self.tokenizer.checked(check), self.grounding.checked(check)
         return replace(self, tokenizer=tokenizer, grounding=grounding, check=check)
 
-    def ground(self, request: Request) -> Grounded:
+    def ground(self, request: core.Request) -> core.Grounded:
         """Retrieve what a request needs, and make its prompt."""
         self._check_texts(request)
         if request.prompt is not None:
             prompt = chat.text_prompt(self.tokenizer, request.prompt)
-            return Grounded(prompt, kept=tuple((len(prompt), one.seconds) for one in request.breakpoints))
+            return core.Grounded(prompt, kept=tuple((len(prompt), one.seconds) for one in request.breakpoints))
         if request.rag is not None and request.rag.graph is not None:
             return self._ground_graph(request, request.rag, request.rag.graph)
         began = time.perf_counter()
@@ -111,7 +97,7 @@ class Composer:
         made = self.compose(request, hits)
         return replace(made, notices=(*notices, *unread, *made.notices), retrieve_ms=retrieve_ms)
 
-    def search(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
+    def search(self, request: core.Request, stages: int) -> Iterator[SearchStage] | None:
         """The search for a request's chunks in stages; None if it needs none, or its strategy depends on it."""
         if request.grounded is not None:
             return None
@@ -121,7 +107,7 @@ class Composer:
             return None
         return self.grounding.stages(request, stages)
 
-    def compose(self, request: Request, hits: tuple[Hit, ...] | None) -> Grounded:
+    def compose(self, request: core.Request, hits: tuple[core.Hit, ...] | None) -> core.Grounded:
         """The prompt of a request with these chunks (None: it uses no knowledge), and where they are from."""
         build = partial(
             chat.chat_prompt,
@@ -130,7 +116,7 @@ class Composer:
             public=self.grounding.share,
             tools=request.tools,
         )
-        found: Sequence[Hit] = ()
+        found: Sequence[core.Hit] = ()
         if hits is None:
             prompt = build(None)
         else:
@@ -140,38 +126,45 @@ class Composer:
                 earlier = dict([*earlier.items()][(len(earlier) + 1) // 2 :])
                 prompt, found = _conversation(build, hits, earlier, self.grounding.fits)
         given = request.rag is not None and request.rag.documents is not None
-        places = (i for i, one in enumerate(prompt.segments) if one.kind is Kind.CHUNK)
+        places = (i for i, one in enumerate(prompt.segments) if one.kind is core.Kind.CHUNK)
         pairs = zip(places, found, strict=True)
         sources = tuple(cited(hit, place, given) for place, hit in pairs)
         kept = tuple((self._before(one, request, hits, prompt), one.seconds) for one in request.breakpoints)
-        return Grounded(prompt, notices=self.grounding.unfit(request, hits), sources=sources, kept=kept)
+        return core.Grounded(prompt, notices=self.grounding.unfit(request, hits), sources=sources, kept=kept)
 
-    def _before(self, place: Breakpoint, request: Request, hits: tuple[Hit, ...] | None, prompt: Prompt) -> int:
+    def _before(
+        self, place: core.Breakpoint, request: core.Request, hits: tuple[core.Hit, ...] | None, prompt: core.Prompt
+    ) -> int:
         """Counts the tokens of a prompt before a place: those that it has in common with a chat that ends there."""
         if place.message is None:
             return len(prompt)
         last = request.messages[place.message]
         cut = replace(last, content=last.content[: place.characters])
-        behind = () if last.role in ("user", "tool") else (Message("user", "?"),)
+        behind = () if last.role in ("user", "tool") else (core.Message("user", "?"),)
         shorter = replace(request, messages=(*request.messages[: place.message], cut, *behind), breakpoints=())
-        with suppress(RequestError):  # of a template that refuses such a chat
+        with suppress(core.RequestError):  # of a template that refuses such a chat
             tokens, other = prompt.tokens, self.compose(shorter, hits).prompt.tokens
             size = min(len(tokens), len(other))
             differ = np.flatnonzero(tokens[:size] != other[:size])
             return int(differ[0]) if len(differ) else size
         return len(prompt)
 
-    def _fits(self, prompt: Prompt, request: Request) -> bool:
+    def _fits(self, prompt: core.Prompt, request: core.Request) -> bool:
         answer = min(request.sampling.room, self.context_length // 4)
-        pieces = sum(segment.kind is not Kind.NODE for segment in prompt.segments)
+        pieces = sum(segment.kind is not core.Kind.NODE for segment in prompt.segments)
         length = len(prompt) + answer
         return length <= self.context_length and self.limits.holds(length, pieces)
 
-    def _ground_graph(self, request: Request, rag: Rag, asked: Graph) -> Grounded:
+    def _ground_graph(self, request: core.Request, rag: core.Rag, asked: core.Graph) -> core.Grounded:
         began = time.perf_counter()
         if not request.messages:
-            raise RequestError("a graph needs messages", param="rag.graph")
-        self._check_paths(asked.relation_paths or ())
+            raise core.RequestError("a graph needs messages", param="rag.graph")
+        given = sum(len(step) for path in asked.relation_paths or () for step in path)
+        if given > (most := PATH_CHARS * self.context_length):
+            raise too_long(
+                f"the relation paths have {given} characters; the context takes up to {most}. Give fewer paths",
+                "rag.graph.relation_paths",
+            )
         graph = None if asked.relation_paths is not None else self.graphs.get(asked.name)
         strategy = self.resolve(replace(rag, strategy=self.strategy_of(rag))).strategy
         tokenizer = self.tokenizer.speaking(request.template)
@@ -185,11 +178,11 @@ class Composer:
         retrieve_ms = (time.perf_counter() - began) * 1e3
         told = None if graph is None or graph.indexing is None else graph.indexing.notice
         notices = (*(() if told is None else (told,)), *grounded.notices)
-        return Grounded(grounded.prompt, strategy.name, grounded.facts, notices, retrieve_ms=retrieve_ms)
+        return core.Grounded(grounded.prompt, strategy.name, grounded.facts, notices, retrieve_ms=retrieve_ms)
 
     # --------------------------------------------------------------------------------------- strategy
 
-    def strategy_of(self, rag: Rag | None) -> str:
+    def strategy_of(self, rag: core.Rag | None) -> str:
         """Name of the strategy that serves a request, as it says or leaves open; of `auto`, what it picks."""
         default, asked = self.contract.setting.strategy, None if rag is None else rag.strategy
         if rag is not None and rag.graph is not None and asked in (None, AUTO) and not self.contract.faulted:
@@ -197,7 +190,7 @@ class Composer:
         name = default if asked is None else asked
         return self.contract.pick.strategy if name == AUTO else name
 
-    def choose(self, rag: Rag, made: Grounded) -> ServedBy:
+    def choose(self, rag: core.Rag, made: core.Grounded) -> ServedBy:
         if made.strategy is not None:
             return self.resolve(replace(rag, strategy=made.strategy))
         contract = self.contract
@@ -211,43 +204,32 @@ class Composer:
         picked = reason is None or setting != PREFIX
         return replace(chosen, ratio=setting.ratio, picked=picked, notice=reason or None)
 
-    def resolve(self, rag: Rag) -> ServedBy:
+    def resolve(self, rag: core.Rag) -> ServedBy:
         default = self.contract.setting
         strategy = self.strategies.get(default.strategy if rag.strategy is None else rag.strategy)
         if strategy is None:
             if rag.strategy == PACKET:
                 reason = "the model has no packets: start the server with an adapter of python -m train.packet"
-                raise RequestError(reason, param="rag.strategy", code="invalid_value")
+                raise core.invalid("rag.strategy", reason)
             known = meant(rag.strategy or "", (AUTO, *self.strategies))
-            raise RequestError(f"unknown strategy {rag.strategy!r}; {known}", param="rag.strategy")
+            raise core.RequestError(f"unknown strategy {rag.strategy!r}; {known}", param="rag.strategy")
         self.check_ratio(rag, strategy)
         if rag.recompute_ratio is None and strategy.name == default.strategy:
             return ServedBy(strategy, default.ratio)
         return ServedBy(strategy, rag.recompute_ratio)
 
-    def check_ratio(self, rag: Rag, strategy: Strategy) -> None:
+    def check_ratio(self, rag: core.Rag, strategy: Strategy) -> None:
         if rag.recompute_ratio is not None and not strategy.selective:
             raise self._no_ratio(strategy.name)
 
-    def _no_ratio(self, name: str) -> RequestError:
+    def _no_ratio(self, name: str) -> core.RequestError:
         selective = ", ".join(name for name, other in self.strategies.items() if other.selective) or "none"
-        return RequestError(
-            f"the strategy {name} takes no recompute_ratio; these do: {selective}",
-            param="rag.recompute_ratio",
-            code="invalid_value",
-        )
+        reason = f"the strategy {name} takes no recompute_ratio; these do: {selective}"
+        return core.invalid("rag.recompute_ratio", reason)
 
     # ---------------------------------------------------------------------------------------- lengths
 
-    def _check_paths(self, paths: Sequence[Sequence[str]]) -> None:
-        given, most = sum(len(step) for path in paths for step in path), PATH_CHARS * self.context_length
-        if given > most:
-            raise too_long(
-                f"the relation paths have {given} characters; the context takes up to {most}. Give fewer paths",
-                "rag.graph.relation_paths",
-            )
-
-    def _check_texts(self, request: Request) -> None:
+    def _check_texts(self, request: core.Request) -> None:
         """Refuse what is clearly too long before all of it is encoded."""
         if isinstance(request.prompt, str) and self.grounding.chunker.exceeds(request.prompt, 2 * self.context_length):
             raise overlong(self.context_length, "prompt has", "Shorten it", "prompt")
@@ -260,8 +242,8 @@ class Composer:
 
 
 def _conversation(
-    build: Callable[..., Prompt], hits: Sequence[Hit], earlier: Mapping[int, Sequence[Hit]], fits: float
-) -> tuple[Prompt, tuple[Hit, ...]]:
+    build: Callable[..., core.Prompt], hits: Sequence[core.Hit], earlier: Mapping[int, Sequence[core.Hit]], fits: float
+) -> tuple[core.Prompt, tuple[core.Hit, ...]]:
     """The prompt of a question with its chunks and those of earlier ones, and all chunks in order.
 
     A chunk that several questions found stands where the first of them has it, and nowhere else. Where passages of
@@ -269,7 +251,7 @@ def _conversation(
     """
     again = {(hit.knowledge, hit.chunk.id): hit for hit in hits}
     seen = set[tuple[str | None, str]]()
-    kept: dict[int, tuple[Hit, ...]] = {}
+    kept: dict[int, tuple[core.Hit, ...]] = {}
     for i, found in earlier.items():
         fit = (hit for hit in found if not kept or hit.score >= fits)
         new = {key: hit for hit in fit if (key := (hit.knowledge, hit.chunk.id)) not in seen}
@@ -281,10 +263,10 @@ def _conversation(
     return build(rest, earlier=kept), (*chain.from_iterable(kept.values()), *rest)
 
 
-def cited(hit: Hit, segment: int, given: bool) -> Citation:
+def cited(hit: core.Hit, segment: int, given: bool) -> core.Citation:
     """Where a passage is from, which stands in this segment. given: whether the request named or brought it."""
     chunk, score = hit.chunk, None if given else hit.score
-    return Citation(
+    return core.Citation(
         segment, hit.knowledge, chunk.document_id, chunk.source_name, chunk.title, chunk.page, chunk.heading, score,
         chunk.text, hit.earlier,
     )  # fmt: skip

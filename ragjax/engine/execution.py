@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Answer, Chosen, DeviceFullError, Divergence, Draw, Measure, Plan, Results, Timings
+from ragjax.core import Answer, Chosen, DeviceFullError, Draw, Measure, Plan, Results, Timings
 from ragjax.engine.depkv import KeptKV
 from ragjax.quality.contract import Contract
 from ragjax.runner.runner import Runner, StepResult
@@ -24,7 +24,7 @@ from ragjax.runner.sampling import Logits, Sampled
 from ragjax.schedule import decoding
 from ragjax.schedule.batch import Batch, ScheduledRows
 from ragjax.schedule.requests import Requests, age
-from ragjax.schedule.rows import PendingCompaction, PendingMove
+from ragjax.schedule.rows import PendingMove
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
 
@@ -41,9 +41,9 @@ class Flight:
     batch: Batch
     began: float
     outcome: StepResult
-    logits: Logits | None = None
-    wanted: Sequence[bool] = ()
-    sampled: Sampled | None = None
+    logits: Logits | None
+    wanted: Sequence[bool]
+    sampled: Sampled | None
 
 
 @dataclass(eq=False)
@@ -66,48 +66,37 @@ class Execution:
         """Carry out moves and compactions of requests whose KV has arrived, until each has rows to compute."""
         for state in self.scheduler.moving():
             while state.can_move and (move := state.move) is not None:
+                moved: Results = {}
                 try:
-                    moved = self._copy(move)
+                    if isinstance(move, PendingMove):
+                        self.runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
+                    else:
+                        asked, source_N, offset_N = move.asked, move.source_N, move.offset_N
+                        measured = (asked.query_LWHD, asked.mass_LN)
+                        kept = self.runner.compact(asked.compression, source_N, offset_N, move.target_B, *measured)
+                        if kept.number_L is not None:
+                            moved = {Measure.KEPT: kept.number_L.astype(np.float32)}
                 except Exception as error:
                     if self._failed([state], error):
                         return
                     break
                 self._guarded(state, partial(self._go_on, moved=moved))
 
-    def _copy(self, move: PendingMove | PendingCompaction) -> Results:
-        if isinstance(move, PendingMove):
-            self.runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
-            return {}
-        asked = move.asked
-        kept = self.runner.compact(
-            asked.compression, move.source_N, move.offset_N, move.target_B, asked.query_LWHD, asked.mass_LN
-        )
-        if kept.number_L is not None:
-            return {Measure.KEPT: kept.number_L.astype(np.float32)}
-        return {}
-
     def launch(self, batch: Batch) -> None:
         assert self._flight is None
         began, waited_s = time.perf_counter(), self.runner.waited_s
         try:
-            outcome = self.runner.step(batch.step)
-            self._flight = Flight(batch, began, outcome, *self._choose(batch, outcome))
+            outcome, logits, sampled = self.runner.step(batch.step), None, None
+            if batch.logit_rows:
+                logits, draws = self.runner.predict(outcome, batch.logit_rows), decoding.draws(batch)
+                if any(draw is not None for draw in draws):
+                    sampled = self.runner.sample(logits, [draw or Draw() for draw in draws])
+            wanted = [_reads_logits(part) for part in batch.parts for _ in part.logit_rows]
+            self._flight = Flight(batch, began, outcome, logits, wanted, sampled)
         except Exception as error:
             self._failed(batch.states, error)
         for state in batch.states:
             state.times.note_compiled(self.runner.waited_s - waited_s)
-
-    def _choose(self, batch: Batch, outcome: StepResult) -> tuple[Logits | None, Sequence[bool], Sampled | None]:
-        """Logits of the batch's rows, which of them are wanted on the host, and the tokens chosen by them."""
-        if not batch.logit_rows:
-            return None, (), None
-        logits = self.runner.predict(outcome, batch.logit_rows)
-        draws = decoding.draws(batch)
-        wanted = [_reads_logits(part) for part in batch.parts for _ in part.logit_rows]
-        sampled = None
-        if any(draw is not None for draw in draws):
-            sampled = self.runner.sample(logits, [draw or Draw() for draw in draws])
-        return logits, wanted, sampled
 
     def land(self) -> bool:
         flight, self._flight = self._flight, None
@@ -161,20 +150,21 @@ class Execution:
         self.cache.lose_device()
 
     def _failed(self, states: Sequence[RequestState], error: Exception) -> bool:
+        """A step failed; True if the device's memory was lost with it.
+
+        Its members start again, each in steps of its own. So the one at fault shows: it fails alone, with its error,
+        and the others go on. One that finds the device full by itself ends: it would take the pool from all others.
+        """
         error = self.runner.explained(error)
         if self.runner.lost:
-            self._note_full(states, error)
+            for state in states if isinstance(error, DeviceFullError) else ():
+                if state.suspect and len(states) == 1:
+                    self.requests.fail(state, error)
+                state.suspect = True
             self.recover(error)
             return True
-        if states:
-            self._step_failed(states, error)
-        return False
-
-    def _step_failed(self, states: Sequence[RequestState], error: Exception) -> None:
-        """Start the members of a failed step again, each in steps of its own; the pool is intact.
-
-        So the one at fault shows: it fails alone, with its error, and the others go on.
-        """
+        if not states:
+            return False
         self.requests.counters.step_failures += 1
         _log.error("a step of %d requests failed", len(states), exc_info=error)
         for state in sorted(states, key=age, reverse=True):  # put back in front of the line, the oldest last
@@ -183,18 +173,7 @@ class Execution:
                 continue
             state.suspect = True
             self.requests.retry(state, "a step failed; the request was computed again", error)
-
-    def _note_full(self, states: Sequence[RequestState], error: Exception) -> None:
-        """Let the members of a step that found the device full run in steps of their own.
-
-        One that fails so again ends: it would take the pool from all others each time.
-        """
-        if not isinstance(error, DeviceFullError):
-            return
-        for state in states:
-            if state.suspect and len(states) == 1:
-                self.requests.fail(state, error)
-            state.suspect = True
+        return False
 
     def _guarded(self, state: RequestState, work: Callable[[RequestState], object]) -> None:
         try:
@@ -326,12 +305,16 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         given = generation.echo(tokens, np.zeros((0, 1), np.float32) if scores is None else scores)
         generation.logprobs, scores = [*given], None
     cached = sum(report.reused for report in reports)
-    waited_s = state.times.lacked_ms / 1e3
-    figures, lookup = {**plan.figures}, state.lookup
-    if state.times.pauses:
-        figures["pauses"] = float(state.times.pauses)
+    times, figures, lookup = state.times, {**plan.figures}, state.lookup
+    waited_s = times.lacked_ms / 1e3
+    if times.pauses:
+        figures["pauses"] = float(times.pauses)
     if lookup is not None and lookup.proposed:
         figures["tokens_per_step"] = lookup.per_step
+    exact, fused = state.exact_to == "full", state.prompt.preprocessed and not plan.unfused
+    predicted = None
+    if exact or not state.lossy:
+        predicted = contract.predicted(state.setting, exact, state.prompt.chunks, fused)
     return Answer(
         text=generation.text,
         finish_reason=generation.finish_reason,
@@ -343,7 +326,15 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         strategy=state.strategy.name,
         exact_to=state.exact_to,
         segments=reports,
-        timings=_timings(state),
+        timings=Timings(
+            retrieve=times.retrieve_ms,
+            search_exposed=times.retrieve_ms,
+            compile=times.lacked_ms + times.compiled_ms,
+            load=times.load_ms,
+            prefill=times.prefill_ms,
+            ttft=times.ttft_ms,
+            total=(time.perf_counter() - times.arrival) * 1e3,
+        ),
         logprobs=tuple(generation.logprobs),
         logits=state.logits if state.request.want_logits else None,
         notices=(
@@ -355,7 +346,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
             *([f"programs were compiled for this request, which waited {waited_s:.1f} s for them"] if waited_s else []),
         ),
         recompute_ratio=state.ratio,
-        predicted=_predicted(state, plan, contract),
+        predicted=predicted,
         scores=scores,
         figures=figures,
         facts=state.facts,
@@ -375,23 +366,3 @@ def _unlike_measured(state: RequestState, plan: Plan) -> Iterator[str]:
     if state.strategy.preprocessed and plan.unfused:
         found = f"{plan.unfused} of {state.prompt.chunks} chunks were not preprocessed"
         yield f"{found}: the answer is farther from full attention than {state.strategy.name} was measured to be"
-
-
-def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergence | None:
-    exact = state.exact_to == "full"
-    if state.lossy and not exact:
-        return None
-    return contract.predicted(state.setting, exact, state.prompt.chunks, state.prompt.preprocessed and not plan.unfused)
-
-
-def _timings(state: RequestState) -> Timings:
-    times = state.times
-    return Timings(
-        retrieve=times.retrieve_ms,
-        search_exposed=times.retrieve_ms,
-        compile=times.lacked_ms + times.compiled_ms,
-        load=times.load_ms,
-        prefill=times.prefill_ms,
-        ttft=times.ttft_ms,
-        total=(time.perf_counter() - times.arrival) * 1e3,
-    )

@@ -9,16 +9,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import ClosedError, EngineOptions, RequestError, StepLimits
 from ragjax.engine.build import Parts
 from ragjax.engine.depkv import KeptKV
 from ragjax.engine.execution import Execution
-from ragjax.engine.provision import Provision
+from ragjax.engine.provision import needed
 from ragjax.engine.replay import Replays
 from ragjax.schedule.admission import Admission, Allocations
 from ragjax.schedule.order import make_order
@@ -34,6 +32,8 @@ T = TypeVar("T")
 REPLICATE_STEPS = 64
 """Steps after which hot nodes are copied to the tiers below even though requests are running."""
 
+OWN_THREAD = "the engine's own thread cannot wait for the engine: call it from another one"
+
 TICK = 0.02
 """Seconds between two looks at whether a load takes too long, while there is nothing else to do."""
 
@@ -43,21 +43,22 @@ class Loop:
 
     def __init__(self, parts: Parts, options: EngineOptions, replays: Replays):
         runner, cache = parts.runner, parts.cache
-        provider = None if parts.supply is None else Provision(runner, parts.supply)
-        order = make_order(options.order)
-        self.requests = Requests(cache, max_queue=options.max_queue, order=order, provider=provider)
+        self._supply, self._tuning = parts.supply, parts.tuning
+        self.requests = Requests(
+            cache, max_queue=options.max_queue, order=make_order(options.order), lacks=self._lacks_programs
+        )
         self.kept = KeptKV(self.requests)
         self._runner = runner
         self._cache = cache
         self._replays = replays
         self._transfer = parts.transfer
-        self._supply, self._tuning = parts.supply, parts.tuning
         self._scheduler = Scheduler(self.requests, runner.grid, runner.page_size, parts.budget, runner)
         allocations = Allocations(self.requests, cache, self._scheduler.limits, runner.stages, runner.reach)
         self._admission = Admission(self.requests, cache, allocations, max_running=options.max_running)
         self._pauses = Pauses(self.requests, cache, allocations, runner)
         self._execution = Execution(self.requests, runner, cache, self._scheduler, parts.contract, self.kept)
-        self._watch = Watch(self.requests, cache, options.storage.load_timeout)
+        self._load_timeout = options.storage.load_timeout
+        self._stalled: float | None = None  # since when requests wait, none runs, and loads are under way
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # over _closed and _inbox: nothing is put in after the end
         self._closed = False
@@ -117,9 +118,6 @@ class Loop:
         self._check_open()
         self.requests.limit.check_room()
 
-    def give_back(self, place: object) -> None:
-        self.requests.limit.release_place(place)
-
     def cancel(self, state: RequestState) -> None:
         """End a request before the next step, without a word to its owner; nothing happens if it has ended."""
         state.cancelled = True
@@ -136,15 +134,13 @@ class Loop:
             except BaseException as error:
                 done.set_exception(error)
 
-        with self._lock:
-            self._check_open()
-            self._inbox.put(run)
+        self.post(run)
         return done.result()
 
     def close(self) -> None:
         """Stop: running requests end with an error, and what only memory holds goes to disk. Safe to call twice."""
         if threading.current_thread() is self._thread:
-            raise _own_thread()
+            raise RequestError(OWN_THREAD)
         if os.getpid() != self._process:  # the thread is the other process's
             return
         with self._lock:  # what came before is served or told; nothing comes after the end
@@ -155,7 +151,7 @@ class Loop:
     def check_caller(self) -> None:
         """Raise RequestError in this thread, which would wait for itself, and ClosedError in a process forked off."""
         if threading.current_thread() is self._thread:
-            raise _own_thread()
+            raise RequestError(OWN_THREAD)
         self._check_open()
 
     def _check_open(self) -> None:
@@ -200,7 +196,7 @@ class Loop:
         moved = self._cache.poll()
         if moved:
             self.requests.blocked = False
-        self._watch.look()
+        self._check_loads(time.perf_counter())
         return moved or released
 
     def _start(self) -> None:
@@ -282,23 +278,16 @@ class Loop:
         except Exception:
             _log.exception("not everything was put on disk")
 
-
-@dataclass(eq=False)
-class Watch:
-    """Looks after requests that wait too long for KV that is loaded."""
-
-    requests: Requests
-    cache: KnowledgeCache
-    load_timeout: float
-    _stalled: float | None = None  # since when requests wait, none runs, and loads are under way
-
-    def look(self) -> None:
-        self._check_loads(time.perf_counter())
-        self._check_stall(time.perf_counter())
+    def _lacks_programs(self, state: RequestState) -> bool:
+        return self._supply is not None and self._supply.lacks(needed(self._runner, state))
 
     def _check_loads(self, now: float) -> None:
-        """Requests whose KV arrived go on; those whose KV will not, or not in time, compute it instead."""
-        for state in [state for state in self.requests.running if not state.decoding]:
+        """Requests whose KV arrived go on; those whose KV will not, or not in time, compute it instead.
+
+        Loads that are not done in time give back their pages, for requests that wait while none runs.
+        """
+        requests = self.requests
+        for state in [state for state in requests.running if not state.decoding]:
             assert state.allocation is not None
             if state.allocation.broken is not None:
                 notice = f"KV could not be loaded and was computed instead: {state.allocation.broken}"
@@ -307,9 +296,16 @@ class Watch:
                 state.times.stop_waiting(now)
             elif state.times.waits_since is None:
                 state.times.waits_since = now
-            elif now - state.times.waits_since > self.load_timeout:
-                notice = f"loading KV took over {self.load_timeout:g} s; it was computed instead"
+            elif now - state.times.waits_since > self._load_timeout:
+                notice = f"loading KV took over {self._load_timeout:g} s; it was computed instead"
                 self._compute_instead(state, "slow", notice)
+        if requests.running or not requests.live or not self._cache.loading:
+            self._stalled = None
+        elif self._stalled is None:
+            self._stalled = now
+        elif now - self._stalled > self._load_timeout and self._cache.give_up():
+            self._stalled = None
+            requests.blocked = False
 
     def _compute_instead(self, state: RequestState, reason: str, notice: str) -> None:
         fallbacks = self.requests.counters.load_fallbacks
@@ -318,18 +314,3 @@ class Watch:
         fallbacks[reason] += 1
         state.may_load = False  # a disk that always fails is not asked again for this request
         self.requests.restart(state, notice)
-
-    def _check_stall(self, now: float) -> None:
-        """Loads that are not done in time give back their pages, for requests that wait while none runs."""
-        requests = self.requests
-        if requests.running or not requests.live or not self.cache.loading:
-            self._stalled = None
-        elif self._stalled is None:
-            self._stalled = now
-        elif now - self._stalled > self.load_timeout and self.cache.give_up():
-            self._stalled = None
-            requests.blocked = False
-
-
-def _own_thread() -> RequestError:
-    return RequestError("the engine's own thread cannot wait for the engine: call it from another one")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Compression, Kind, Prompt, Rag, Request, RequestError, Tokens
+from ragjax.core import Compression, Kind, Prompt, Rag, Request, RequestError, Tokens, invalid
 from ragjax.engine.compose import Composer, ServedBy
 from ragjax.engine.grounding import too_long
 from ragjax.prompting import tools
@@ -49,13 +49,11 @@ class Compressions:
             if len(own) < most and len(self._known) < MOST_COMPRESSIONS:
                 self._known[compression.program] = tenant
                 return
-        known = ", ".join(dict.fromkeys(own)) or "none"
-        raise RequestError(
+        raise invalid(
+            "rag.compression",
             f"compression: {compression} takes a program of its own, and this server has compiled as many as it may: "
             f"{MOST_COMPRESSIONS} for all, {MOST_OF_TENANT} for a tenant. What you asked for before serves budgets "
-            f"from half of its own on, with its window and graph: {known}",
-            param="rag.compression",
-            code="invalid_value",
+            f"from half of its own on, with its window and graph: {', '.join(dict.fromkeys(own)) or 'none'}",
         )
 
 
@@ -116,13 +114,13 @@ class Preparation:
         else:
             self.composer.check_ratio(rag, strategy)
             chosen = ServedBy(strategy, rag.recompute_ratio)
-        strategy = chosen.strategy
+        strategy, ratio = chosen.strategy, chosen.ratio
         prompt = strategy.dress(plain)
         tokenizer = self.composer.tokenizer
         unknown = [token for token in request.sampling.logit_bias if not tokenizer.has_token(token)]
         if unknown:
             reason = f"logit_bias: the model has no token {unknown[0]}; its highest is {tokenizer.vocab_size - 1}"
-            raise RequestError(reason, param="logit_bias", code="invalid_value")
+            raise invalid("logit_bias", reason)
         generation = AnswerText(
             request.sampling, tokenizer, self.eos_ids, self._room(request, prompt), continued=request.continues,
             shown=tools.shown(request, tokenizer),
@@ -130,14 +128,13 @@ class Preparation:
         compression = self._compression(request, strategy)
         name = f"request-{next(self._numbers)}"
         times = Times(arrival - made.spent_ms / 1e3, retrieve_ms=made.retrieve_ms)
-        ratio = chosen.ratio
         state = RequestState(name, request, prompt, plain, strategy, ratio, compression, generation, sink, times)
         state.by_default, state.picked = left, chosen.picked
         grammar = tools.grammar(request, tokenizer)
         constraint = None if grammar is None else self.grammars.constraint(*grammar, tenant=request.tenant)
         state.sampler = Sampler(request.sampling, plain.tokens, constraint)
         state.facts, state.sources, state.kept = made.facts, made.sources, made.kept
-        state.notices += [*([] if chosen.notice is None else [chosen.notice]), *made.notices]
+        state.notices += [*filter(None, [chosen.notice]), *made.notices]
         state.notices += [] if constraint is None else constraint.notices
         if self.lookup:
             state.lookup = Lookup(self.lookup)
@@ -172,18 +169,14 @@ class Preparation:
         if request.continuation is not None:
             given.append(("continuation", request.continuation))
         for param, tokens in ((param, np.asarray(tokens)) for param, tokens in given):
-            wrong = None
             if tokens.ndim != 1:
-                wrong = f"give the tokens of the {param} as one row, an array [n]"
-            elif len(tokens) and not np.issubdtype(tokens.dtype, np.integer):
-                wrong = f"the tokens of the {param} must be whole numbers, not {tokens.dtype}"
-            else:
-                unknown = tokens[(tokens < 0) | (tokens >= self.vocabulary)]
-                if len(unknown):
-                    known = f"its highest is {self.vocabulary - 1}"
-                    wrong = f"the model has no token {unknown[0]}, which is in the {param}; {known}"
-            if wrong is not None:
-                raise RequestError(wrong, param=param, code="invalid_value")
+                raise invalid(param, f"give the tokens of the {param} as one row, an array [n]")
+            if len(tokens) and not np.issubdtype(tokens.dtype, np.integer):
+                raise invalid(param, f"the tokens of the {param} must be whole numbers, not {tokens.dtype}")
+            unknown = tokens[(tokens < 0) | (tokens >= self.vocabulary)]
+            if len(unknown):
+                highest = f"its highest is {self.vocabulary - 1}"
+                raise invalid(param, f"the model has no token {unknown[0]}, which is in the {param}; {highest}")
 
     # ---------------------------------------------------------------------------------------- lengths
 

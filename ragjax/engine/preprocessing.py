@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
@@ -61,13 +61,8 @@ class Job:
 
     def fitted(self, context_length: int) -> Job:
         room = context_length - 1 - len(self.system) - len(self.chunk)
-        kept = 0
-        for segment in self.neighbours:
-            room -= len(segment)
-            if room < 0:
-                break
-            kept += 1
-        return replace(self, neighbours=self.neighbours[:kept])
+        ends = accumulate(len(segment) for segment in self.neighbours)
+        return replace(self, neighbours=self.neighbours[: sum(end <= room for end in ends)])
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from ragjax.core import Compression, Measure
 from ragjax.reuse import compaction
@@ -12,36 +11,27 @@ from ragjax.runner.pool import MOVES
 from ragjax.runner.programs import Name
 from ragjax.runner.runner import Runner
 from ragjax.runner.sampling import ADJUSTED
-from ragjax.runner.supply import Supply
 from ragjax.schedule.state import RequestState
 
 
-@dataclass(frozen=True)
-class Provision:
-    runner: Runner
-    supply: Supply
-
-    def lacks(self, state: RequestState) -> bool:
-        return self.supply.lacks(self._needed(state))
-
-    def _needed(self, state: RequestState) -> Iterator[Name]:
-        """The programs without which the request cannot be answered, in steps of the least shapes."""
-        compression = state.compression if state.compresses else None
-        segments, tokens = len(state.prompt.segments), len(state.prompt)
-        yield from least(self.runner, [state.strategy], compression, segments=segments, tokens=tokens)
-        if state.sampler is not None and state.sampler.constraint is not None:
-            yield from (("allow", n) for n in self.runner.grid.logits)
-        asked = state.request.sampling
-        repeats = asked.repetition_penalty != 1.0
-        fewest = len(asked.logit_bias) + (len(set(state.plain.tokens.tolist())) if repeats else 0)
-        most = fewest
-        if repeats or asked.presence_penalty or asked.frequency_penalty:
-            most += state.decode_tokens
-        for size in ADJUSTED if most else ():
-            if size >= fewest:
-                yield from (("sample", n, size) for n in self.runner.grid.logits)
-            if size >= most:
-                return
+def needed(runner: Runner, state: RequestState) -> Iterator[Name]:
+    """The programs without which the request cannot be answered, in steps of the least shapes."""
+    compression = state.compression if state.compresses else None
+    segments, tokens = len(state.prompt.segments), len(state.prompt)
+    yield from least(runner, [state.strategy], compression, segments=segments, tokens=tokens)
+    if state.sampler is not None and state.sampler.constraint is not None:
+        yield from (("allow", n) for n in runner.grid.logits)
+    asked = state.request.sampling
+    repeats = asked.repetition_penalty != 1.0
+    fewest = len(asked.logit_bias) + (len(set(state.plain.tokens.tolist())) if repeats else 0)
+    most = fewest
+    if repeats or asked.presence_penalty or asked.frequency_penalty:
+        most += state.decode_tokens
+    for size in ADJUSTED if most else ():
+        if size >= fewest:
+            yield from (("sample", n, size) for n in runner.grid.logits)
+        if size >= most:
+            return
 
 
 def least(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -102,17 +101,15 @@ class Replays:
             grounded=Grounded(replay.live.plain),
         )
         strategy = Full() if setting is None else self.preparation.composer.strategies[setting.strategy]
-        state = self.preparation.state(request, self._failing(replay), time.perf_counter(), strategy)
-        self._running[state.id] = replay
-        return state
 
-    def _failing(self, replay: _Replay) -> Callable[[Event | BaseException], None]:
         def sink(event: Event | BaseException) -> None:
             if isinstance(event, BaseException):
                 self._running = {name: other for name, other in self._running.items() if other is not replay}
                 self._contract.drop("failed")
 
-        return sink
+        state = self.preparation.state(request, sink, time.perf_counter(), strategy)
+        self._running[state.id] = replay
+        return state
 
 
 def recomputed_share(prompt: Prompt, answer: Answer) -> float:

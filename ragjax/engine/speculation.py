@@ -59,7 +59,7 @@ class Withheld:
 
 @dataclass(eq=False)
 class Pipeline:
-    """One request between its arrival and its place in the engine's queue. stages: of its search."""
+    """One request between its arrival and its place in the engine's queue. stages: of its search (0: it is whole)."""
 
     loop: Loop
     preparation: Preparation
@@ -78,7 +78,7 @@ class Pipeline:
     def run(self) -> None:
         self._began = time.perf_counter()
         composer, latest = self.preparation.composer, tuple[Hashable, ...]()
-        stages = composer.search(self.request, self.stages)
+        stages = composer.search(self.request, self.stages) if self.stages else None
         if stages is None:
             self._put(self.preparation.state(self.request, self.sink, self.arrival), self._enqueue)
             return

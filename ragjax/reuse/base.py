@@ -13,33 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ragjax import core
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.lookahead import Outlook
 from ragjax.cache.match import Candidate, Match
 from ragjax.cache.stretches import Stretch
 from ragjax.cache.tree import PUBLIC, Provenance
-from ragjax.core import (
-    NO_VARIANTS,
-    CraftVariants,
-    Kind,
-    Measure,
-    OutOfPages,
-    Plan,
-    Prefill,
-    Prompt,
-    Run,
-    Segment,
-    SegmentReport,
-    Span,
-    Tokens,
-    Wrapper,
-    intervals,
-)
 from ragjax.core.registry import Registry
 from ragjax.core.step import StepLimits
 from ragjax.core.tiers import Tier
 
-LOGITS = frozenset({Measure.LOGITS})
+LOGITS = frozenset({core.Measure.LOGITS})
 
 
 class Strategy(ABC):
@@ -57,7 +41,7 @@ class Strategy(ABC):
     """
 
     name: str
-    measures: frozenset[Measure] = LOGITS
+    measures: frozenset[core.Measure] = LOGITS
     early_end: int = 0
     selective: bool = False
     preprocessed: bool = False
@@ -65,26 +49,26 @@ class Strategy(ABC):
     exact: bool = False
     reads_logits: bool = False
 
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+    def keys(self, prompt: core.Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """Keys of the nodes that the prompt will use, kept or not, for policies that look at who waits."""
         return self.outlook(prompt, cache, tenant).keys(cache.tree)
 
-    def dress(self, prompt: Prompt) -> Prompt:
+    def dress(self, prompt: core.Prompt) -> core.Prompt:
         """The prompt as this strategy has the model read it: as it is, by default."""
         return prompt
 
-    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+    def outlook(self, prompt: core.Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The entries that the prompt looks for, and those that it computes and keeps; nothing by default.
 
         Whoever waits for a piece that another request computes relies on it: name only what `prefill` admits.
         """
         return Outlook()
 
-    def work(self, prompt: Prompt, cache: KnowledgeCache, tenant: str, ratio: float | None = None) -> int:
+    def work(self, prompt: core.Prompt, cache: KnowledgeCache, tenant: str, ratio: float | None = None) -> int:
         return sum(cache.peek(self.outlook(prompt, cache, tenant)).missing.values())
 
     @abstractmethod
-    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
+    def prefill(self, prompt: core.Prompt, allocation: Allocation, ratio: float | None = None) -> core.Prefill:
         """Yield passes until the prompt's KV and last logits exist; return the plan carried out.
 
         ratio: share of the chunks' tokens to recompute, if the strategy is selective; None: its own choice.
@@ -93,7 +77,7 @@ class Strategy(ABC):
         the layers that it reads of all matches have arrived, be they matched below the device.
         """
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
+    def finish(self, prompt: core.Prompt, plan: core.Plan, generated: core.Tokens, allocation: Allocation) -> None:
         """Decoding has ended: keep what is worth it, nothing by default.
 
         generated: the tokens whose KV lies in the plan's tail, in order, int32 [n].
@@ -105,9 +89,9 @@ class Strategy(ABC):
 class ModelTraits:
     """Properties of a model that strategies depend on."""
 
-    wrapper: Wrapper | None = None  # of the model's packets, if it has some
+    wrapper: core.Wrapper | None = None  # of the model's packets, if it has some
     blocks: bool = False  # trained for chunks that see the system prompt and themselves alone
-    craft: CraftVariants = NO_VARIANTS
+    craft: core.CraftVariants = core.NO_VARIANTS
 
 
 STRATEGIES: Registry[Callable[[ModelTraits], Strategy | None]] = Registry("strategy")
@@ -151,7 +135,7 @@ class Allocation:
         self.label = label
         self.gave_back = False  # slots were given back before the end: a request that waits may fit now
         self._matches: list[Match] = []
-        self._runs: list[Run] = []
+        self._runs: list[core.Run] = []
         self._later = 0  # pages that the tail may need beyond those it has
 
     @property
@@ -192,17 +176,17 @@ class Allocation:
     def own_pages(self) -> frozenset[int]:
         return frozenset(page for run in self._runs for page in run.pages)
 
-    def prefix(self, tokens: Tokens, *, quiet: bool = False) -> Match:
+    def prefix(self, tokens: core.Tokens, *, quiet: bool = False) -> Match:
         match = self.cache.matcher.match_prefix(tokens, self.tenant, self.label, cold=self.cold, quiet=quiet)
         self._matches.append(match)
         return match
 
     def segment(
-        self, context: Match, tokens: Tokens, provenance: Provenance, method: str, *, behind: bytes = b""
+        self, context: Match, tokens: core.Tokens, provenance: Provenance, method: str, *, behind: bytes = b""
     ) -> Match | None:
         return self.first(context, tokens, [Candidate(provenance, method, behind)])
 
-    def first(self, context: Match, tokens: Tokens, candidates: Iterable[Candidate]) -> Match | None:
+    def first(self, context: Match, tokens: core.Tokens, candidates: Iterable[Candidate]) -> Match | None:
         match = self.cache.matcher.match_first(context, tokens, candidates, cold=self.cold)
         if match is not None:
             self._matches.append(match)
@@ -215,7 +199,7 @@ class Allocation:
             self._matches.append(match)
         return match
 
-    def path(self, context: Match, tokens: Tokens, method: str, *, seen: int = 0, exact: bool = True) -> Match:
+    def path(self, context: Match, tokens: core.Tokens, method: str, *, seen: int = 0, exact: bool = True) -> Match:
         match = self.cache.matcher.match_dependency(context, tokens, method, seen=seen, exact=exact, cold=self.cold)
         self._matches.append(match)
         return match
@@ -229,12 +213,12 @@ class Allocation:
         room = self.limits.room_beside(others, pieces)
         return self.limits.leading((run for run, _ in match.spans), tokens, room)
 
-    def reserve(self, tokens: int, spare: int = 0) -> Run:
+    def reserve(self, tokens: int, spare: int = 0) -> core.Run:
         run = self.cache.reserve(tokens, self.label, spare)
         self._runs.append(run)
         return run
 
-    def reserve_with_tail(self, tokens: int, *, instead: bool = False) -> Run:
+    def reserve_with_tail(self, tokens: int, *, instead: bool = False) -> core.Run:
         """Slots of the request's own for tokens of the prompt, and behind them the beginning of the tail.
 
         The tail goes to the end of a page and has at least one slot, or those that are `forced`; `extend` gives more.
@@ -248,13 +232,13 @@ class Allocation:
         self._later = max(0, later - others) if instead else self._later + later
         return run
 
-    def extend(self, tail: Run, tokens: int) -> Run:
+    def extend(self, tail: core.Run, tokens: int) -> core.Run:
         """The tail with whole pages behind it, so that it holds at least `tokens` tokens; else OutOfPages."""
         if (tail.start + tail.length) % self.page_size:
             raise ValueError(f"{tail} does not end with a page: it cannot go on in the next one")
         more = self.cache.pool.pages_for(tokens - tail.length) * self.page_size
         run = self.reserve(more)
-        return Run((*tail.pages, *run.pages), tail.start, tail.length + more)
+        return core.Run((*tail.pages, *run.pages), tail.start, tail.length + more)
 
     def check_growth(self) -> None:
         """Raise OutOfPages where the tail could not grow to its end even if nobody else ran.
@@ -266,17 +250,17 @@ class Allocation:
         pool, held = self.cache.pool, len(read | self.own_pages)
         room = min(pool.capacity - held, pool.reclaimable_pages if self.alone else pool.capacity)
         if self._later > room:
-            raise OutOfPages(
+            raise core.OutOfPages(
                 f"the request holds {held} pages and may need {self._later} more; of the device cache's "
                 f"{pool.capacity} it can have {room}: lower max_tokens, or give the device cache more memory"
             )
 
-    def free(self, run: Run) -> None:
+    def free(self, run: core.Run) -> None:
         self._runs.remove(run)
         self.cache.free(run, clear=self.unchecked)
         self.gave_back = True
 
-    def keep_only(self, *runs: Run) -> None:
+    def keep_only(self, *runs: core.Run) -> None:
         """Give everything back but some runs of its own; admitted parts stay in the cache."""
         for run in runs:
             self._runs.remove(run)
@@ -299,31 +283,31 @@ class Allocation:
 
 def match_spans(
     match: Match, begin: int, hidden: tuple[int, int] = (0, 0), runs: int | None = None
-) -> tuple[Span, ...]:
+) -> tuple[core.Span, ...]:
     """The matched tokens placed from position (and index) `begin` on; of the first `runs` runs, if not all."""
     spans, index = [], begin
     for run, local_start in match.spans[:runs]:
-        spans.append(Span.consecutive(index, run, index - local_start, hidden))
+        spans.append(core.Span.consecutive(index, run, index - local_start, hidden))
         index += run.length
     return tuple(spans)
 
 
-def owner_of(segment: Segment, tenant: str) -> str:
+def owner_of(segment: core.Segment, tenant: str) -> str:
     """The owner of a segment's KV: `PUBLIC` if the segment is public, else the tenant."""
     return PUBLIC if segment.public else tenant
 
 
-def indices(begin: int, end: int) -> Tokens:
+def indices(begin: int, end: int) -> core.Tokens:
     return np.arange(begin, end, dtype=np.int32)
 
 
 def report(
-    prompt: Prompt,
+    prompt: core.Prompt,
     reused: Mapping[int, int],
     tiers: Mapping[int, Tier | None] | None = None,
     *,
-    recomputed: Mapping[int, Tokens] | None = None,
-) -> tuple[SegmentReport, ...]:
+    recomputed: Mapping[int, core.Tokens] | None = None,
+) -> tuple[core.SegmentReport, ...]:
     """The account of a prompt: of segment i the tokens `recomputed[i]` (indexes) were computed, and the rest came from
     `tiers[i]`. Where `recomputed` is silent, the first `reused[i]` tokens did.
     """
@@ -335,7 +319,7 @@ def report(
         used = len(segment) - len(places)
         tier = known.get(i) if used else None
         found.append(
-            SegmentReport(
+            core.SegmentReport(
                 id=segment.id,
                 title=segment.title,
                 tokens=len(segment),
@@ -343,11 +327,11 @@ def report(
                 recomputed=len(places),
                 tier=None if tier is None else tier.label,
                 score=segment.score,
-                recomputed_at=intervals(places - begin),
+                recomputed_at=core.intervals(places - begin),
             )
         )
     return tuple(found)
 
 
-def segments_of(prompt: Prompt, kind: Kind) -> tuple[int, ...]:
+def segments_of(prompt: core.Prompt, kind: core.Kind) -> tuple[int, ...]:
     return tuple(i for i, segment in enumerate(prompt.segments) if segment.kind is kind)

@@ -17,25 +17,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ragjax import core
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.lookahead import Outlook, Paths
 from ragjax.cache.match import Match, Totals
 from ragjax.cache.node import raw_of
 from ragjax.cache.tree import Provenance
-from ragjax.core import (
-    Kind,
-    Measure,
-    Pass,
-    Plan,
-    Prefill,
-    Prompt,
-    Run,
-    SegmentReport,
-    Span,
-    Tokens,
-    Visibility,
-    intervals,
-)
 from ragjax.core.depprompt import Positions, begins_of, paths_of
 from ragjax.core.tiers import Tier
 from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report
@@ -50,7 +37,7 @@ OWN_RUNS = 2
 
 @dataclass(frozen=True)
 class Found:
-    spans: tuple[Span, ...]
+    spans: tuple[core.Span, ...]
     tokens: int
     tier: Tier | None
     exact: bool
@@ -63,7 +50,7 @@ class Scene:
     begins: RoPE position of each segment's first token. hidden: indexes that must not see it, half-open.
     """
 
-    prompt: Prompt
+    prompt: core.Prompt
     begins: tuple[int, ...]
     hidden: tuple[tuple[int, int], ...]
 
@@ -76,22 +63,22 @@ class Scene:
     @property
     def chain(self) -> bool:
         """True if dependency attention is full attention: no node, and no segment that names its dependencies."""
-        return all(s.kind is not Kind.NODE and s.depends is None for s in self.prompt.segments)
+        return all(s.kind is not core.Kind.NODE and s.depends is None for s in self.prompt.segments)
 
     @property
     def leaves(self) -> list[Path]:
         inner = {j for path in self.paths.values() for j in path[:-1]}
         return [path for i, path in self.paths.items() if i not in inner]
 
-    def spell(self, path: Path) -> tuple[Tokens, list[int]]:
+    def spell(self, path: Path) -> tuple[core.Tokens, list[int]]:
         parts = [self.prompt.segments[i].tokens for i in path]
         return np.concatenate(parts), np.cumsum([len(part) for part in parts]).tolist()
 
-    def spans(self, i: int, pieces: Iterable[tuple[Run, int]]) -> Iterator[Span]:
+    def spans(self, i: int, pieces: Iterable[tuple[core.Run, int]]) -> Iterator[core.Span]:
         """Segment i's first tokens at its place; pieces: runs, and the position each one's first key is stored at."""
         index, position = self.prompt.starts[i], self.begins[i]
         for run, local_start in pieces:
-            yield Span.consecutive(index, run, position - local_start, self.hidden[i])
+            yield core.Span.consecutive(index, run, position - local_start, self.hidden[i])
             index, position = index + run.length, position + run.length
 
     def places(self, path: Path) -> bytes:
@@ -114,7 +101,7 @@ class Dependency(Strategy):
         self.name = "dependency" if positions == "path" else f"dependency-{positions}"
         self.positions: Positions = positions
 
-    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+    def outlook(self, prompt: core.Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         scene, head = self._scene(prompt), raw_of(prompt.tokens[: system_length(prompt)])
         paths = []
         for path in scene.leaves:
@@ -122,7 +109,7 @@ class Dependency(Strategy):
             paths.append((raw_of(tokens), stops, _public(prompt, path, stops)))
         return Outlook((system_part(prompt, tenant), Paths(head, paths, self.name, tenant)))
 
-    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
+    def prefill(self, prompt: core.Prompt, allocation: Allocation, ratio: float | None = None) -> core.Prefill:
         scene, system, size = self._scene(prompt), system_length(prompt), allocation.page_size
         context = allocation.prefix(prompt.tokens[:system])
         limits, others = allocation.limits, len(prompt) - system + allocation.decode_tokens
@@ -143,17 +130,17 @@ class Dependency(Strategy):
         rows = np.concatenate([span.indices for span in fresh.values()])
         turn = np.array(scene.begins, np.int32) - np.array(prompt.starts[:-1], np.int32)
         positions = np.concatenate([span.indices + turn[i] for i, span in fresh.items()])
-        results = yield Pass(rows, positions, spans, self.measures, (len(prompt) - 1,))
+        results = yield core.Pass(rows, positions, spans, self.measures, (len(prompt) - 1,))
 
         self._admit(scene, allocation, context, hit, own, fresh, found)
         kind: Literal["full", "dependency"] = "full" if scene.chain else "dependency"
         exact = not (hit and context.lossy) and all(part.exact for part in found.values())
         tail = own.slice(used, own.length, size)
         account = _account(prompt, have, {i: part.tier for i, part in found.items()}, context)
-        return Plan(spans, tail, kind if exact else None, account, results[Measure.LOGITS][0])
+        return core.Plan(spans, tail, kind if exact else None, account, results[core.Measure.LOGITS][0])
 
-    def _scene(self, prompt: Prompt) -> Scene:
-        return Scene(prompt, begins_of(prompt, self.positions), Visibility.dependency(prompt).hidden)
+    def _scene(self, prompt: core.Prompt) -> Scene:
+        return Scene(prompt, begins_of(prompt, self.positions), core.Visibility.dependency(prompt).hidden)
 
     def _match(self, scene: Scene, allocation: Allocation, context: Match) -> dict[int, Found]:
         found: dict[int, Found] = {}
@@ -191,8 +178,8 @@ class Dependency(Strategy):
         allocation: Allocation,
         context: Match,
         hit: int,
-        own: Run,
-        fresh: Mapping[int, Span],
+        own: core.Run,
+        fresh: Mapping[int, core.Span],
         found: Mapping[int, Found],
     ) -> None:
         prompt, system = scene.prompt, system_length(scene.prompt)
@@ -222,14 +209,14 @@ class Dependency(Strategy):
             )
 
 
-def _public(prompt: Prompt, path: Path, stops: Sequence[int]) -> int:
+def _public(prompt: core.Prompt, path: Path, stops: Sequence[int]) -> int:
     if prompt.public < system_length(prompt):
         return 0
     leading = takewhile(lambda pair: prompt.segments[pair[0]].public, zip(path, stops, strict=True))
     return max((stop for _, stop in leading), default=0)
 
 
-def _cut(match: Match, begin: int, end: int, page_size: int) -> Iterator[tuple[Run, int]]:
+def _cut(match: Match, begin: int, end: int, page_size: int) -> Iterator[tuple[core.Run, int]]:
     at = 0
     for run, local_start in match.spans:
         low, high = max(begin - at, 0), min(end - at, run.length)
@@ -238,19 +225,19 @@ def _cut(match: Match, begin: int, end: int, page_size: int) -> Iterator[tuple[R
         at += run.length
 
 
-def _lay(scene: Scene, have: Mapping[int, int], own: Run, page_size: int) -> tuple[dict[int, Span], int]:
+def _lay(scene: Scene, have: Mapping[int, int], own: core.Run, page_size: int) -> tuple[dict[int, core.Span], int]:
     """Slots of the request's own for what is missing of each segment, in order, and how many these are."""
     spans, used = {}, 0
     for i, segment in enumerate(scene.prompt.segments):
         first = have.get(i, 0)
         if first < len(segment):
             run = own.slice(used, used + len(segment) - first, page_size)
-            spans[i] = Span.consecutive(scene.prompt.starts[i] + first, run, 0, scene.hidden[i])
+            spans[i] = core.Span.consecutive(scene.prompt.starts[i] + first, run, 0, scene.hidden[i])
             used += run.length
     return spans, used
 
 
-def _within_segments(scene: Scene, spans: Iterable[Span], page_size: int) -> Iterator[Span]:
+def _within_segments(scene: Scene, spans: Iterable[core.Span], page_size: int) -> Iterator[core.Span]:
     """Spans of the context cut where segments begin, each hidden from whom its segment is."""
     for span in spans:
         first = int(span.indices[0])
@@ -258,7 +245,7 @@ def _within_segments(scene: Scene, spans: Iterable[Span], page_size: int) -> Ite
             low, high = (max(0, min(start - first, span.run.length)) for start in scene.prompt.starts[i : i + 2])
             if low < high:
                 run = span.run.slice(low, high, page_size)
-                yield Span.consecutive(first + low, run, span.offset, hidden)
+                yield core.Span.consecutive(first + low, run, span.offset, hidden)
 
 
 def _until(places: NDArray[np.int32], end: int) -> NDArray[np.int32]:
@@ -266,16 +253,16 @@ def _until(places: NDArray[np.int32], end: int) -> NDArray[np.int32]:
 
 
 def _account(
-    prompt: Prompt, have: Mapping[int, int], tiers: Mapping[int, Tier | None], context: Match
-) -> tuple[SegmentReport, ...]:
+    prompt: core.Prompt, have: Mapping[int, int], tiers: Mapping[int, Tier | None], context: Match
+) -> tuple[core.SegmentReport, ...]:
     known = {i: context.tier(prompt.starts[i], prompt.starts[i] + n) for i, n in have.items()} | dict(tiers)
     single = report(prompt, have, known)
-    tree = [i if s.kind is not Kind.NODE else -1 for i, s in enumerate(prompt.segments)]
+    tree = [i if s.kind is not core.Kind.NODE else -1 for i, s in enumerate(prompt.segments)]
     groups = groupby(zip(single, tree, strict=True), lambda pair: (pair[1], pair[0].id))
     return tuple(_together([one for one, _ in group]) for _, group in groups)
 
 
-def _together(parts: Sequence[SegmentReport]) -> SegmentReport:
+def _together(parts: Sequence[core.SegmentReport]) -> core.SegmentReport:
     places, start = [indices(0, 0)], 0
     for part in parts:
         places += [indices(start + begin, start + end) for begin, end in part.recomputed_at]
@@ -287,5 +274,5 @@ def _together(parts: Sequence[SegmentReport]) -> SegmentReport:
         reused=sum(part.reused for part in parts),
         recomputed=sum(part.recomputed for part in parts),
         tier=None if coldest is None else coldest.label,
-        recomputed_at=intervals(np.concatenate(places)),
+        recomputed_at=core.intervals(np.concatenate(places)),
     )

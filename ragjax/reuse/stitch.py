@@ -16,26 +16,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ragjax import core
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.lookahead import Keyed, LookaheadPart, Outlook
 from ragjax.cache.match import Candidate, Match, Totals
 from ragjax.cache.tree import PUBLIC, Provenance
-from ragjax.core import (
-    NEVER,
-    Exactness,
-    Kind,
-    Measure,
-    Pass,
-    Plan,
-    Prompt,
-    RequestError,
-    Results,
-    Run,
-    SegmentReport,
-    Span,
-    Tokens,
-    Visibility,
-)
 from ragjax.reuse.base import LOGITS, Allocation, indices, match_spans, owner_of, report, segments_of
 from ragjax.reuse.exact import leading_part
 from ragjax.reuse.head import (
@@ -49,7 +34,7 @@ from ragjax.reuse.head import (
     system_length,
 )
 
-NOTHING = Run((), 0, 0)
+NOTHING = core.Run((), 0, 0)
 
 
 class ChunkSource(Protocol):
@@ -64,13 +49,13 @@ class ChunkSource(Protocol):
     method: str
     preprocessed: bool
     leads: bool
-    measures: frozenset[Measure]
+    measures: frozenset[core.Measure]
 
-    def candidates(self, prompt: Prompt, i: int) -> Iterable[Candidate]:
+    def candidates(self, prompt: core.Prompt, i: int) -> Iterable[Candidate]:
         """Where the KV of segment i, a chunk, may be kept, best first."""
         ...
 
-    def meta(self, results: Results, begin: int, end: int) -> bytes:
+    def meta(self, results: core.Results, begin: int, end: int) -> bytes:
         """Bytes to keep with the chunk of tokens [begin, end), from the measures of the pass that computed it."""
         ...
 
@@ -80,15 +65,15 @@ class Isolated:
 
     preprocessed = False
     leads = False
-    measures: frozenset[Measure] = frozenset()
+    measures: frozenset[core.Measure] = frozenset()
 
     def __init__(self, method: str = "naive"):
         self.method = method
 
-    def candidates(self, prompt: Prompt, i: int) -> Iterable[Candidate]:
+    def candidates(self, prompt: core.Prompt, i: int) -> Iterable[Candidate]:
         return (Candidate(Provenance.ISOLATED, self.method),)
 
-    def meta(self, results: Results, begin: int, end: int) -> bytes:
+    def meta(self, results: core.Results, begin: int, end: int) -> bytes:
         return b""
 
 
@@ -96,33 +81,33 @@ class Isolated:
 class Stitched:
     """Where everything of a prompt lies: its head, its chunks side by side, and the query segments behind them."""
 
-    prompt: Prompt
+    prompt: core.Prompt
     stages: tuple[int, ...]  # layers at which a pass may begin, and the number of layers
     page_size: int
     matched: Match  # on the head (`head.py`)
     hit: int  # tokens of the head that are reused
     matches: Mapping[int, Match]  # on the chunks that are reused, by segment
     meta: Mapping[int, bytes]  # kept with each chunk, by segment
-    fresh_head: Run  # slots of the head's other tokens
-    fresh: Mapping[int, Run]  # slots of the other chunks, by segment
-    head: tuple[Span, ...]
-    chunk: tuple[Span, ...]  # chunks at their places, nothing hidden
-    query: tuple[Span, ...]  # query segments behind the head
-    tail: Run  # slots for generated tokens
-    repaired: Run  # slots for tokens to recompute
-    scratch: Run  # slots to measure with
+    fresh_head: core.Run  # slots of the head's other tokens
+    fresh: Mapping[int, core.Run]  # slots of the other chunks, by segment
+    head: tuple[core.Span, ...]
+    chunk: tuple[core.Span, ...]  # chunks at their places, nothing hidden
+    query: tuple[core.Span, ...]  # query segments behind the head
+    tail: core.Run  # slots for generated tokens
+    repaired: core.Run  # slots for tokens to recompute
+    scratch: core.Run  # slots to measure with
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[core.Span, ...]:
         return (*self.head, *self.chunk, *self.query)
 
     @cached_property
-    def chunks(self) -> Tokens:
-        parts = [indices(*self.prompt.bounds(i)) for i in segments_of(self.prompt, Kind.CHUNK)]
+    def chunks(self) -> core.Tokens:
+        parts = [indices(*self.prompt.bounds(i)) for i in segments_of(self.prompt, core.Kind.CHUNK)]
         return np.concatenate(parts) if parts else indices(0, 0)
 
     @cached_property
-    def queries(self) -> Tokens:
+    def queries(self) -> core.Tokens:
         return asking(self.prompt)
 
     @property
@@ -133,7 +118,7 @@ class Stitched:
     def exact_chunk(self) -> int | None:
         """The segment of the chunk whose KV equals full attention's: right behind the system prompt, and isolated."""
         begin = system_length(self.prompt)
-        for i in segments_of(self.prompt, Kind.CHUNK):
+        for i in segments_of(self.prompt, core.Kind.CHUNK):
             match = self.matches.get(i)  # none: it was computed for this request, isolated
             isolated = match is None or (match.node.provenance is Provenance.ISOLATED and not match.lossy)
             if self.prompt.starts[i] == begin and isolated:
@@ -143,45 +128,47 @@ class Stitched:
     @cached_property
     def unfused(self) -> int:
         """Chunks that were not found preprocessed, but for one that is exact at its place."""
-        others = (i for i in segments_of(self.prompt, Kind.CHUNK) if i != self.exact_chunk)
+        others = (i for i in segments_of(self.prompt, core.Kind.CHUNK) if i != self.exact_chunk)
         return sum(
             (match := self.matches.get(i)) is None or not match.node.behind == self.prompt.segments[i].behind != b""
             for i in others
         )
 
     @property
-    def question(self) -> Tokens:
+    def question(self) -> core.Tokens:
         return indices(self.prompt.starts[-2], len(self.prompt))
 
     def ask(
         self,
-        measures: frozenset[Measure] = LOGITS,
+        measures: frozenset[core.Measure] = LOGITS,
         *,
         measured: tuple[int, int] | None = None,
-        asking: Tokens | None = None,
-    ) -> Pass:
-        logits = (len(self.prompt) - 1,) if Measure.LOGITS in measures else ()
-        return Pass(self.queries, self.queries, self.spans, measures, logits, measured=measured, asking=asking)
+        asking: core.Tokens | None = None,
+    ) -> core.Pass:
+        logits = (len(self.prompt) - 1,) if core.Measure.LOGITS in measures else ()
+        return core.Pass(self.queries, self.queries, self.spans, measures, logits, measured=measured, asking=asking)
 
-    def mended(self, chosen: Tokens) -> tuple[Span, ...]:
+    def mended(self, chosen: core.Tokens) -> tuple[core.Span, ...]:
         """Every key of the prompt, with the chosen tokens (indexes, ascending) in the request's own slots."""
         if not len(chosen):
             return self.spans
-        fresh = Span(chosen, self.repaired.slice(0, len(chosen), self.page_size))
+        fresh = core.Span(chosen, self.repaired.slice(0, len(chosen), self.page_size))
         return (*self.head, *hide(self.chunk, chosen, self.page_size), fresh, *self.query)
 
-    def repair(self, chosen: Tokens) -> Pass:
+    def repair(self, chosen: core.Tokens) -> core.Pass:
         """The chosen tokens and the query segments, computed over everything before them (FusionRAG, eq. 9)."""
         rows = np.union1d(chosen, self.queries).astype(np.int32)
-        return Pass(rows, rows, self.mended(chosen), LOGITS, (len(self.prompt) - 1,))
+        return core.Pass(rows, rows, self.mended(chosen), LOGITS, (len(self.prompt) - 1,))
 
-    def plan(self, spans: tuple[Span, ...], logits: NDArray[np.float32], recomputed: Tokens | None = None) -> Plan:
+    def plan(
+        self, spans: tuple[core.Span, ...], logits: NDArray[np.float32], recomputed: core.Tokens | None = None
+    ) -> core.Plan:
         """The account of what was carried out; `recomputed` are indexes of chunk tokens."""
         redone = indices(0, 0) if recomputed is None else recomputed
-        exact_to: Exactness | None = "full" if self._exact(redone) else None
-        return Plan(spans, self.tail, exact_to, self.account(redone), logits, unfused=self.unfused)
+        exact_to: core.Exactness | None = "full" if self._exact(redone) else None
+        return core.Plan(spans, self.tail, exact_to, self.account(redone), logits, unfused=self.unfused)
 
-    def account(self, recomputed: Tokens) -> tuple[SegmentReport, ...]:
+    def account(self, recomputed: core.Tokens) -> tuple[core.SegmentReport, ...]:
         """Reports of all segments; a token that was computed in some layers counts as recomputed."""
         reused, tiers = head_account(self.prompt, self.matched, self.hit)
         computed = {}
@@ -190,7 +177,7 @@ class Stitched:
             tiers[i] = match.tier()
         return report(self.prompt, reused, tiers, recomputed=computed)
 
-    def _exact(self, recomputed: Tokens) -> bool:
+    def _exact(self, recomputed: core.Tokens) -> bool:
         if self.matched.lossy and self.hit:
             return False
         if len(recomputed) == len(self.chunks):
@@ -201,8 +188,8 @@ class Stitched:
 
 
 def prepare(
-    prompt: Prompt, allocation: Allocation, source: ChunkSource, *, repaired: int = 0, scratch: int = 0
-) -> Generator[Pass, Results, Stitched]:
+    prompt: core.Prompt, allocation: Allocation, source: ChunkSource, *, repaired: int = 0, scratch: int = 0
+) -> Generator[core.Pass, core.Results, Stitched]:
     """Match, reserve, and compute what is missing of the head and the chunks, in at most one pass.
 
     repaired: tokens that will be recomputed. scratch: tokens for measuring, whose slots the caller frees.
@@ -210,7 +197,7 @@ def prepare(
     check(prompt)
     system, length = system_length(prompt), head_length(prompt)
     matched, context = match_head(prompt, allocation)
-    chunks = segments_of(prompt, Kind.CHUNK)
+    chunks = segments_of(prompt, core.Kind.CHUNK)
     found = {i: allocation.first(context, prompt.segments[i].tokens, source.candidates(prompt, i)) for i in chunks}
     matches = {i: match for i, match in found.items() if match is not None}
     begins = dict.fromkeys(chunks, system)
@@ -237,7 +224,7 @@ def prepare(
 
 
 def lay_out(
-    prompt: Prompt,
+    prompt: core.Prompt,
     allocation: Allocation,
     matched: Match,
     matches: Mapping[int, Match],
@@ -251,14 +238,14 @@ def lay_out(
     matches: the chunks that are reused, by segment. begins: the position at which the first token of each other chunk
     is computed, by segment. repaired: tokens to recompute. scratch: tokens to measure with.
     """
-    length, chunks, queries = head_length(prompt), segments_of(prompt, Kind.CHUNK), asking(prompt)
+    length, chunks, queries = head_length(prompt), segments_of(prompt, core.Kind.CHUNK), asking(prompt)
     others = len(prompt) - length + allocation.decode_tokens + repaired
     runs, hit = allocation.leading(matched, length, others=others, pieces=len(prompt.segments) + 1)
     fresh_head = reserve(allocation, length - hit)
     fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in chunks if i not in matches}
     own = allocation.reserve_with_tail(len(queries))
     pieces = {i: ((run, begins[i]),) for i, run in fresh.items()} | {i: match.spans for i, match in matches.items()}
-    rest = (Span.consecutive(hit, fresh_head),) if fresh_head.length else ()
+    rest = (core.Span.consecutive(hit, fresh_head),) if fresh_head.length else ()
     return Stitched(
         prompt=prompt,
         stages=allocation.stages,
@@ -278,9 +265,9 @@ def lay_out(
     )
 
 
-def led(prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Prompt:
+def led(prompt: core.Prompt, cache: KnowledgeCache, tenant: str) -> core.Prompt:
     """The prompt, whose leading chunks count as its head if their causal KV is kept (FusionRAG, section 4.1)."""
-    chunks = segments_of(prompt, Kind.CHUNK)
+    chunks = segments_of(prompt, core.Kind.CHUNK)
     first = prompt.starts.index(head_length(prompt))
     leading = [i for at, i in enumerate(chunks, first) if at == i]  # chunks that follow the head and each other
     end = prompt.starts[leading[-1] + 1] if leading else 0
@@ -288,20 +275,20 @@ def led(prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Prompt:
     exact = {i for i in leading if prompt.starts[i + 1] <= found}
     if not exact:
         return prompt
-    segments = (replace(s, kind=Kind.QUERY) if i in exact else s for i, s in enumerate(prompt.segments))
-    return Prompt(tuple(segments))
+    segments = (replace(s, kind=core.Kind.QUERY) if i in exact else s for i, s in enumerate(prompt.segments))
+    return core.Prompt(tuple(segments))
 
 
-def check(prompt: Prompt) -> None:
+def check(prompt: core.Prompt) -> None:
     """Refuse a prompt that is not made of system segments, chunks and query segments."""
-    if segments_of(prompt, Kind.NODE):
-        raise RequestError(
+    if segments_of(prompt, core.Kind.NODE):
+        raise core.RequestError(
             "the prompt has trees of paths, and this strategy reads chunks: choose dependency or full attention",
             param="rag.strategy",
         )
     last = prompt.segments[-1].kind
-    if last is not Kind.QUERY:
-        raise RequestError(f"the prompt ends with a {last} segment: put a query segment behind it", param="prompt")
+    if last is not core.Kind.QUERY:
+        raise core.RequestError(f"the prompt ends with a {last} segment: put a query segment behind it", param="prompt")
 
 
 class SourceStrategy(ChunkStrategy):
@@ -309,11 +296,11 @@ class SourceStrategy(ChunkStrategy):
 
     _source: ChunkSource
 
-    def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+    def chunk_outlook(self, prompt: core.Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The head, and each chunk: kept as any of its candidates, else computed as an isolated one."""
         parts: list[LookaheadPart] = [head_part(prompt, tenant)]
         head = prompt.tokens[: system_length(prompt)]
-        for i in segments_of(prompt, Kind.CHUNK):
+        for i in segments_of(prompt, core.Kind.CHUNK):
             chunk = prompt.segments[i]
             own = owner_of(chunk, tenant)
             keys = [
@@ -326,12 +313,14 @@ class SourceStrategy(ChunkStrategy):
         return Outlook(parts)
 
 
-def candidate_key(cache: KnowledgeCache, head: Tokens, tokens: Tokens, candidate: Candidate, owner: str) -> bytes:
+def candidate_key(
+    cache: KnowledgeCache, head: core.Tokens, tokens: core.Tokens, candidate: Candidate, owner: str
+) -> bytes:
     kind, method, behind, *_ = candidate
     return cache.key_of(head, tokens, kind, method, owner, behind)
 
 
-def hide(spans: Iterable[Span], chosen: Tokens, page_size: int) -> tuple[Span, ...]:
+def hide(spans: Iterable[core.Span], chosen: core.Tokens, page_size: int) -> tuple[core.Span, ...]:
     """The spans without the chosen tokens (indexes). Hidden tokens at the ends of a span are cut off."""
     kept = []
     for span in spans:
@@ -340,65 +329,65 @@ def hide(spans: Iterable[Span], chosen: Tokens, page_size: int) -> tuple[Span, .
         if not len(live):
             continue
         begin, end = int(live[0]), int(live[-1]) + 1
-        seen = np.where(stale, NEVER, span.indices).astype(np.int32)
+        seen = np.where(stale, core.NEVER, span.indices).astype(np.int32)
         kept.append(replace(span, indices=seen[begin:end], run=span.run.slice(begin, end, page_size)))
     return tuple(kept)
 
 
-def reserve(allocation: Allocation, tokens: int) -> Run:
+def reserve(allocation: Allocation, tokens: int) -> core.Run:
     return allocation.reserve(tokens) if tokens else NOTHING
 
 
-def alone(prompt: Prompt) -> bool:
+def alone(prompt: core.Prompt) -> bool:
     """True if isolation changes nothing: at most one chunk, right behind the system prompt."""
-    chunks = segments_of(prompt, Kind.CHUNK)
+    chunks = segments_of(prompt, core.Kind.CHUNK)
     return not chunks or (len(chunks) == 1 and prompt.starts[chunks[0]] == system_length(prompt))
 
 
 def missing(
-    prompt: Prompt,
+    prompt: core.Prompt,
     hit: int,
     length: int,
-    fresh: Mapping[int, Run],
-    head: tuple[Span, ...],
-    measures: frozenset[Measure] = frozenset(),
-) -> Pass:
+    fresh: Mapping[int, core.Run],
+    head: tuple[core.Span, ...],
+    measures: frozenset[core.Measure] = frozenset(),
+) -> core.Pass:
     """Tokens [hit, length) of the head, and chunks, each at the position right behind the system prompt.
 
     fresh: where the chunks go, by segment. head: spans of all its tokens; from chunks all but system tokens are hidden.
     """
-    hidden, system = Visibility.isolated(prompt, rows=tuple(fresh)).hidden, system_length(prompt)
+    hidden, system = core.Visibility.isolated(prompt, rows=tuple(fresh)).hidden, system_length(prompt)
     spans, rows, positions = list(head), [indices(hit, length)], [indices(hit, length)]
     for i, run in fresh.items():
         begin, end = prompt.bounds(i)
-        spans.append(Span.consecutive(begin, run, 0, hidden[i]))
+        spans.append(core.Span.consecutive(begin, run, 0, hidden[i]))
         rows.append(indices(begin, end))
         positions.append(indices(system, system + end - begin))
-    return Pass(np.concatenate(rows), np.concatenate(positions), tuple(spans), measures)
+    return core.Pass(np.concatenate(rows), np.concatenate(positions), tuple(spans), measures)
 
 
-def _placed(begin: int, pieces: Iterable[tuple[Run, int]]) -> tuple[Span, ...]:
+def _placed(begin: int, pieces: Iterable[tuple[core.Run, int]]) -> tuple[core.Span, ...]:
     """A chunk, stored as these pieces, moved to index `begin`."""
     spans = []
     for run, local_start in pieces:
-        spans.append(Span.consecutive(begin, run, begin - local_start))  # target position minus stored position
+        spans.append(core.Span.consecutive(begin, run, begin - local_start))  # target position minus stored position
         begin += run.length
     return tuple(spans)
 
 
-def query_spans(prompt: Prompt, own: Run, page_size: int) -> tuple[Span, ...]:
+def query_spans(prompt: core.Prompt, own: core.Run, page_size: int) -> tuple[core.Span, ...]:
     """The query segments behind the head, one after the other in pages of the request's own."""
     spans, used = [], 0
     for i in _behind_head(prompt):
         n = len(prompt.segments[i])
-        spans.append(Span.consecutive(prompt.starts[i], own.slice(used, used + n, page_size)))
+        spans.append(core.Span.consecutive(prompt.starts[i], own.slice(used, used + n, page_size)))
         used += n
     return tuple(spans)
 
 
-def asking(prompt: Prompt) -> Tokens:
+def asking(prompt: core.Prompt) -> core.Tokens:
     return np.concatenate([indices(*prompt.bounds(i)) for i in _behind_head(prompt)])
 
 
-def _behind_head(prompt: Prompt) -> tuple[int, ...]:
-    return tuple(i for i in segments_of(prompt, Kind.QUERY) if prompt.starts[i] >= head_length(prompt))
+def _behind_head(prompt: core.Prompt) -> tuple[int, ...]:
+    return tuple(i for i in segments_of(prompt, core.Kind.QUERY) if prompt.starts[i] >= head_length(prompt))

@@ -10,10 +10,9 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.node import context_hasher, raw_of
@@ -127,17 +126,16 @@ class QueueLimit:
             raise OverloadError(message, retry_after=seconds)
 
 
-class Provider(Protocol):
-    """Makes the programs that requests need to run. lacks: the request has to wait for some, which are made next."""
-
-    def lacks(self, state: RequestState) -> bool: ...
-
-
 class Requests:
-    """All live requests, by phase."""
+    """All live requests, by phase. lacks: tells if one has to wait for programs, which are made next."""
 
     def __init__(
-        self, cache: KnowledgeCache, *, max_queue: int, order: Order | None = None, provider: Provider | None = None
+        self,
+        cache: KnowledgeCache,
+        *,
+        max_queue: int,
+        order: Order | None = None,
+        lacks: Callable[[RequestState], bool] = lambda state: False,
     ):
         # waiting
         self.unready: list[RequestState] = []  # for programs; not in the queue yet
@@ -156,7 +154,7 @@ class Requests:
         self.blocked = False  # the last attempt to start one ran out of pages: retry only after pages are freed
         self.freed = False  # a running request gave pages back while the last step landed
         self._cache = cache
-        self._provider = provider
+        self._lacks = lacks
         self._recent: deque[tuple[float, str, Served]] = deque(maxlen=RECENT)
 
     @property
@@ -188,7 +186,7 @@ class Requests:
 
         One whose programs are not made yet waits for these first.
         """
-        if self._provider is not None and self._provider.lacks(state):
+        if self._lacks(state):
             state.times.lacks_since = time.perf_counter()
             self.unready.append(state)
             return
@@ -203,7 +201,7 @@ class Requests:
             self.fail(state, error)
 
     def release(self) -> bool:
-        ready = [state for state in self.unready if self._provider is None or not self._provider.lacks(state)]
+        ready = [state for state in self.unready if not self._lacks(state)]
         for state in ready:
             self.unready.remove(state)
             state.times.stop_lacking(time.perf_counter())

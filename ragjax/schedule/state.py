@@ -11,27 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import (
-    Answer,
-    Chosen,
-    Citation,
-    Compaction,
-    Compression,
-    Event,
-    Exactness,
-    FactReport,
-    Known,
-    Measure,
-    Move,
-    OutOfPages,
-    Plan,
-    Prefill,
-    Prompt,
-    Request,
-    Results,
-    SegmentReport,
-    Tokens,
-)
+from ragjax import core
 from ragjax.quality.contract import STEPS
 from ragjax.quality.report import Setting
 from ragjax.reuse.base import Allocation, Strategy
@@ -44,7 +24,7 @@ if TYPE_CHECKING:
     from ragjax.schedule.generation import AnswerText
     from ragjax.schedule.sampling import Sampler
 
-Sink = Callable[[Event | BaseException], None]
+Sink = Callable[[core.Event | BaseException], None]
 """Where a request's events go: deltas, then one answer or one error."""
 
 
@@ -142,12 +122,12 @@ class RequestState(Waiting):
 
     # what is asked
     id: str
-    request: Request
-    prompt: Prompt  # as the strategy has the model read it
-    plain: Prompt  # the same as it was made
+    request: core.Request
+    prompt: core.Prompt  # as the strategy has the model read it
+    plain: core.Prompt  # the same as it was made
     strategy: Strategy
     ratio: float | None = None  # share of chunk tokens to recompute
-    compression: Compression | None = None  # None: tokens of the answer see the whole prompt
+    compression: core.Compression | None = None  # None: tokens of the answer see the whole prompt
     generation: AnswerText | None = None  # None: only the prompt is computed
     sink: Sink = lambda event: None
     times: Times = field(default_factory=Times)
@@ -163,7 +143,7 @@ class RequestState(Waiting):
     may_load: bool = True  # use KV that must be loaded; a request that waited in vain computes it
     suspect: bool = False  # a step that it was in failed: it runs alone until it is past that place
     speculative: bool = False  # begun before its search had ended, its documents are not confirmed yet
-    answer: Answer | None = None  # which it ended with while they were not
+    answer: core.Answer | None = None  # which it ended with while they were not
 
     # while it waits (and the fields of `Waiting`)
     awaited: Mapping[bytes, int] = field(default_factory=dict)  # pieces that others compute: tokens by name
@@ -172,14 +152,14 @@ class RequestState(Waiting):
     inquiry: Inquired | None = None
 
     # what it holds while it runs
-    started: Prompt | None = None  # the prompt as it was last started: followed by what was generated before
+    started: core.Prompt | None = None  # the prompt as it was last started: followed by what was generated before
     allocation: Allocation | None = None
     rows: PendingRows | None = None  # they wait for a step; or
     move: PendingMove | PendingCompaction | None = None  # it waits for its KV
-    chosen: Chosen | None = None  # the token behind the prompt, chosen in the step that computed its last row
+    chosen: core.Chosen | None = None  # the token behind the prompt, chosen in the step that computed its last row
     known: NDArray[np.float32] | None = None  # logits [V] of that row, if the prefill told them before its end
-    first: Chosen | None = None  # the token behind the prompt, if it went out before the prefill's end
-    plan: Plan | None = None  # once the prompt is computed
+    first: core.Chosen | None = None  # the token behind the prompt, if it went out before the prefill's end
+    plan: core.Plan | None = None  # once the prompt is computed
     decoded: list[int] = field(default_factory=list)  # tokens generated since it was started
     tail_N: NDArray[np.int32] | None = None  # their slots, once there may be any
     paused: Paused | None = None  # its KV while it is paused
@@ -192,18 +172,18 @@ class RequestState(Waiting):
     )
     shadowed: list[NDArray[np.float32]] | None = None  # logits [V] of its first steps, if it is to be replayed
     notices: list[str] = field(default_factory=list)
-    facts: tuple[FactReport, ...] = ()  # relation paths of the prompt
+    facts: tuple[core.FactReport, ...] = ()  # relation paths of the prompt
     kept: tuple[tuple[int, float], ...] = ()  # as `Grounded.kept`
-    sources: tuple[Citation, ...] = ()  # its passages
+    sources: tuple[core.Citation, ...] = ()  # its passages
     cited: bool = False  # they went out
     # the account of every segment as it was asked, by the first start that computed all of it: later ones find what
     # that one kept
-    reports: tuple[SegmentReport, ...] = ()
+    reports: tuple[core.SegmentReport, ...] = ()
     lossy: bool = False  # KV that it found lost precision at rest
 
     _exact_before: set[str | None] = field(default_factory=set)  # of plans whose tokens went out before a restart
-    _prefill: Prefill | None = None
-    _measures: frozenset[Measure] = frozenset()
+    _prefill: core.Prefill | None = None
+    _measures: frozenset[core.Measure] = frozenset()
     _before: PendingRows | None = None
 
     # ------------------------------------------------------------------------------------ what is asked
@@ -219,7 +199,7 @@ class RequestState(Waiting):
         return Setting(self.strategy.name, self.ratio, kept)
 
     @property
-    def generated(self) -> Tokens:
+    def generated(self) -> core.Tokens:
         return np.array([] if self.generation is None else self.generation.tokens, np.int32)
 
     @property
@@ -280,7 +260,7 @@ class RequestState(Waiting):
         return self.passed + under_way + len(self.decoded)
 
     @property
-    def whole_prompt(self) -> Prompt:
+    def whole_prompt(self) -> core.Prompt:
         """The prompt, and after it what was generated before the request was started again."""
         return self.prompt.followed_by(self.generated)
 
@@ -318,13 +298,13 @@ class RequestState(Waiting):
         return self.move is not None and self.held.stages[self.stages_ready] >= self.move.layers[1]
 
     @property
-    def exact_to(self) -> Exactness | None:
+    def exact_to(self) -> core.Exactness | None:
         """The attention that all of its answer is exact to, what it said before it was started again included."""
         assert self.plan is not None
         return self.plan.exact_to if self._exact_before <= {self.plan.exact_to} else None
 
     @property
-    def full_prompt(self) -> Prompt:
+    def full_prompt(self) -> core.Prompt:
         assert self.started is not None
         return self.started
 
@@ -352,12 +332,12 @@ class RequestState(Waiting):
         try:
             self._go_on(None)
             allocation.check_growth()
-        except OutOfPages:
+        except core.OutOfPages:
             self.stop()
             raise
         self.phase = Phase.RUNNING
 
-    def advance(self, moved: Results | None = None) -> None:
+    def advance(self, moved: core.Results | None = None) -> None:
         """Hand the results of the finished pass or move to the strategy; sets the next one, or the plan."""
         assert self._prefill is not None
         results = moved or {}
@@ -370,13 +350,13 @@ class RequestState(Waiting):
             results = self.rows.results(self._measures)
         self._go_on(results)
 
-    def _go_on(self, results: Results | None) -> None:
+    def _go_on(self, results: core.Results | None) -> None:
         """Hand the prefill what it waits for (None: it begins), and take what it asks for next, or the plan."""
         assert self._prefill is not None
         self.lossy = self.lossy or self.held.lossy  # before the prefill may give back what it found
         try:
             asked = next(self._prefill) if results is None else self._prefill.send(results)
-            while isinstance(asked, Known):
+            while isinstance(asked, core.Known):
                 self.known, asked = asked.logits, self._prefill.send({})
         except StopIteration as stop:
             self.plan = stop.value
@@ -386,9 +366,9 @@ class RequestState(Waiting):
                 said = len(self.full_prompt.segments) - len(self.prompt.segments)  # before it was started again
                 self.reports = stop.value.reports[: len(stop.value.reports) - said]
             return
-        if isinstance(asked, Move):
+        if isinstance(asked, core.Move):
             self.rows, self.move = None, read_move(self, asked)
-        elif isinstance(asked, Compaction):
+        elif isinstance(asked, core.Compaction):
             self.rows, self.move = None, read_compaction(self, asked)
         else:
             self.rows, self.move, self._measures = read_pass(self, asked, self._before), None, asked.measures

@@ -187,7 +187,7 @@ def _grounded(request: core.Request, knowledge: str) -> core.Request:
         reason = f"the model's name asks for knowledge from {knowledge!r}, and the request for {named}"
     else:
         return request if rag.named else replace(request, rag=replace(rag, knowledge=knowledge))
-    raise core.RequestError(f"{reason}: change one of them", param="model", code="invalid_value")
+    raise core.invalid("model", f"{reason}: change one of them")
 
 
 class _Endpoints:

@@ -21,7 +21,7 @@ from ragjax import core
 from ragjax.core.cancellation import Cancellation
 from ragjax.serve.response import Json
 from ragjax.serve.schema.body import Body, Count, Filled, Name, Refusal, RefusingBody, Text
-from ragjax.serve.schema.chat import NO_EFFECT, REFUSED, Prompt
+from ragjax.serve.schema.chat import NO_EFFECT, REFUSED, SEVERAL, Prompt
 
 if TYPE_CHECKING:
     from ragjax.cluster.fleet import Service
@@ -62,12 +62,6 @@ WAITING = 16
 """Requests of a tenant that may wait, behind the one at work: each may take minutes."""
 
 
-def _texts(given: object) -> object:
-    """A list of texts, or of token ids, from one or several."""
-    one = isinstance(given, str) or (isinstance(given, list) and bool(given) and type(given[0]) is int)
-    return [given] if one else given
-
-
 class EmbeddingBody(RefusingBody):
     """Body of POST /v1/embeddings."""
 
@@ -75,11 +69,7 @@ class EmbeddingBody(RefusingBody):
     refused = REFUSED
 
     model: Name
-    input: Annotated[
-        list[Prompt],
-        Field(min_length=1, max_length=TEXTS, fail_fast=True),
-        BeforeValidator(_texts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
-    ]
+    input: Annotated[list[Prompt], Field(min_length=1, max_length=TEXTS, fail_fast=True), SEVERAL]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None
     user: Text | None = None
@@ -169,7 +159,7 @@ class EmbeddingQueue:
                 dim = self._engine.embed(body.input[:1], check).vectors.shape[1]
                 if body.dimensions != dim:
                     reason = f"the model's vectors have {dim} dimensions, and cannot be cut: leave dimensions out"
-                    raise core.RequestError(reason, param="dimensions", code="invalid_value")
+                    raise core.invalid("dimensions", reason)
             return self._engine.embed(body.input, check)
         finally:
             self._last_s = time.perf_counter() - begun

@@ -124,8 +124,8 @@ def test_it_rests_while_a_request_runs(engine: Engine) -> None:
         with hold:
             request = engine.begin_prompt(tiny.prompt(), max_tokens=4)
         until(lambda: loop.requests.in_front and loop.requests.in_front[0].decoding)
-        before, watch = engine.stats()["steps_total"], loop._watch.look
-        loop._watch.look = lambda: (iterations.update(["seen"]), watch())[1]  # type: ignore[method-assign]
+        before, look = engine.stats()["steps_total"], loop._check_loads
+        loop._check_loads = lambda now: (iterations.update(["seen"]), look(now))[1]  # type: ignore[method-assign]
         until(lambda: iterations["seen"] > 3)
         assert engine.stats()["steps_total"] == before and loop.requests.in_background
     assert len(request.result(60).tokens) == 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -19,6 +19,8 @@ Filled = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(min_length=0, max_length=NAME_CHARS)]
 FilledName = Annotated[str, Field(min_length=1, max_length=NAME_CHARS)]
 Count = Annotated[int, Field(ge=1)]
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]  # one error is told
 # Literal[1] would take true and 1.0, which are values of another type.
 MOST_ENTRIES = 2**14
 """Entries of a list that stands in the prompt, at most: each costs a token or more, and 25 microseconds to validate."""
@@ -150,7 +152,7 @@ def refuse_beside(kind: str, param: str, **members: object) -> None:
     for name, value in members.items():
         if value is not None:
             reason = f"{param}.{name} does not go with the type {kind}: leave it out, or choose another type"
-            raise core.RequestError(reason, param=f"{param}.{name}", code="invalid_value")
+            raise core.invalid(f"{param}.{name}", reason)
 
 
 def as_json(value: object, param: str) -> str:

@@ -11,25 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from ragjax import core
-from ragjax.serve.schema.body import (
-    MOST_ENTRIES,
-    TEXT_ONLY,
-    TOO_LONG,
-    Body,
-    Count,
-    Filled,
-    FilledName,
-    FunctionName,
-    Name,
-    One,
-    Refusal,
-    RefusingBody,
-    Text,
-    as_json,
-    at_most,
-    refuse_beside,
-    texts_as,
-)
+from ragjax.serve.schema import body
+from ragjax.serve.schema.body import MOST_ENTRIES, TEXT_ONLY, TOO_LONG, Body, Many, Refusal, RefusingBody, Text, at_most
 from ragjax.serve.schema.rag import ChatRag, TextRag
 
 if TYPE_CHECKING:
@@ -80,12 +63,6 @@ fill a context of 120,000 tokens."""
 FEW_TOOLS = at_most(128, "tools", "Send fewer tools", field="tools")
 
 
-def _no_refusal(refusal: object) -> object:
-    if refusal is not None:
-        raise ValueError("send what was said as content")
-    return refusal
-
-
 class CacheBreakpoint(Body):
     """A mark: what stands before it is kept."""
 
@@ -129,17 +106,21 @@ def breakpoints_of(
     return (core.Breakpoint(seconds),) if seconds else ()
 
 
+def joined(parts: Sequence[TextPart | InputPart] | None) -> str:
+    return "\n".join(part.text for part in parts or ())
+
+
 class CalledFunction(Body):
     """A called function. arguments: JSON text."""
 
-    name: FunctionName
+    name: body.FunctionName
     arguments: Text
 
 
 class CalledTool(Body):
     """A call that the assistant made."""
 
-    id: FilledName
+    id: body.FilledName
     type: Literal["function"] | None = None
     function: CalledFunction
 
@@ -155,12 +136,10 @@ class ChatMessage(RefusingBody):
     path = "messages."
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        Annotated[list[TextPart], Field(fail_fast=True)] | None, texts_as("text", str | list[TextPart] | None)
-    ] = None
-    refusal: Annotated[None, BeforeValidator(_no_refusal)] = None
-    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True)] | None = None
-    tool_call_id: Name | None = None
+    content: Annotated[Many[TextPart] | None, body.texts_as("text", str | list[TextPart] | None)] = None
+    refusal: None = None
+    tool_calls: Many[CalledTool] | None = None
+    tool_call_id: body.Name | None = None
 
     def in_vain(self) -> Iterator[str]:
         return iter(["tool_calls"] if self.tool_calls == [] else [])
@@ -175,8 +154,7 @@ class ChatMessage(RefusingBody):
     def to_core(self) -> core.Message:
         role = "system" if self.role == "developer" else self.role
         calls = [core.ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()]
-        text = "\n".join(part.text for part in self.content or ())
-        return core.Message(role, text, tuple(calls), self.tool_call_id)
+        return core.Message(role, joined(self.content), tuple(calls), self.tool_call_id)
 
 
 class FunctionTool(Body):
@@ -185,19 +163,20 @@ class FunctionTool(Body):
     strict: it is an error if no grammar holds all that the schema says.
     """
 
-    name: FunctionName
+    name: body.FunctionName
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
     def to_core(self) -> core.Tool:
-        """Raises core.RequestError if the arguments are no object."""
-        schema = self.parameters or {"properties": {}, "additionalProperties": False}
-        schema = {"type": "object", **schema}
-        if schema["type"] != "object":
-            reason = f"the parameters of the tool {self.name} must be an object"
-            raise core.RequestError(reason, param="tools", code="invalid_value")
-        return core.Tool(self.name, self.description or "", as_json(schema, "tools"), bool(self.strict))
+        return tool_of(self.name, self.description, self.parameters, self.strict)
+
+
+def tool_of(name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None) -> core.Tool:
+    schema = {"type": "object", **(parameters or {"properties": {}, "additionalProperties": False})}
+    if schema["type"] != "object":
+        raise core.invalid("tools", f"the parameters of the tool {name} must be an object")
+    return core.Tool(name, description or "", body.as_json(schema, "tools"), bool(strict))
 
 
 class ChatTool(Body):
@@ -210,7 +189,7 @@ class ChatTool(Body):
 class NamedFunction(Body):
     """The name of a function."""
 
-    name: FunctionName
+    name: body.FunctionName
 
 
 class ToolChoice(Body):
@@ -233,25 +212,23 @@ def idle_tools(tools: Sequence[Body] | None, choice: ToolChoice | ResponseChoice
         yield "tool_choice"
 
 
-def tools_of(tools: Sequence[core.Tool], choice: ToolChoice | None, parallel: bool | None = None) -> core.Tools | None:
-    """The tools that an answer may call, only once if `parallel` is false; None: it calls none."""
-    choice = choice or ToolChoice(type="auto")
-    if choice.type != "function":
-        refuse_beside(choice.type, "tool_choice", function=choice.function)
-    named = None if choice.type != "function" or choice.function is None else choice.function.name
+def tools_of(
+    tools: Sequence[core.Tool], kind: str = "auto", named: str | None = None, parallel: bool | None = None
+) -> core.Tools | None:
+    """The tools that an answer may call, only once if `parallel` is false; None: it calls none.
+
+    kind: type of the choice. named: the function of one by name.
+    """
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
-        raise core.RequestError("two tools have the same name", param="tools", code="invalid_value")
-    if choice.type == "function" and named not in names:
-        known = ", ".join(names) or "none"
-        reason = f"tool_choice must name one of the tools: {known}"
-        raise core.RequestError(reason, param="tool_choice", code="invalid_value")
-    if choice.type == "required" and not tools:
-        reason = "tool_choice is required, and there are no tools"
-        raise core.RequestError(reason, param="tool_choice", code="invalid_value")
-    if choice.type == "none" or not tools:
+        raise core.invalid("tools", "two tools have the same name")
+    if kind == "function" and named not in names:
+        raise core.invalid("tool_choice", f"tool_choice must name one of the tools: {', '.join(names) or 'none'}")
+    if kind == "required" and not tools:
+        raise core.invalid("tool_choice", "tool_choice is required, and there are no tools")
+    if kind == "none" or not tools:
         return None
-    return core.Tools(tuple(tools), choice.type != "auto", named, parallel is not False)
+    return core.Tools(tuple(tools), kind != "auto", named, parallel is not False)
 
 
 def schema_text(kind: str, schema: dict[str, Any] | None, param: str, needs: str) -> str | None:
@@ -262,13 +239,13 @@ def schema_text(kind: str, schema: dict[str, Any] | None, param: str, needs: str
         return '{"type": "object"}'
     if schema is None:
         raise core.RequestError(needs, param=param, code="missing_required_parameter")
-    return as_json(schema, f"{param.removesuffix('.schema')}.schema")
+    return body.as_json(schema, f"{param.removesuffix('.schema')}.schema")
 
 
 class JsonSchema(Body):
     """The JSON Schema of an answer, strict as that of a tool. Its name changes nothing."""
 
-    name: Name | None = None
+    name: body.Name | None = None
     description: Text | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
@@ -284,11 +261,11 @@ class ResponseFormat(Body):
     def to_core(self) -> str | None:
         """The JSON Schema of the answer, as JSON text; None: it is text."""
         if self.type != "json_schema":
-            refuse_beside(self.type, "response_format", json_schema=self.json_schema)
+            body.refuse_beside(self.type, "response_format", json_schema=self.json_schema)
         if self.type != "json_object":
-            refuse_beside(self.type, "response_format", schema=self.schema_)
+            body.refuse_beside(self.type, "response_format", schema=self.schema_)
         elif self.schema_ is not None:
-            return as_json(self.schema_, "response_format.schema")
+            return body.as_json(self.schema_, "response_format.schema")
         schema = None if self.json_schema is None else self.json_schema.schema_
         needs = 'response_format of type json_schema needs json_schema: {"name": …, "schema": {…}}'
         return schema_text(self.type, schema, "response_format.json_schema", needs)
@@ -300,12 +277,20 @@ def _strings(stop: object) -> object:
     return tuple(stop) if isinstance(stop, list) else stop
 
 
-def _unless_off(value: object) -> object:
-    """A value of which -1 says that there is none."""
-    return None if type(value) is int and value == -1 else value
-
-
+Stops = Annotated[
+    tuple[body.Name, ...],
+    BeforeValidator(_strings, json_schema_input_type=str | list[str]),
+    at_most(4, "strings", "Send fewer stop strings", field="stop"),
+]
+UnlessOff = BeforeValidator(lambda value: None if type(value) is int and value == -1 else value)
+"""-1 says that there is no such value."""
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+Biases = Annotated[
+    dict[TokenId, float],
+    Field(fail_fast=True),
+    at_most(MOST_BIASES, "entries", "Name fewer tokens", field="logit_bias"),
+]
+Alternatives = Annotated[int, Field(ge=0, le=20)]
 
 
 class StreamOptions(Body):
@@ -323,31 +308,17 @@ class GenerationBody(RefusingBody):
     no_effect = NO_EFFECT
     refused = REFUSED
 
-    model: Name
-    max_tokens: Count | None = None
+    model: body.Name
+    max_tokens: body.Count | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int | None, BeforeValidator(_unless_off)] = None
-    n: Count | None = None
+    top_k: Annotated[int | None, UnlessOff] = None
+    n: body.Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: (
-        Annotated[
-            tuple[Name, ...],
-            BeforeValidator(_strings, json_schema_input_type=str | list[str]),
-            at_most(4, "strings", "Send fewer stop strings", field="stop"),
-        ]
-        | None
-    ) = None
-    seed: Annotated[Annotated[int, Field(ge=0, lt=2**63)] | None, BeforeValidator(_unless_off)] = None
-    logit_bias: (
-        Annotated[
-            dict[TokenId, float],
-            Field(fail_fast=True),
-            at_most(MOST_BIASES, "entries", "Name fewer tokens", field="logit_bias"),
-        ]
-        | None
-    ) = None
+    stop: Stops | None = None
+    seed: Annotated[Annotated[int, Field(ge=0, lt=2**63)] | None, UnlessOff] = None
+    logit_bias: Biases | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -383,13 +354,12 @@ MOST_CHOICES = 64
 def choices(requests: Sequence[core.Request], n: int) -> tuple[core.Request, ...]:
     """`n` requests of each, those of one behind another. The i-th of them has the seed plus i, if a seed is given."""
     if len(requests) * n > MOST_CHOICES:
-        reason = (
-            f"{len(requests)} prompts with {n} choices each were asked for; at most {MOST_CHOICES} choices are made"
-        )
-        raise core.RequestError(f"{reason}. Send fewer", param="n" if n > 1 else "prompt", code="invalid_value")
+        asked = f"{len(requests)} prompts with {n} choices each were asked for"
+        raise core.invalid("n" if n > 1 else "prompt", f"{asked}; at most {MOST_CHOICES} choices are made. Send fewer")
 
     def seeded(request: core.Request, number: int) -> core.Request:
-        if not number or (seed := request.sampling.seed) is None:
+        seed = request.sampling.seed
+        if seed is None:
             return request
         return replace(request, sampling=replace(request.sampling, seed=(seed + number) % 2**63))
 
@@ -397,6 +367,18 @@ def choices(requests: Sequence[core.Request], n: int) -> tuple[core.Request, ...
 
 
 FEW_MESSAGES = at_most(MOST_ENTRIES, "messages", "Send fewer messages", field="messages", code=TOO_LONG)
+FEW_CALLS = at_most(
+    MOST_CALLS,
+    "calls in all messages",
+    "Leave out earlier calls and their answers",
+    field="messages[].tool_calls",
+    within=["tool_calls"],
+)
+
+
+def few_parts(parts: str, joined: str) -> BeforeValidator:
+    told, advice, field = f"{parts} in all messages", f"Join {joined}", "messages[].content"
+    return at_most(MOST_ENTRIES, told, advice, field=field, within=["content"], code=TOO_LONG)
 
 
 class ChatBody(GenerationBody):
@@ -409,34 +391,17 @@ class ChatBody(GenerationBody):
     }
 
     messages: Annotated[
-        list[ChatMessage],
-        Field(min_length=1, fail_fast=True),
-        at_most(
-            MOST_CALLS,
-            "calls in all messages",
-            "Leave out earlier calls and their answers",
-            field="messages[].tool_calls",
-            within=["tool_calls"],
-        ),
-        at_most(
-            MOST_ENTRIES,
-            "text parts in all messages",
-            "Join parts",
-            field="messages[].content",
-            within=["content"],
-            code=TOO_LONG,
-        ),
-        FEW_MESSAGES,
+        Many[ChatMessage], Field(min_length=1), FEW_CALLS, few_parts("text parts", "parts"), FEW_MESSAGES
     ]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: body.Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Alternatives | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[ChatTool], Field(fail_fast=True), FEW_TOOLS] | None = None
+    tools: Annotated[Many[ChatTool], FEW_TOOLS] | None = None
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: Annotated[dict[FunctionName, bool], Field(max_length=16)] | None = None
+    chat_template_kwargs: Annotated[dict[body.FunctionName, bool], Field(max_length=16)] | None = None
     tool_choice: Annotated[ToolChoice, BeforeValidator(typed, json_schema_input_type=str | ToolChoice)] | None = None
     rag: ChatRag | None = Field(default_factory=ChatRag)
 
@@ -456,36 +421,36 @@ class ChatBody(GenerationBody):
         for name, value in asked.items():
             if getattr(self, name) not in (None, value):
                 reason = f"{name} is {json.dumps(value)} here: a last message of the assistant's is continued, no other"
-                raise core.RequestError(reason, param=name, code="invalid_value")
-        form = self.response_format
+                raise core.invalid(name, reason)
+        form, choice = self.response_format, self.tool_choice or ToolChoice(type="auto")
         schema = None if form is None else form.to_core()
         strict = form is not None and form.json_schema is not None and bool(form.json_schema.strict)
+        if choice.type != "function":
+            body.refuse_beside(choice.type, "tool_choice", function=choice.function)
+        named = None if choice.function is None else choice.function.name
+        tools = [tool.function.to_core() for tool in self.tools or ()]
+        said = {i: message.content for i, message in enumerate(self.messages) if message.content}
         request = core.Request(
             messages=tuple(message.to_core() for message in self.messages),
             sampling=replace(sampling, json_schema=schema, strict=strict),
             rag=None if self.rag is None else self.rag.to_core(),
-            tools=tools_of(
-                [tool.function.to_core() for tool in self.tools or ()], self.tool_choice, self.parallel_tool_calls
-            ),
+            tools=tools_of(tools, choice.type, named, self.parallel_tool_calls),
             template=self.chat_template_kwargs or {},
-            breakpoints=breakpoints_of(
-                {i: message.content for i, message in enumerate(self.messages) if message.content},
-                self.prompt_cache_retention,
-            ),
+            breakpoints=breakpoints_of(said, self.prompt_cache_retention),
         )
         return choices([request], self.n or 1)
 
 
-def _prompts(prompt: object) -> object:
-    """A list of prompts, each a text or token ids, from any of OpenAI's four forms."""
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int)):
-        prompt = [prompt]
-    return prompt
+def _several(given: object) -> object:
+    """A list of texts or of token ids, from any of OpenAI's four forms."""
+    one = isinstance(given, str) or (isinstance(given, list) and bool(given) and type(given[0]) is int)
+    return [given] if one else given
 
 
+SEVERAL = BeforeValidator(_several, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
-    Annotated[Filled, Tag("<text>")] | Annotated[TokenIds, Tag("<tokens>")],
+    Annotated[body.Filled, Tag("<text>")] | Annotated[TokenIds, Tag("<tokens>")],
     Discriminator(lambda prompt: "<tokens>" if isinstance(prompt, list) else "<text>"),
 ]
 
@@ -502,22 +467,23 @@ class CompletionBody(GenerationBody):
         list[Prompt],
         Field(min_length=1, fail_fast=True),
         at_most(MOST_CHOICES, "prompts", "Send fewer prompts", field="prompt"),
-        BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+        SEVERAL,
     ]
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Alternatives | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
-    best_of: One | None = None
+    best_of: body.One | None = None
     rag: TextRag | None = None
 
     def to_core(self) -> tuple[core.Request, ...]:
         rag = replace((self.rag or TextRag()).to_core(), top_k=0)
         scored = bool(self.echo) and self.logprobs is not None
         if self.max_tokens == 0 and not self.echo:
-            raise core.RequestError("max_tokens is 0 beside echo alone", param="max_tokens", code="invalid_value")
+            raise core.invalid("max_tokens", "max_tokens is 0 beside echo alone")
         if scored and self.stream:
-            reason = "log-probabilities of a prompt are not streamed: leave out stream, echo or logprobs"
-            raise core.RequestError(reason, param="echo", code="invalid_value")
+            raise core.invalid(
+                "echo", "log-probabilities of a prompt are not streamed: leave out stream, echo or logprobs"
+            )
         sampling = self._sampling(self.max_tokens if self.max_tokens != 0 else 1, self.logprobs)
         prompts = (prompt if isinstance(prompt, str) else tuple(prompt) for prompt in self.prompt)
         kept = breakpoints_of({}, self.prompt_cache_retention)

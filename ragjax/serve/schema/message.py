@@ -8,33 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from ragjax import core
-from ragjax.serve.schema.body import (
-    MOST_ENTRIES,
-    TOO_LONG,
-    Body,
-    Count,
-    Filled,
-    FilledName,
-    FunctionName,
-    Name,
-    Refusal,
-    RefusingBody,
-    Text,
-    as_json,
-    at_most,
-    tag_of,
-    texts_as,
-)
-from ragjax.serve.schema.chat import (
-    FEW_MESSAGES,
-    FEW_TOOLS,
-    KEEP_S,
-    MOST_BREAKPOINTS,
-    FunctionTool,
-    NamedFunction,
-    ToolChoice,
-    tools_of,
-)
+from ragjax.serve.schema import body
+from ragjax.serve.schema.body import Body, Many, Refusal, RefusingBody, Text, texts_as
+from ragjax.serve.schema.chat import FEW_MESSAGES, FEW_TOOLS, KEEP_S, MOST_BREAKPOINTS, few_parts, tool_of, tools_of
 from ragjax.serve.schema.rag import ChatRag
 
 
@@ -62,12 +38,12 @@ class ToolUse(_ContentBlock):
     """A call that the assistant made."""
 
     type: Literal["tool_use"]
-    id: FilledName
-    name: FunctionName
+    id: body.FilledName
+    name: body.FunctionName
     input: dict[str, Any]
 
 
-Texts = Annotated[Annotated[list[TextBlock], Field(fail_fast=True)], texts_as("text", str | list[TextBlock])]
+Texts = Annotated[Many[TextBlock], texts_as("text", str | list[TextBlock])]
 
 
 class ToolResult(_ContentBlock):
@@ -76,7 +52,7 @@ class ToolResult(_ContentBlock):
     no_effect = frozenset({"is_error"})
 
     type: Literal["tool_result"]
-    tool_use_id: FilledName
+    tool_use_id: body.FilledName
     content: Texts | None = None
     is_error: bool | None = None
 
@@ -96,7 +72,7 @@ Block = Annotated[
     | Annotated[ToolResult, Tag("<tool_result>")]
     | Annotated[Thinking, Tag("<thinking>")]
     | Annotated[Thinking, Tag("<redacted_thinking>")],
-    Discriminator(tag_of("text")),
+    Discriminator(body.tag_of("text")),
 ]
 
 
@@ -104,7 +80,7 @@ class TurnBody(Body):
     """A turn of one side."""
 
     role: Literal["user", "assistant"]
-    content: Annotated[Annotated[list[Block], Field(fail_fast=True)], texts_as("text", str | list[Block])]
+    content: Annotated[Many[Block], texts_as("text", str | list[Block])]
 
     def to_core(self) -> Iterator[tuple[core.Message, list[tuple[int, CacheControl]]]]:
         """Yields results of tools, each as a message, and then what is said and called.
@@ -121,7 +97,7 @@ class TurnBody(Body):
                 yield message, [(len(result), one) for one in (*inner, *mark)]
                 continue
             if isinstance(block, ToolUse):
-                calls.append(core.ToolCall(block.id, block.name, as_json(block.input, "messages")))
+                calls.append(core.ToolCall(block.id, block.name, body.as_json(block.input, "messages")))
             elif isinstance(block, TextBlock):
                 said.append(block.text)
             marks += [(len("\n".join(said)), one) for one in mark]
@@ -135,31 +111,26 @@ class MessageTool(Body):
     no_effect = frozenset({"eager_input_streaming"})
 
     type: Literal["custom"] | None = None
-    name: FunctionName
+    name: body.FunctionName
     description: Text | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
     cache_control: CacheControl | None = None
 
     def to_core(self) -> core.Tool:
-        tool = FunctionTool(
-            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
-        )
-        return tool.to_core()
+        return tool_of(self.name, self.description, self.input_schema, self.strict)
 
 
 class MessageChoice(Body):
     """Choice of a tool: as the model likes, any, one by name, or none."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: FunctionName | None = None
+    name: body.FunctionName | None = None
     disable_parallel_tool_use: bool | None = None
 
-    def to_core(self) -> ToolChoice:
-        kinds: dict[str, Literal["auto", "none", "required", "function"]] = {"any": "required", "tool": "function"}
-        named = None if self.name is None else NamedFunction(name=self.name)
-        kind = kinds.get(self.type, "none" if self.type == "none" else "auto")
-        return ToolChoice(type=kind, function=named)
+
+CHOICES = {"any": "required", "tool": "function"}
+"""Choices that go by other names in chat."""
 
 
 class ThinkingConfig(Body):
@@ -180,22 +151,10 @@ class CountBody(RefusingBody):
         "context_management": Refusal("send the messages that are to be read"),
     }
 
-    model: Name
-    messages: Annotated[
-        list[TurnBody],
-        Field(min_length=1, fail_fast=True),
-        at_most(
-            MOST_ENTRIES,
-            "blocks in all messages",
-            "Join texts",
-            field="messages[].content",
-            within=["content"],
-            code=TOO_LONG,
-        ),
-        FEW_MESSAGES,
-    ]
+    model: body.Name
+    messages: Annotated[Many[TurnBody], Field(min_length=1), few_parts("blocks", "texts"), FEW_MESSAGES]
     system: Texts | None = None
-    tools: Annotated[list[MessageTool], Field(fail_fast=True), FEW_TOOLS] | None = None
+    tools: Annotated[Many[MessageTool], FEW_TOOLS] | None = None
     tool_choice: MessageChoice | None = None
     thinking: ThinkingConfig | None = None
     cache_control: CacheControl | None = None
@@ -207,18 +166,20 @@ class CountBody(RefusingBody):
         Raises:
             core.RequestError: for fields that contradict each other.
         """
-        choice, system, marks = self.tool_choice, "", list[tuple[int, CacheControl]]()
+        choice = self.tool_choice or MessageChoice(type="auto")
+        if choice.type != "tool":
+            body.refuse_beside(choice.type, "tool_choice", name=choice.name)
+        system, marks = "", list[tuple[int, CacheControl]]()
         for block in self.system or ():
             system += f"\n{block.text}" if system else block.text
             marks += [] if block.cache_control is None else [(len(system), block.cache_control)]
         # templates show tools with what the system says
         marks += [(len(system), tool.cache_control) for tool in self.tools or () if tool.cache_control is not None]
         said = [pair for turn in self.messages for pair in turn.to_core()]
-        said = (
-            [(core.Message("system", system), marks), *said]
-            if system
-            else [(said[0][0], marks + said[0][1]), *said[1:]]
-        )
+        if system:
+            said.insert(0, (core.Message("system", system), marks))
+        else:
+            said[0] = (said[0][0], marks + said[0][1])
         breakpoints = [
             core.Breakpoint(KEEP_S[mark.ttl or "5m"], number, size)
             for number, (_, found) in enumerate(said)
@@ -227,15 +188,14 @@ class CountBody(RefusingBody):
         if self.cache_control is not None:
             breakpoints.append(core.Breakpoint(KEEP_S[self.cache_control.ttl or "5m"]))
         if len(breakpoints) > MOST_BREAKPOINTS:
-            reason = f"cache_control stands in {len(breakpoints)} places; {MOST_BREAKPOINTS} are taken"
-            raise core.RequestError(reason, param="cache_control", code="invalid_value")
-        parallel = None if choice is None else not choice.disable_parallel_tool_use
-        tools = [tool.to_core() for tool in self.tools or ()]
+            told = f"cache_control stands in {len(breakpoints)} places; {MOST_BREAKPOINTS} are taken"
+            raise core.invalid("cache_control", told)
+        tools, kind = [tool.to_core() for tool in self.tools or ()], CHOICES.get(choice.type, choice.type)
         return core.Request(
             messages=tuple(message for message, _ in said),
             sampling=self._sampling(),
             rag=None if self.rag is None else self.rag.to_core(),
-            tools=tools_of(tools, None if choice is None else choice.to_core(), parallel),
+            tools=tools_of(tools, kind, choice.name, not choice.disable_parallel_tool_use),
             template={} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"},
             breakpoints=tuple(breakpoints),
         )
@@ -247,11 +207,11 @@ class CountBody(RefusingBody):
 class MessageBody(CountBody):
     """Body of POST /v1/messages."""
 
-    max_tokens: Count
+    max_tokens: body.Count
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
-    stop_sequences: Annotated[list[Filled], Field(max_length=4)] | None = None
+    stop_sequences: Annotated[list[body.Filled], Field(max_length=4)] | None = None
     stream: bool | None = None
 
     def _sampling(self) -> core.Sampling:

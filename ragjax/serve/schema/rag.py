@@ -16,6 +16,7 @@ from ragjax.serve.schema.body import (
     Count,
     Filled,
     FilledName,
+    Many,
     Name,
     at_most,
 )
@@ -44,10 +45,22 @@ def _few_steps(paths: object) -> object:
     count = sum(len(path) for path in paths if isinstance(path, list)) if isinstance(paths, list) else 0
     if count > (most := MOST_STEPS * MOST_ENTRIES):
         reason = f"rag.graph.relation_paths[] has {count} steps in all paths; at most {most} are taken"
-        raise core.RequestError(
-            f"{reason}. Send fewer or shorter paths", param="rag.graph.relation_paths", code=TOO_LONG
-        )
+        raise core.RequestError(f"{reason}. Send fewer or shorter paths", param=PATHS, code=TOO_LONG)
     return paths
+
+
+PATHS = "rag.graph.relation_paths"
+Entities = Annotated[
+    Many[FilledName], at_most(MOST_ENTITIES, "entities", "Name fewer entities", field="rag.graph.entities")
+]
+Paths = Annotated[
+    Many[Many[Filled]],
+    at_most(MOST_ENTRIES, "paths", "Send fewer paths", field=PATHS, code=TOO_LONG),
+    BeforeValidator(_few_steps),
+]
+Passages = Annotated[
+    Many[Passage], at_most(MOST_ENTRIES, "documents", "Send fewer documents", field="rag.documents", code=TOO_LONG)
+]
 
 
 class TextRag(ClosedBody):
@@ -71,23 +84,8 @@ class GraphRag(ClosedBody):
     """Facts to use. relation_paths: each is entity, relation, entity, …; used instead of retrieval."""
 
     name: Name | None = None
-    entities: (
-        Annotated[
-            list[FilledName],
-            Field(fail_fast=True),
-            at_most(MOST_ENTITIES, "entities", "Name fewer entities", field="rag.graph.entities"),
-        ]
-        | None
-    ) = None
-    relation_paths: (
-        Annotated[
-            list[Annotated[list[Filled], Field(fail_fast=True)]],
-            Field(fail_fast=True),
-            at_most(MOST_ENTRIES, "paths", "Send fewer paths", field="rag.graph.relation_paths", code=TOO_LONG),
-            BeforeValidator(_few_steps),
-        ]
-        | None
-    ) = None
+    entities: Entities | None = None
+    relation_paths: Paths | None = None
     hops: Count | None = None
     paths: Count | None = None
 
@@ -97,8 +95,12 @@ class GraphRag(ClosedBody):
         return core.Graph(self.name, entities, given, self.hops, self.paths)
 
 
-def _named(graph: object) -> object:
-    return {"name": graph} if isinstance(graph, str) else graph
+NamedGraph = Annotated[
+    GraphRag,
+    BeforeValidator(
+        lambda graph: {"name": graph} if isinstance(graph, str) else graph, json_schema_input_type=str | GraphRag
+    ),
+]
 
 
 class ChatRag(TextRag):
@@ -110,21 +112,11 @@ class ChatRag(TextRag):
 
     knowledge: Name | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
-    documents: (
-        Annotated[
-            list[Passage],
-            Field(fail_fast=True),
-            at_most(MOST_ENTRIES, "documents", "Send fewer documents", field="rag.documents", code=TOO_LONG),
-        ]
-        | None
-    ) = None
-    graph: Annotated[GraphRag, BeforeValidator(_named, json_schema_input_type=str | GraphRag)] | None = None
+    documents: Passages | None = None
+    graph: NamedGraph | None = None
 
     def to_core(self) -> core.Rag:
-        documents = None if self.documents is None else tuple(_passage(document) for document in self.documents)
+        given = (x if isinstance(x, str) else core.Document(x.id, x.text, x.title or "") for x in self.documents or ())
+        documents = None if self.documents is None else tuple(given)
         graph = None if self.graph is None else self.graph.to_core()
         return replace(super().to_core(), knowledge=self.knowledge, top_k=self.top_k, documents=documents, graph=graph)
-
-
-def _passage(document: str | InlineDocument) -> str | core.Document:
-    return document if isinstance(document, str) else core.Document(document.id, document.text, document.title or "")

@@ -11,39 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
 from ragjax import core
-from ragjax.serve.schema.body import (
-    MOST_ENTRIES,
-    TOO_LONG,
-    Body,
-    Count,
-    FilledName,
-    FunctionName,
-    Metadata,
-    Name,
-    Refusal,
-    RefusingBody,
-    Text,
-    at_most,
-    refuse_beside,
-    tag_of,
-    texts_as,
-)
-from ragjax.serve.schema.chat import (
-    FEW_TOOLS,
-    NO_EFFECT,
-    REFUSED,
-    CacheBreakpoint,
-    CacheOptions,
-    FunctionTool,
-    NamedFunction,
-    Retention,
-    ToolChoice,
-    breakpoints_of,
-    idle_tools,
-    schema_text,
-    tools_of,
-    typed,
-)
+from ragjax.serve.schema import body, chat
+from ragjax.serve.schema.body import MOST_ENTRIES, TOO_LONG, Body, Many, Name, Refusal, RefusingBody, Text, at_most
+from ragjax.serve.schema.chat import NO_EFFECT, REFUSED, joined, tools_of
 from ragjax.serve.schema.rag import ChatRag
 from ragjax.serve.schema.store import MOST_RESULTS, FilterBody, Ranking
 
@@ -60,10 +30,10 @@ class InputPart(Body):
     text: Text
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    prompt_cache_breakpoint: CacheBreakpoint | None = None
+    prompt_cache_breakpoint: chat.CacheBreakpoint | None = None
 
 
-Parts = Annotated[Annotated[list[InputPart], Field(fail_fast=True)], texts_as("input_text", str | list[InputPart])]
+Parts = Annotated[Many[InputPart], body.texts_as("input_text", str | list[InputPart])]
 
 
 class _Returned(Body):
@@ -85,8 +55,8 @@ class FunctionCall(_Returned):
     """A call that the assistant made. arguments: as JSON text."""
 
     type: Literal["function_call"]
-    call_id: FilledName
-    name: FunctionName
+    call_id: body.FilledName
+    name: body.FunctionName
     arguments: Text
 
 
@@ -94,7 +64,7 @@ class FunctionCallOutput(_Returned):
     """Result of a function."""
 
     type: Literal["function_call_output"]
-    call_id: FilledName
+    call_id: body.FilledName
     output: Parts
 
 
@@ -121,7 +91,7 @@ Item = Annotated[
     | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
     | Annotated[SearchCall, Tag("<file_search_call>")]
     | Annotated[Reasoning, Tag("<reasoning>")],
-    Discriminator(tag_of("message")),
+    Discriminator(body.tag_of("message")),
 ]
 
 
@@ -142,10 +112,10 @@ def messages_of(
         if isinstance(item, InputMessage):
             parts[len(found)] = item.content
             role = "system" if item.role == "developer" else item.role
-            found.append(core.Message(role, "\n".join(part.text for part in item.content)))
+            found.append(core.Message(role, joined(item.content)))
         elif isinstance(item, FunctionCallOutput):
             parts[len(found)] = item.output
-            found.append(core.Message("tool", "\n".join(part.text for part in item.output), tool_call_id=item.call_id))
+            found.append(core.Message("tool", joined(item.output), tool_call_id=item.call_id))
         elif isinstance(item, FunctionCall):
             call = core.ToolCall(item.call_id, item.name, item.arguments)
             if not found or found[-1].role != "assistant":
@@ -194,9 +164,11 @@ class TextFormat(Body):
     def to_core(self) -> str | None:
         """The JSON Schema of the answer, as JSON text; None: it is text."""
         if self.type != "json_schema":
-            refuse_beside(self.type, "text.format", schema=self.schema_, name=self.name, description=self.description)
+            body.refuse_beside(
+                self.type, "text.format", schema=self.schema_, name=self.name, description=self.description
+            )
         needs = 'text.format of type json_schema needs a schema: {"type": "json_schema", "name": …, "schema": {…}}'
-        return schema_text(self.type, self.schema_, "text.format.schema", needs)
+        return chat.schema_text(self.type, self.schema_, "text.format.schema", needs)
 
 
 class TextConfig(Body):
@@ -211,13 +183,13 @@ class SearchTool(Body):
     """A search in vector stores before the answer, by the user's last message. filters: of the files of all of them."""
 
     type: Literal["file_search"]
-    vector_store_ids: Annotated[list[FilledName], Field(min_length=1, max_length=MOST_STORES)]
+    vector_store_ids: Annotated[list[body.FilledName], Field(min_length=1, max_length=MOST_STORES)]
     max_num_results: Annotated[int, Field(ge=1, le=MOST_RESULTS)] | None = None
     filters: FilterBody | None = None
     ranking_options: Ranking | None = None
 
 
-class ResponseTool(FunctionTool):
+class ResponseTool(chat.FunctionTool):
     """A function, as the Responses API writes it: flat."""
 
     type: Literal["function"]
@@ -225,7 +197,7 @@ class ResponseTool(FunctionTool):
 
 AnyTool = Annotated[
     Annotated[ResponseTool, Tag("<function>")] | Annotated[SearchTool, Tag("<file_search>")],
-    Discriminator(tag_of("function")),
+    Discriminator(body.tag_of("function")),
 ]
 
 
@@ -233,11 +205,31 @@ class ResponseChoice(Body):
     """Choice of a tool: as the model likes, none, any, a function by name, or the search alone."""
 
     type: Literal["auto", "none", "required", "function", "file_search"]
-    name: FunctionName | None = None
+    name: body.FunctionName | None = None
 
 
-def _items(given: object) -> object:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+Items = Annotated[
+    Many[Item],
+    Field(min_length=1),
+    at_most(
+        MOST_ENTRIES,
+        "text parts in all items",
+        "Join parts",
+        field="input[].content",
+        within=["content", "output"],
+        code=TOO_LONG,
+    ),
+    at_most(MOST_ENTRIES, "items", "Send fewer items", field="input", code=TOO_LONG),
+    BeforeValidator(
+        lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given,
+        json_schema_input_type=str | list[Item],
+    ),
+]
+
+
+Choice = Annotated[ResponseChoice, BeforeValidator(chat.typed, json_schema_input_type=str | ResponseChoice)]
+FEW_INCLUDED = at_most(MOST_INCLUDED, "values", "Name fewer", field="include")
+Included = Annotated[list[Name], Field(max_length=MOST_INCLUDED), FEW_INCLUDED]
 
 
 class ResponseBody(RefusingBody):
@@ -250,49 +242,29 @@ class ResponseBody(RefusingBody):
     refused = RESPONSE_REFUSED
 
     model: Name
-    input: Annotated[
-        list[Item],
-        Field(min_length=1, fail_fast=True),
-        at_most(
-            MOST_ENTRIES,
-            "text parts in all items",
-            "Join parts",
-            field="input[].content",
-            within=["content", "output"],
-            code=TOO_LONG,
-        ),
-        at_most(MOST_ENTRIES, "items", "Send fewer items", field="input", code=TOO_LONG),
-        BeforeValidator(_items, json_schema_input_type=str | list[Item]),
-    ]
-    previous_response_id: FilledName | None = None
+    input: Items
+    previous_response_id: body.FilledName | None = None
     store: bool | None = None
     instructions: Text | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: body.Count | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: chat.Alternatives | None = None
     stream: bool | None = None
     text: TextConfig | None = None
-    tools: Annotated[list[AnyTool], Field(fail_fast=True), FEW_TOOLS] | None = None
+    tools: Annotated[Many[AnyTool], chat.FEW_TOOLS] | None = None
     parallel_tool_calls: bool | None = None
-    prompt_cache_retention: Retention | None = None
-    prompt_cache_options: CacheOptions | None = None
-    tool_choice: (
-        Annotated[ResponseChoice, BeforeValidator(typed, json_schema_input_type=str | ResponseChoice)] | None
-    ) = None
-    include: (
-        Annotated[
-            list[Name], Field(max_length=MOST_INCLUDED), at_most(MOST_INCLUDED, "values", "Name fewer", field="include")
-        ]
-        | None
-    ) = None
-    metadata: Metadata | None = None
+    prompt_cache_retention: chat.Retention | None = None
+    prompt_cache_options: chat.CacheOptions | None = None
+    tool_choice: Choice | None = None
+    include: Included | None = None
+    metadata: body.Metadata | None = None
     rag: ChatRag | None = Field(default_factory=ChatRag)
 
     def in_vain(self) -> Iterator[str]:
         """Names the fields of the schema, and values of `include`, that were given and have no effect."""
         included = (name for name in self.include or () if name not in (RESULTS, LOGPROBS))
-        idle = idle_tools(self.tools, self.tool_choice)
+        idle = chat.idle_tools(self.tools, self.tool_choice)
         return chain(super().in_vain(), idle, (f"include {name}" for name in included))
 
     @property
@@ -301,14 +273,13 @@ class ResponseBody(RefusingBody):
         found = [tool for tool in self.tools or () if isinstance(tool, SearchTool)]
         if len(found) > 1:
             reason = "there is one search before an answer: give one file_search tool, with all vector_store_ids"
-            raise core.RequestError(reason, param="tools", code="invalid_value")
+            raise core.invalid("tools", reason)
         if any(len(set(tool.vector_store_ids)) < len(tool.vector_store_ids) for tool in found):
-            raise core.RequestError("a vector store is given twice", param="tools", code="invalid_value")
-        if self.tool_choice is not None and self.tool_choice.type == "file_search" and not found:
-            reason = "tool_choice is file_search, and there is no such tool"
-            raise core.RequestError(reason, param="tool_choice", code="invalid_value")
-        off = self.tool_choice is not None and self.tool_choice.type == "none"
-        return found[0] if found and not off else None
+            raise core.invalid("tools", "a vector store is given twice")
+        chosen = None if self.tool_choice is None else self.tool_choice.type
+        if chosen == "file_search" and not found:
+            raise core.invalid("tool_choice", "tool_choice is file_search, and there is no such tool")
+        return found[0] if found and chosen != "none" else None
 
     def to_core(self, sources: tuple[core.Source, ...] = ()) -> core.Request:
         """Makes the request.
@@ -332,7 +303,7 @@ class ResponseBody(RefusingBody):
             sampling=core.Sampling(**given, logprobs=logprobs, json_schema=schema, strict=strict),
             rag=self._rag(sources),
             tools=self._functions(),
-            breakpoints=breakpoints_of(parts, self.prompt_cache_retention),
+            breakpoints=chat.breakpoints_of(parts, self.prompt_cache_retention),
         )
 
     def _rag(self, sources: tuple[core.Source, ...]) -> core.Rag | None:
@@ -342,8 +313,7 @@ class ResponseBody(RefusingBody):
             return rag
         for name in ("knowledge", "top_k", "documents", "graph"):
             if rag is not None and getattr(rag, name) is not None:
-                reason = f"give rag.{name} or the tool file_search, not both"
-                raise core.RequestError(reason, param=f"rag.{name}", code="invalid_value")
+                raise core.invalid(f"rag.{name}", f"give rag.{name} or the tool file_search, not both")
         ranking = asked.ranking_options or Ranking()
         return replace(
             rag or core.Rag(), top_k=asked.max_num_results, sources=sources, min_score=ranking.score_threshold
@@ -353,10 +323,9 @@ class ResponseBody(RefusingBody):
         functions = [tool.to_core() for tool in self.tools or () if isinstance(tool, ResponseTool)]
         choice = self.tool_choice
         if choice is None or (choice.type == "required" and not functions and self.search is not None):
-            return tools_of(functions, None, self.parallel_tool_calls)
+            return tools_of(functions, parallel=self.parallel_tool_calls)
         if choice.type == "file_search":
             return None
         if choice.type != "function":
-            refuse_beside(choice.type, "tool_choice", name=choice.name)
-        named = NamedFunction(name=choice.name) if choice.name is not None else None
-        return tools_of(functions, ToolChoice(type=choice.type, function=named), self.parallel_tool_calls)
+            body.refuse_beside(choice.type, "tool_choice", name=choice.name)
+        return tools_of(functions, choice.type, choice.name, self.parallel_tool_calls)

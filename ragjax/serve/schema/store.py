@@ -7,17 +7,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from ragjax import core
-from ragjax.serve.schema.body import (
-    Attributes,
-    Body,
-    ClosedBody,
-    FilledName,
-    Key,
-    Metadata,
-    Name,
-    Scalar,
-    refuse_beside,
-)
+from ragjax.serve.schema import body
+from ragjax.serve.schema.body import Body, ClosedBody, FilledName, Key, Metadata, Name, Scalar
 
 MOST_VALUES = 64
 """Values of `in` and `nin`, at most."""
@@ -69,14 +60,14 @@ class Chunking(ClosedBody):
     def to_core(self) -> int | None:
         """Most tokens of a chunk; None: the knowledge base's own choice."""
         if self.type == "auto":
-            refuse_beside(self.type, "chunking_strategy", static=self.static)
+            body.refuse_beside(self.type, "chunking_strategy", static=self.static)
             return None
         if self.static is None:
             reason = 'chunking_strategy of type static needs static: {"max_chunk_size_tokens": …}'
             raise core.RequestError(reason, param="chunking_strategy.static", code="missing_required_parameter")
         if self.static.chunk_overlap_tokens:
             reason = "chunks do not overlap, so that the KV of each is computed once: chunk_overlap_tokens must be 0"
-            raise core.RequestError(reason, param="chunking_strategy.static.chunk_overlap_tokens", code="invalid_value")
+            raise core.invalid("chunking_strategy.static.chunk_overlap_tokens", reason)
         return self.static.max_chunk_size_tokens
 
 
@@ -84,7 +75,7 @@ class AttachmentBody(ClosedBody):
     """Body of POST /v1/vector_stores/{store}/files: a file, and what is noted of it."""
 
     file_id: FilledName
-    attributes: Attributes | None = None
+    attributes: body.Attributes | None = None
     chunking_strategy: Chunking | None = None
 
     def to_core(self, store: str) -> core.Attachment:
@@ -109,7 +100,7 @@ class StoreBody(ClosedBody):
             sizes.to_core()
         given = self.file_ids or []
         if len(set(given)) < len(given):
-            raise core.RequestError("a file is given twice", param="file_ids", code="invalid_value")
+            raise core.invalid("file_ids", "a file is given twice")
         return [AttachmentBody(file_id=file, chunking_strategy=sizes).to_core(store) for file in given]
 
 
@@ -135,7 +126,7 @@ class SearchBody(ClosedBody):
     """
 
     query: Annotated[
-        list[Annotated[str, Field(min_length=1)]],
+        list[body.Filled],
         Field(min_length=1, max_length=16),
         BeforeValidator(
             lambda query: [query] if isinstance(query, str) else query, json_schema_input_type=str | list[str]

@@ -149,8 +149,6 @@ class KnowledgeCache:
             found[Tier.HOST.label] = self._hierarchy.host_memory.used / storage.host_bytes
         return found
 
-    # ----------------------------------------------------------------------------------------- reserve
-
     def reserve(self, n_tokens: int, label: str = "", spare: int = 0) -> Run:
         """Pages for `n_tokens` new tokens, evicting what must leave. spare: pages that must be left for others."""
         need = self.pool.pages_for(n_tokens)
@@ -176,8 +174,6 @@ class KnowledgeCache:
         if clear and storage is not None:
             counts = self.pool.counts
             storage.transfer.clear([page for page in run.pages if not counts[page]])
-
-    # --------------------------------------------------------------------------------- who waits, what moves
 
     def key_of(
         self,

@@ -30,6 +30,9 @@ from ragjax.core.tiers import DiskIndex, Inquiry, Record, Tier, TransferEngine
 REPLICATE = 2
 """Requests that must have matched a node before it is copied to host memory and disk ahead of its eviction."""
 
+COPIED = 64
+"""Nodes that are copied ahead at a time."""
+
 BACKLOG = 2**30
 """Bytes that may wait to be written; what leaves memory while there are more is not put on disk, lest memory fills."""
 
@@ -413,11 +416,11 @@ class Hierarchy:
         if self.storage is not None and self.storage.disk_index is not None:
             self._new.update(dict.fromkeys(nodes))
 
-    def replicate(self, limit: int = 64) -> bool:
+    def replicate(self) -> bool:
         """Copy hot nodes to host memory and disk (RAGCache, section 6); True if there were any."""
         if self.storage is None or self.storage.transfer.backlog > BACKLOG:
             return False
-        hot, new = list(islice(self._hot, limit)), list(islice(self._new, limit))
+        hot, new = list(islice(self._hot, COPIED)), list(islice(self._new, COPIED))
         for node in hot:
             self._hot.pop(node, None)  # making room for another may have dropped it
             if not node.dead and not node.loading and node.run is not None:

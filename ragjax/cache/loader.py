@@ -57,7 +57,12 @@ class Loader:
             steps[-1] = (self._hierarchy.split(*steps[-1]), steps[-1][1])
         anchor = steps[warm - 1][0] if warm else start
         self._hierarchy.hold(anchor)
-        held, records = self._fit([node for node, _ in steps[warm:]], records)
+        held, room = [node for node, _ in steps[warm:]], self._room
+        while held and self._pool.pages_for(sum(map(len, held))) > room:
+            held, records = held[:-1], []
+        room -= self._pool.pages_for(sum(map(len, held)))
+        while records and self._pool.pages_for(sum(map(len, records))) > room:
+            records = records[:-1]
         steps = steps[: warm + len(held)]
         if held:
             self._load_held(held)
@@ -149,15 +154,6 @@ class Loader:
             at, owner = at + len(best), best.tenant
             begins = [at]
         return found
-
-    def _fit(self, held: list[Node], records: list[_Find]) -> tuple[list[Node], list[_Find]]:
-        room = self._room
-        while held and self._pool.pages_for(sum(map(len, held))) > room:
-            held, records = held[:-1], []
-        room -= self._pool.pages_for(sum(map(len, held)))
-        while records and self._pool.pages_for(sum(map(len, records))) > room:
-            records = records[:-1]
-        return held, records
 
     def _load_held(self, nodes: list[Node]) -> None:
         assert self._storage is not None

@@ -35,8 +35,7 @@ class Look:
     @classmethod
     def joined(cls, looks: Iterable[Look]) -> Look:
         """Several as one; what two of them name alike is one piece."""
-        kept: dict[bytes, int] = {}
-        missing: dict[bytes, int] = {}
+        kept, missing = dict[bytes, int](), dict[bytes, int]()
         for look in looks:
             kept |= look.kept
             missing |= look.missing
@@ -160,8 +159,7 @@ class _Pieces:
             self._pieces.append((digest(b"piece", tag, hasher.digest()), stop - begin))
 
     def look(self, at: int) -> Look:
-        kept: dict[bytes, int] = {}
-        missing: dict[bytes, int] = {}
+        kept, missing = dict[bytes, int](), dict[bytes, int]()
         for name, tokens in self._pieces:
             if have := min(at, tokens):
                 kept[name] = have

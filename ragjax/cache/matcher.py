@@ -34,12 +34,9 @@ class Matcher:
     ) -> Match:
         """Pin the longest prefix of `tokens` (int32 [n]) whose causal KV is kept; it may be empty.
 
-        Args:
-            tokens: looked for, int32 [n].
-            tenant: whose nodes may be read besides the public ones.
-            label: who holds the match, for audits.
-            cold: look below the device too. KV found there is ordered; the match is `ready` when it has arrived.
-            quiet: no counter rises and no policy hears of it.
+        tenant: whose nodes may be read besides the public ones. label: who holds the match, for audits. cold: look
+        below the device too; the match is `ready` when what was found there has arrived. quiet: no counter rises and no
+        policy hears of it.
         """
         raw = raw_of(tokens)
         steps = self._tree.walk(raw, tenant)
@@ -174,9 +171,9 @@ class Matcher:
                 there = self._brought(node, tenant, cold)
                 if there is not None or storage is not None:
                     return there
-            record = (
-                storage.disk_index.find(key) if node is None and storage is not None and storage.disk_index else None
-            )
+            if node is not None or storage is None or storage.disk_index is None:
+                continue
+            record = storage.disk_index.find(key)
             if record is not None and tenant in (parent.tenant, context.tenant):
                 return self._loader.load_record(self.end_of(context), record, tenant, behind)
         return None
@@ -210,7 +207,16 @@ class Matcher:
         self.matches[match] = None
         if quiet:
             return match
-        self._count_lookup(steps, match, seen, exact)
+        metrics, hit, at = self.hierarchy.metrics, max(match.length - seen, 0), 0
+        metrics.lookups += 1
+        metrics.missed_tokens += match.asked - max(match.length, seen)
+        if match.lossy or not exact or (steps and steps[-1][0].provenance not in EXACT):
+            metrics.approximate_hit_tokens += hit
+        else:
+            metrics.exact_hit_tokens += hit
+        for number, tier in match.origins:
+            metrics.tier_hit_tokens[tier.label] += max(at + number - max(at, seen), 0)
+            at += number
         disk_index = self._storage.disk_index if self._storage is not None else None
         if disk_index is not None and (keys := [node.key for node, _ in reversed(steps) if node.shelved]):
             disk_index.touch(keys)
@@ -239,19 +245,6 @@ class Matcher:
         self.hierarchy.let_go(match.node)
         for tenant in {match.tenant, PUBLIC}:
             self.hierarchy.enforce(tenant)
-
-    def _count_lookup(self, steps: Steps, match: Match, seen: int, exact: bool) -> None:
-        metrics, hit = self.hierarchy.metrics, max(match.length - seen, 0)
-        metrics.lookups += 1
-        metrics.missed_tokens += match.asked - max(match.length, seen)
-        if match.lossy or not exact or (steps and steps[-1][0].provenance not in EXACT):
-            metrics.approximate_hit_tokens += hit
-        else:
-            metrics.exact_hit_tokens += hit
-        at = 0
-        for tokens, tier in match.origins:
-            metrics.tier_hit_tokens[tier.label] += max(at + tokens - max(at, seen), 0)
-            at += tokens
 
 
 def _present(steps: Steps) -> Steps:

@@ -22,8 +22,11 @@ class Profile:
     measured_on: str = ""  # model, dtype and device, for people to read
 
     def __post_init__(self) -> None:
-        _require_ascending("cached", self.cached, 0)
-        _require_ascending("new", self.new, 1)
+        for name, counts, least in (("cached", self.cached, 0), ("new", self.new, 1)):
+            if len(counts) < 2:
+                raise ValueError(f"{name}: {len(counts)} token counts; at least two are needed")
+            if counts[0] < least or any(low >= high for low, high in pairwise(counts)):
+                raise ValueError(f"{name}: token counts must ascend from at least {least}")
         if self.cached[0] != 0:
             raise ValueError(f"cached: starts at {self.cached[0]}, not at 0")
         if len(self.seconds) != len(self.cached) or any(len(row) != len(self.new) for row in self.seconds):
@@ -52,13 +55,6 @@ class Profile:
         low = near[column] + across * (far[column] - near[column])
         high = near[column + 1] + across * (far[column + 1] - near[column + 1])
         return low + along * (high - low)
-
-
-def _require_ascending(name: str, counts: Sequence[int], least: int) -> None:
-    if len(counts) < 2:
-        raise ValueError(f"{name}: {len(counts)} token counts; at least two are needed")
-    if counts[0] < least or any(low >= high for low, high in pairwise(counts)):
-        raise ValueError(f"{name}: token counts must ascend from at least {least}")
 
 
 def _slot(counts: Sequence[int], at: int) -> tuple[int, float]:

@@ -58,7 +58,7 @@ class Stretches:
             if forth < BLOCK:  # other tokens with the same digest
                 continue
             back = 0
-            while back < min(place, at - begin) and _same(raw, at - back - 1, node, place - back - 1):
+            while back < min(place, at - begin) and _token(raw, at - back - 1) == _token(node.raw, place - back - 1):
                 back += 1
             yield Stretch(at - back, node, place - back, back + forth)
             begin = at + forth
@@ -81,5 +81,5 @@ def _digests(raw: bytes, step: int = 1) -> list[int]:
     return found
 
 
-def _same(raw: bytes, index: int, node: Node, place: int) -> bool:
-    return raw[4 * index : 4 * index + 4] == node.raw[4 * place : 4 * place + 4]
+def _token(raw: bytes, index: int) -> bytes:
+    return raw[4 * index : 4 * index + 4]

@@ -51,8 +51,6 @@ class KnowledgeTree:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    # -------------------------------------------------------------------------------------------- names
-
     def key(
         self, tenant: str, provenance: Provenance, method: str, context: bytes, raw: bytes, behind: bytes = b""
     ) -> bytes:
@@ -71,8 +69,6 @@ class KnowledgeTree:
     def content(self, tenant: str, raw: bytes) -> Hashable:
         """Key of a tenant's tokens, wherever they stand. Public tokens are their own key, without a copy."""
         return raw if tenant == PUBLIC else (tenant, raw)
-
-    # ---------------------------------------------------------------------------------------- look-ups
 
     def walk(self, raw: bytes, tenant: str = PUBLIC, start: Node | None = None, method: str | None = None) -> Steps:
         """The longest path below `start` (the root) that spells a prefix of the tokens: nodes, and how many of each.
@@ -101,8 +97,6 @@ class KnowledgeTree:
         nodes = self.root.subtree()
         next(nodes)
         return nodes
-
-    # -------------------------------------------------------------------------------------- what changes
 
     def attach(self, node: Node, context: bytes, run: Run | None) -> Node:
         """Hang a new node under its parent; `context` is the parent's (`context_of`). It takes references to `run`.

@@ -181,14 +181,13 @@ class Fleet(Front):
         """Ask the replicas how they are, and then how many there should be: that may fail when all are gone."""
         self._statuses = sorted(self._transport.statuses(), key=lambda one: one.rank)
         self._count = replace(self._count, up=len(self._statuses))
-        found = next((one for one in self._statuses if one.fault is not None), None)
-        if found is not None and self._fault is None:  # nothing that any replica keeps is trusted any more
-            self._fault = found.fault
-            _log.error("replica %d: %s", found.rank, found.fault)
-        observer = self._observer
-        for strategy, seen in (shadow for one in self._statuses for shadow in one.shadows):
-            if observer is not None:
-                observer(strategy, seen)
+        for one in self._statuses:
+            if one.fault is not None and self._fault is None:  # nothing that any replica keeps is trusted any more
+                self._fault = one.fault
+                _log.error("replica %d: %s", one.rank, one.fault)
+            for strategy, seen in one.shadows:
+                if self._observer is not None:
+                    self._observer(strategy, seen)
         self._count = replace(self._count, wanted=self._transport.wanted())
 
     def _watch(self) -> None:
@@ -213,7 +212,12 @@ class Fleet(Front):
                     async with aclosing(self._transport.serve(call)) as items:
                         async for item in items:
                             if isinstance(item, Begun):
-                                self._note_begun(need, item.replica, attempts)
+                                with self._lock:
+                                    self._count_in(attempts, item.replica)
+                                    count, seconds = self._routing.get(item.replica, (0, 0.0))
+                                    self._routing[item.replica] = count + 1, seconds + attempts.routing_s
+                                    attempts.routing_s = 0.0
+                                    self._router.sent(need, item.replica)
                             elif isinstance(item, core.OverloadError):
                                 attempts.refuse(attempts.counted, item)
                                 served = False
@@ -237,20 +241,14 @@ class Fleet(Front):
                 attempts.ended = True
                 self._count_in(attempts, "")
 
-    def _note_begun(self, need: Need, replica: str, attempts: _Attempts) -> None:
-        with self._lock:
-            self._count_in(attempts, replica)
-            count, seconds = self._routing.get(replica, (0, 0.0))
-            self._routing[replica] = count + 1, seconds + attempts.routing_s
-            attempts.routing_s = 0.0
-            self._router.sent(need, replica)
-
     async def _ground(self, request: core.Request) -> tuple[core.Request, core.Grounded]:
         if self._closed.is_set():
             raise core.ClosedError("the fleet is closed")
         cancellation = Cancellation()
-        rag = self._after_fault(request.rag)
-        asked = request if rag is request.rag else replace(request, rag=rag)
+        rag, asked = request.rag, request
+        if self._fault is not None and (rag is None or rag.strategy in (None, AUTO)):
+            # it names full attention to its replica, whose own shadow replay may have found nothing
+            asked = replace(request, rag=replace(rag or core.Rag(top_k=0), strategy=FULL.strategy))
         try:
             work = partial(self.composer.checked(cancellation.check).ground, asked)
             room = max(self._count.up, 1) * (self._max_queue + 1)  # as many as idle replicas take
@@ -260,15 +258,6 @@ class Fleet(Front):
         if asked is not request and self._fault is not None:
             made = replace(made, notices=(*made.notices, self._fault))
         return asked, made
-
-    def _after_fault(self, rag: core.Rag | None) -> core.Rag | None:
-        """The request's `rag`, but with full attention if it names no strategy and kept KV was found wrong.
-
-        It names the strategy to its replica, whose own shadow replay may have found nothing.
-        """
-        if self._fault is None or (rag is not None and rag.strategy not in (None, AUTO)):
-            return rag
-        return replace(rag or core.Rag(top_k=0), strategy=FULL.strategy)
 
     def _is_exact(self, rag: core.Rag | None, made: core.Grounded) -> bool:
         chosen = self.composer.choose(rag or core.Rag(), made)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,6 @@ from ragjax.retrieval.kept import shrink_kept
 from ragjax.store.disk import DiskStore
 from ragjax.store.entry import Damaged
 from ragjax.store.folder import folders
-
-
-@dataclass(frozen=True, slots=True)
-class _Directory:
-    """An opened directory: the stores in it, and the folders that cannot be used with the reason, by name."""
-
-    path: Path
-    stores: tuple[DiskStore, ...]
-    foreign: tuple[tuple[str, str], ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,52 +49,52 @@ def _run(argv: Sequence[str] | None) -> int:
         return _own("executables", shrink, "program", MOST_BYTES if limit is None else limit)
     if options.command == "documents":
         return _own("documents", shrink_kept, "folder", MOST_KEPT if limit is None else limit)
-    with _opened(options.dir) as directory:
-        if options.command == "verify":
-            return _verify(directory)
-        if options.command == "gc":
-            assert limit is not None
-            return _gc(directory, limit)
-        return _stats(directory, options.json)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[_Directory]:
     try:
-        found = list(folders(path))
+        found = list(folders(options.dir))
     except OSError as error:
-        raise ConfigError(f"DIR: {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"DIR: {options.dir} cannot be read: {error.strerror}") from error
     if not found:
-        raise ConfigError(f"DIR: {path} holds no cache")
+        raise ConfigError(f"DIR: {options.dir} holds no cache")
     with ExitStack() as stack:
         stores = [
             stack.enter_context(DiskStore(folder, manifest, max_bytes=sys.maxsize))
             for folder, manifest in found
             if not isinstance(manifest, Damaged)
         ]
-        foreign = [(folder.name, str(why)) for folder, why in found if isinstance(why, Damaged)]
-        yield _Directory(path, tuple(stores), tuple(foreign))
+        foreign = {folder.name: str(why) for folder, why in found if isinstance(why, Damaged)}
+        if options.command == "verify":
+            return _verify(stores, foreign)
+        if options.command == "gc":
+            assert limit is not None
+            return _gc(stores, foreign, limit)
+        return _stats(options.dir, stores, foreign, options.json)
 
 
-def _verify(directory: _Directory) -> int:
+def _verify(stores: Sequence[DiskStore], foreign: Mapping[str, str]) -> int:
     damage = 0
-    for store in directory.stores:
+    for store in stores:
         flaws = store.verify()
         damage += len(flaws)
         for flaw in flaws:
             print(f"{store.folder / flaw.name}: {flaw.reason}")
         stats = store.stats()
         print(f"{store.folder}: {plural(stats.entries, 'entry', 'entries')} intact, {size_text(stats.bytes)}")
-    _print_foreign(directory)
+    _print_foreign(foreign)
     print(f"{plural(damage, 'flaw', 'flaws')} found")
     return 1 if damage else 0
 
 
-def _gc(directory: _Directory, limit: int) -> int:
-    shares = _shares([store.ages() for store in directory.stores], limit)
-    freed = sum(store.gc(share) for store, share in zip(directory.stores, shares, strict=True))
-    left = sum(store.stats().bytes for store in directory.stores)
-    _print_foreign(directory)
+def _gc(stores: Sequence[DiskStore], foreign: Mapping[str, str], limit: int) -> int:
+    """Of all stores together, what was accessed longest ago leaves until `limit` bytes are kept."""
+    ages = [store.ages() for store in stores]
+    kept = [sum(size for _, size in rows) for rows in ages]
+    for _, owner, size in sorted((when, owner, size) for owner, rows in enumerate(ages) for when, size in rows):
+        if sum(kept) <= limit:
+            break
+        kept[owner] -= size
+    freed = sum(store.gc(share) for store, share in zip(stores, kept, strict=True))
+    left = sum(store.stats().bytes for store in stores)
+    _print_foreign(foreign)
     print(f"{size_text(freed)} removed, {size_text(left)} left")
     return 0
 
@@ -118,31 +109,21 @@ def _own(name: str, shrink_to: Callable[[Path, int], list[int]], what: str, limi
     return 0
 
 
-def _shares(ages: Sequence[Sequence[tuple[int, int]]], limit: int) -> list[int]:
-    """Bytes that each store keeps if, of all together, what was accessed longest ago leaves until `limit` is kept."""
-    kept = [sum(size for _, size in rows) for rows in ages]
-    for _, owner, size in sorted((when, owner, size) for owner, rows in enumerate(ages) for when, size in rows):
-        if sum(kept) <= limit:
-            break
-        kept[owner] -= size
-    return kept
-
-
-def _stats(directory: _Directory, as_json: bool) -> int:
+def _stats(path: Path, stores: Sequence[DiskStore], foreign: Mapping[str, str], as_json: bool) -> int:
     names, models = ("entries", "bytes", "aside_files", "aside_bytes"), list[dict[str, Any]]()
-    for store in directory.stores:
+    for store in stores:
         stats = asdict(store.stats())
         held = {name: stats[name] for name in names}
         models.append({"folder": store.folder.name, "about": dict(store.about), **held})
     totals = {name: sum(model[name] for model in models) for name in names}
-    foreign = [{"folder": folder, "reason": reason} for folder, reason in directory.foreign]
     if as_json:
-        print(json.dumps({"directory": str(directory.path), **totals, "models": models, "foreign": foreign}, indent=2))
+        apart = [{"folder": folder, "reason": reason} for folder, reason in foreign.items()]
+        print(json.dumps({"directory": str(path), **totals, "models": models, "foreign": apart}, indent=2))
         return 0
     for model in models:
         about = ", ".join(f"{name} {value}" for name, value in model["about"].items())
         print(f"{model['folder']} ({about}): {_summary(model)}")
-    _print_foreign(directory)
+    _print_foreign(foreign)
     print(f"total: {_summary(totals)}")
     return 0
 
@@ -154,6 +135,6 @@ def _summary(held: dict[str, Any]) -> str:
     return f"{text}; {plural(held['aside_files'], 'file', 'files')} set aside, {size_text(held['aside_bytes'])}"
 
 
-def _print_foreign(directory: _Directory) -> None:
-    for folder, reason in directory.foreign:
+def _print_foreign(foreign: Mapping[str, str]) -> None:
+    for folder, reason in foreign.items():
         print(f"{folder} is left alone: {reason}")

@@ -118,9 +118,6 @@ def reader(hint: Any) -> Callable[[str], Any]:
     return read
 
 
-# ------------------------------------------------------------------------------------------------ the engine's
-
-
 def add_engine_flags(
     parser: Parser, names: Iterable[str], needed: Iterable[str] = (), defaults: EngineOptions = DEFAULTS
 ) -> None:
@@ -163,9 +160,6 @@ def knowledge(value: str) -> dict[str, str | Path]:
     return {source.resolve().stem: source}
 
 
-# ------------------------------------------------------------------------------------------------ values of other flags
-
-
 def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
     """Reads whole numbers from `low` to `high`."""
 
@@ -178,9 +172,6 @@ def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
 
 
 share, positive, from_zero = reader(Share), reader(Positive), reader(FromZero)
-
-
-# ------------------------------------------------------------------------------------------------------ what is said
 
 
 def error_line(prog: str, error: Exception) -> str:

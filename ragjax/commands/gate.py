@@ -38,20 +38,11 @@ from ragjax.reuse import DEPENDENCY, strategies
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.naive import PACKET
 
-RATIOS = (0.0, 0.05, 0.15, 0.3)
-"""Recompute ratios measured of selective strategies, besides their own choice."""
-
-LEAST = 2
-"""Questions of a report."""
-
-ALONE = 16
-"""Questions that are also asked with one chunk alone."""
-
-BUNDLED = DEMO / "questions.jsonl"
-"""Questions on the packaged documents."""
-
-REFERENCE = 16
-"""Most tokens of a reference answer."""
+RATIOS = (0.0, 0.05, 0.15, 0.3)  # recompute ratios measured of selective strategies, besides their own choice
+LEAST = 2  # questions of a report
+ALONE = 16  # questions that are also asked with one chunk alone
+BUNDLED = DEMO / "questions.jsonl"  # questions on the packaged documents
+REFERENCE = 16  # most tokens of a reference answer
 
 
 HOST_GB = 8.0
@@ -227,9 +218,6 @@ def digest(questions: Sequence[Question]) -> str:
     return whole.hexdigest()
 
 
-# -------------------------------------------------------------------------------------------- command
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     return exit_code("ragjax gate", lambda: _run(argv))
 
@@ -255,7 +243,10 @@ def _measured(options: argparse.Namespace) -> Report:
     settings = settings_of(known, options.strategies)
     storage = core.StorageOptions(host_gb=HOST_GB)  # for KV, fused and isolated, that the device has no room for
     with Engine.load(engine_options(options), knowledge=knowledge(options.knowledge), storage=storage) as engine:
-        settings = _known(engine, settings, options.strategies is not None)
+        lacking = [setting.strategy for setting in settings if setting.strategy not in engine.strategies]
+        if lacking and options.strategies is not None:
+            raise core.ConfigError(f"{lacking[0]} needs {NEEDED[lacking[0]]}")
+        settings = tuple(setting for setting in settings if setting.strategy not in lacking)
         names = {setting.strategy for setting in settings}
         if any(known[name].preprocessed for name in names):
             lost = preprocess(engine, record="fusion+craft" in names).lost
@@ -289,14 +280,6 @@ def _measured(options: argparse.Namespace) -> Report:
         return report
 
 
-def _known(engine: Engine, settings: tuple[Setting, ...], named: bool) -> tuple[Setting, ...]:
-    """Keep the settings of strategies that the model has; ConfigError if the command line names one that it lacks."""
-    lacking = [setting.strategy for setting in settings if setting.strategy not in engine.strategies]
-    if lacking and named:
-        raise core.ConfigError(f"{lacking[0]} needs {NEEDED[lacking[0]]}")
-    return tuple(setting for setting in settings if setting.strategy in engine.strategies)
-
-
 def _table(report: Report, budget: Budget, chosen: Setting | None) -> Iterator[str]:
     measured = [*report.measurements, *filter(None, [report.conversations])]
     yield f"{report.model}, {report.dtype}, {measured[0].n} questions of {report.top_k} chunks"
@@ -319,7 +302,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--budget", required=True, help='what the server may be off: "KL=0.05", "TOP1=0.95", or both')
     flag("--knowledge", metavar="PATH", help="documents of your own (default: the packaged ones)")
     flag("--questions", type=Path, metavar="FILE", help="questions on them, JSONL of question and answers")
-    flag("--strategies", type=_names, help="measure these alone, with commas between (default: all)")
+    flag("--strategies", help="measure these alone, with commas between (default: all)")
     flag("--limit", type=integer(LEAST), help="questions (default: all)")
     flag("--json", type=Path, metavar="FILE", help="write the report and the choice there, too")
     options = parser.parse_args(argv)
@@ -329,10 +312,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         raise core.ConfigError("give --knowledge and --questions together")
     options.knowledge, options.questions = options.knowledge or "demo", options.questions or BUNDLED
     options.budget = Budget.parse(options.budget)
+    if options.strategies is not None:
+        options.strategies = tuple(dict.fromkeys(part.strip() for part in options.strategies.split(",")))
     if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
         raise core.ConfigError(f"--json: {options.json} cannot be written: name a file in a folder that exists")
     return options
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))

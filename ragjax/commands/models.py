@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import get_args
 
@@ -21,17 +22,10 @@ from ragjax.models.hub import LocalModel, NotHereError, resolve
 from ragjax.models.summary import Summary, device_memory, inventory, offer, parameters, weight_bytes
 from ragjax.store.codec import Codec
 
-ITEM_BYTES = 2
-"""Of a number in bfloat16, which the server's --dtype auto is."""
-
-LEAST = 1024
-"""Tokens of KV with which a server is of some use."""
-
-PAGE_SIZE = 64
-"""Tokens of a page of the pool."""
-
-SHARE = 0.9
-"""Of the device's memory, for weights and KV; the rest is for what programs hold meanwhile."""
+ITEM_BYTES = 2  # of a number in bfloat16, which the server's --dtype auto is
+LEAST = 1024  # tokens of KV with which a server is of some use
+PAGE_SIZE = 64  # tokens of a page of the pool
+SHARE = 0.9  # of the device's memory, for weights and KV; the rest is for what programs hold meanwhile
 
 
 @dataclass(frozen=True)
@@ -45,15 +39,10 @@ class Advice:
     flags: str = ""
 
 
+CONTEXT = "--max-context 16384"
 ADVICE = (
-    Advice("laptop, 8 GB", "Qwen/Qwen2.5-1.5B-Instruct", 3_087_718_400, 28_672, "--max-context 16384"),
-    Advice(
-        "laptop, 16 GB",
-        "Qwen/Qwen3-4B-Instruct-2507",
-        8_045_328_384,
-        147_456,
-        "--max-context 16384 --device-cache-gb 2.3",
-    ),
+    Advice("laptop, 8 GB", "Qwen/Qwen2.5-1.5B-Instruct", 3_087_718_400, 28_672, CONTEXT),
+    Advice("laptop, 16 GB", "Qwen/Qwen3-4B-Instruct-2507", 8_045_328_384, 147_456, f"{CONTEXT} --device-cache-gb 2.3"),
     Advice("one card of 24 GB", "Qwen/Qwen2.5-7B-Instruct", 15_231_899_648, 57_344, "--device-cache-gb 1.8"),
     Advice("one H100", "meta-llama/Llama-3.1-8B-Instruct", 16_061_054_976, 131_072, "--device-cache-gb 30"),
 )
@@ -75,20 +64,23 @@ def _run(argv: Sequence[str] | None) -> int:
     if options.command == "list":
         for name, model in inventory():
             print(f"{name}: {'not on this machine' if model is None else _line(model)}")
-        print(_advice())
+        print(f"\n{DEFAULTS.model} is a demonstration. For answers take")
+        for one in ADVICE:
+            size = f"weights {size_text(one.weights)}, KV of 1,000 tokens {size_text(1000 * one.token)}"
+            print(f"  {one.machine:<18}{one.model:<34}{size}")
+            print(f"{'':<20}ragjax serve --model {one.model} {one.flags}".rstrip())
+        print("`ragjax models get NAME` downloads one, and says first what it takes.")
         return 0
+    found = None
     if options.command == "get":
-        return _get(options.model)
-    return _report(resolve(options.model, download=False), options.model)
-
-
-def _advice() -> str:
-    lines = ["", f"{DEFAULTS.model} is a demonstration. For answers take"]
-    for one in ADVICE:
-        size = f"weights {size_text(one.weights)}, KV of 1,000 tokens {size_text(1000 * one.token)}"
-        lines.append(f"  {one.machine:<18}{one.model:<34}{size}")
-        lines.append(f"{'':<20}ragjax serve --model {one.model} {one.flags}".rstrip())
-    return "\n".join([*lines, "`ragjax models get NAME` downloads one, and says first what it takes."])
+        with suppress(NotHereError):
+            found = resolve(options.model, download=False)
+        if found is None:
+            brings = offer(options.model)
+            print("download: " + ("size not known" if brings.bytes is None else size_text(brings.bytes)), flush=True)
+            if brings.config is not None:
+                _print_needs(brings.config)
+    return _report(found or resolve(options.model, download=options.command == "get"), options.model)
 
 
 def _line(model: LocalModel) -> str:
@@ -99,17 +91,6 @@ def _line(model: LocalModel) -> str:
     except ConfigError as error:
         return f"cannot be served: {error}"
     return f"{summary.config.family}, {summary.storage}, {size_text(summary.stored_bytes)}"
-
-
-def _get(name: str) -> int:
-    try:
-        resolve(name, download=False)
-    except NotHereError:
-        brings = offer(name)
-        print("download: " + ("size not known" if brings.bytes is None else size_text(brings.bytes)), flush=True)
-        if brings.config is not None:
-            _print_needs(brings.config)
-    return _report(resolve(name), name)
 
 
 def _report(model: LocalModel, asked: str) -> int:
@@ -134,15 +115,11 @@ def _report(model: LocalModel, asked: str) -> int:
 def _print_needs(config: ModelConfig) -> str | None:
     """Print what a model takes in memory; returns the flags that it needs beside --model, None if it does not fit."""
     weights, token = weight_bytes(config, ITEM_BYTES), config.kv_bytes_per_token(ITEM_BYTES)
-    shape, rest = (config.num_layers, config.num_kv_heads, config.head_dim, np.dtype(np.uint16)), dict[str, int]()
-    for kind in get_args(AtRest)[1:]:
-        rest[kind] = Codec(kind, *shape).size(1000)
+    shape = (config.num_layers, config.num_kv_heads, config.head_dim, np.dtype(np.uint16))
+    rest = (f"{size_text(Codec(kind, *shape).size(1000))} in {kind}" for kind in get_args(AtRest)[1:])
     print(f"weights: {size_text(weights)} in bfloat16, as they are served")
-    print(
-        f"KV of 1,000 tokens: {size_text(1000 * token)} in bfloat16; "
-        + ", ".join(f"{size_text(size)} in {kind}" for kind, size in rest.items())
-        + " in host memory or on disk (--at-rest)"
-    )
+    print(f"KV of 1,000 tokens: {size_text(1000 * token)} in bfloat16; {', '.join(rest)} in host memory or on disk "
+          "(--at-rest)")  # fmt: skip
     device = device_memory()
     place = f"this device ({device.platform}, {size_text(device.bytes)})"
     tokens = (int(SHARE * device.bytes) - weights) // token

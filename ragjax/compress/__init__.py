@@ -9,18 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ragjax.compress.base import Evidence, Score, Scorer
-from ragjax.compress.cake import CAKE
-from ragjax.compress.h2o import H2O
-from ragjax.compress.knorm import KNorm
-from ragjax.compress.snapkv import PyramidKV, SnapKV
+from ragjax.compress.scorers import CAKE, H2O, KNorm, PyramidKV, SnapKV
 
-SCORERS: Mapping[str, Scorer] = {
-    "snapkv": SnapKV(),
-    "pyramidkv": PyramidKV(),
-    "h2o": H2O(),
-    "knorm": KNorm(),
-    "cake": CAKE(),
-}
-"""Scorers by name."""
+SCORERS: Mapping[str, Scorer] = dict(snapkv=SnapKV(), pyramidkv=PyramidKV(), h2o=H2O(), knorm=KNorm(), cake=CAKE())
 
 __all__ = ["SCORERS", "Evidence", "Score", "Scorer"]

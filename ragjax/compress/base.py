@@ -50,10 +50,6 @@ class Score(NamedTuple):
 class Scorer(ABC):
     """Scores the importance of each token of a prompt; `ragjax.compress.SCORERS` has the scorers by name."""
 
-    needs_queries: ClassVar[bool] = False
-    """Whether it reads `Evidence.q_WHD`."""
-    needs_mass: ClassVar[bool] = False
-    """Whether it reads `Evidence.mass_NK`."""
     needs_preference: ClassVar[bool] = False
     """Whether its budgets depend on what was measured."""
 
@@ -70,7 +66,3 @@ class Scorer(ABC):
     ) -> NDArray[np.int32]:
         """Tokens kept in each layer, of `count`, int32 [L]: `size` each, if nothing else is said."""
         return budget.equal(layers, size, count)
-
-
-def uniform(s_NK: jax.Array) -> Score:
-    return Score(s_NK, jnp.ones((), jnp.float32))

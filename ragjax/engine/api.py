@@ -139,8 +139,6 @@ class Engine(Front):
             raise
         return engine
 
-    # ------------------------------------------------------------------------------------ what it is
-
     @property
     def dtype(self) -> str:
         return self._runner.dtype
@@ -190,8 +188,6 @@ class Engine(Front):
         """True if the shared cache answers; None: there is none."""
         return None if self._parts.shared is None else self._parts.shared.standing().on
 
-    # ------------------------------------------------------------------------------------- knowledge
-
     def add_documents(self, documents: Sequence[core.Document], knowledge: str | None = None) -> AddReport:
         """Add or replace documents by id; the named knowledge base is made if need be."""
         return self.knowledge.bases.make(knowledge).add(documents)
@@ -215,8 +211,6 @@ class Engine(Front):
 
     def knowledge_graph(self, name: str | None = None) -> KnowledgeGraph:
         return self.knowledge.graphs.get(name)
-
-    # -------------------------------------------------------------------------------------- requests
 
     async def submit(self, request: core.Request) -> AsyncGenerator[core.Event, None]:
         """Deltas as they come, then one answer. Closing the iterator cancels at the next pass boundary.
@@ -357,11 +351,21 @@ class Engine(Front):
         dressed, loop = inner.dress(prompt), self._loop
         found: list[DepKV] = []
 
+        def release(kv: DepKV) -> None:
+            if kv.closed:
+                return
+            if any(isinstance(one.strategy, Resumed) and one.strategy.kv is kv for one in loop.requests.live):
+                raise core.RequestError("the KV is in use: close it when what is generated from it is done", param="kv")
+            loop.kept.drop(kv, "the KV was closed")
+
+        def give_back(kv: DepKV) -> None:
+            with suppress(core.ClosedError):  # all was given back when the engine was closed
+                loop.call(partial(release, kv))
+
         def keep(plan: core.Plan, allocation: Allocation) -> None:
             if (earlier := loop.kept.get(allocation.label)) is not None:  # of a run that failed after this
                 loop.kept.drop(earlier, "the prompt was computed again")
-            release = partial(_release, loop)
-            found.append(DepKV(dressed, strategy, tenant, plan, allocation, allocation.label, release))
+            found.append(DepKV(dressed, strategy, tenant, plan, allocation, allocation.label, give_back))
             loop.kept[allocation.label] = found[-1]
 
         asked: dict[str, Any] = {"recompute_ratio": recompute_ratio, "max_tokens": 1, "tenant": tenant}
@@ -444,18 +448,6 @@ class Engine(Front):
         if loop is not None and loop.left_open:
             told = f"the engine of {self.model_name!r} was not closed: call close when done, or use it in a with block"
             _warn(told, ResourceWarning, source=self)
-
-
-def _release(loop: Loop, kv: DepKV) -> None:
-    def give_back() -> None:
-        if kv.closed:
-            return
-        if any(isinstance(t.strategy, Resumed) and t.strategy.kv is kv for t in loop.requests.live):
-            raise core.RequestError("the KV is in use: close it when what is generated from it is done", param="kv")
-        loop.kept.drop(kv, "the KV was closed")
-
-    with suppress(core.ClosedError):  # all was given back when the engine was closed
-        loop.call(give_back)
 
 
 def _compression(given: core.Compression | str | None) -> core.Compression | Literal["none"] | None:

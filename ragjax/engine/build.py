@@ -17,14 +17,14 @@ from ragjax.cache.hierarchy import Storage
 from ragjax.cache.policy.base import make_policy
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
-from ragjax.core import Compression, ConfigError, CraftVariants, EngineOptions, Grid, RequestError, StorageOptions
+from ragjax.core import Compression, ConfigError, CraftVariants, EngineOptions, Grid, RequestError
 from ragjax.core.compression import BY_LAYER
 from ragjax.core.registry import meant, name_of
 from ragjax.engine.knowledge import Knowledge
 from ragjax.engine.measurement import report_of, report_path
 from ragjax.engine.provision import least, planned
 from ragjax.models.config import ModelConfig
-from ragjax.models.decoder import WHOLE_NUMBERS
+from ragjax.models.decoder import WHOLE_NUMBERS, Decoder
 from ragjax.models.executables import Executables
 from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.packed import PackedForm
@@ -105,7 +105,9 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         decoder = load_model(local, dtype, cache_dir(), _packed_form(options, mesh.size, dtype))
     config = decoder.config
     tokenizer.check(config)
-    context = _context(config, options.max_context)
+    context = config.context_length if options.max_context is None else options.max_context
+    if not 0 < context <= config.context_length:
+        raise ConfigError(f"max_context must lie in [1, {config.context_length}], the model's context length")
     numbers_kept = dtype if options.weights == "stored" else f"{dtype} of {options.weights}"
     # all that KV depends on besides tokens; the configuration includes RoPE
     parts = (model_digest(local, cache_dir()), tokenizer.digest, config.to_json().encode(), numbers_kept.encode())
@@ -143,12 +145,8 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
             scanned=decoder.kernels is not None,
             stage_layers=1 if platform() == "cpu" and decoder.kernels is None else None,
         )
-    # what a row computes must not depend on the rows beside it
-    if options.deterministic and (decoder.kernels != WHOLE_NUMBERS or runner.attention_kernel is None):
-        raise ConfigError(
-            "deterministic needs a checkpoint whose matrices all have 4 to 8 bits and stay so, on one CPU in bfloat16 "
-            "(docs/kernels.md): choose another --model, or leave it out"
-        )
+    if options.deterministic:
+        _check_deterministic(decoder, runner)
     default = [chosen[name] for name in contract.strategies]
     supply = tuning = None
     # before it is measured: attention takes 4 operations for each key and dimension of a query head, at about half the
@@ -167,7 +165,10 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
             policy = make_policy(storage.policy, measured_profile(runner, step_budget.keys))
     transfer = KVTransfer(runner, storage.at_rest, disk=shared or disk)
     quotas = {tenant: int(gigabytes * 2**30) for tenant, gigabytes in storage.quotas.items()}
-    tiers = Storage(transfer, page, _host_bytes(storage), shared or disk, quotas.get, shared, disk_bytes)
+    host_bytes = free_memory() // 4 if storage.host_gb is None else int(storage.host_gb * 2**30)
+    if storage.host_gb is None:
+        _log.info("up to %.1f GB of host memory keep KV (--host-cache-gb)", host_bytes / 2**30)
+    tiers = Storage(transfer, page, host_bytes, shared or disk, quotas.get, shared, disk_bytes)
     return Parts(
         knowledge=knowledge,
         model_name=local.name,
@@ -229,6 +230,15 @@ def _packed_form(options: EngineOptions, devices: int, dtype: str) -> PackedForm
     return None
 
 
+def _check_deterministic(decoder: Decoder, runner: Runner) -> None:
+    """Raise ConfigError if what a row computes may depend on the rows beside it."""
+    if decoder.kernels != WHOLE_NUMBERS or runner.attention_kernel is None:
+        raise ConfigError(
+            "deterministic needs a checkpoint whose matrices all have 4 to 8 bits and stay so, on one CPU in bfloat16 "
+            "(docs/kernels.md): choose another --model, or leave it out"
+        )
+
+
 def _check_strategies(options: EngineOptions, known: Mapping[str, Strategy]) -> None:
     if not isinstance(known, Mapping):
         raise ConfigError(f"strategies must be a mapping of names to strategies, not {known!r}")
@@ -272,14 +282,6 @@ def measured_profile(runner: Runner, keys: int) -> Profile:
     return Profile(cached, new, rows, "steps of this process")
 
 
-def _host_bytes(storage: StorageOptions) -> int:
-    if storage.host_gb is not None:
-        return int(storage.host_gb * 2**30)
-    free = free_memory() // 4
-    _log.info("up to %.1f GB of host memory keep KV (--host-cache-gb)", free / 2**30)
-    return free
-
-
 def free_memory(system: Path = Path("/")) -> int:
     """Bytes of host memory that are free, in the process's control group too. system: where proc and sys lie."""
     try:
@@ -306,14 +308,6 @@ def pool_pages(page: int, gigabytes: float, context: int) -> int:
             f"needs {need:.2f} GB: raise --device-cache-gb or lower --max-context"
         )
     return pages
-
-
-def _context(config: ModelConfig, max_context: int | None) -> int:
-    if max_context is None:
-        return config.context_length
-    if not 0 < max_context <= config.context_length:
-        raise ConfigError(f"max_context must lie in [1, {config.context_length}], the model's context length")
-    return max_context
 
 
 def _grid(config: ModelConfig, context: int, platform: str, copies: int) -> Grid:

@@ -180,8 +180,6 @@ class Composer:
         notices = (*(() if told is None else (told,)), *grounded.notices)
         return core.Grounded(grounded.prompt, strategy.name, grounded.facts, notices, retrieve_ms=retrieve_ms)
 
-    # --------------------------------------------------------------------------------------- strategy
-
     def strategy_of(self, rag: core.Rag | None) -> str:
         """Name of the strategy that serves a request, as it says or leaves open; of `auto`, what it picks."""
         default, asked = self.contract.setting.strategy, None if rag is None else rag.strategy
@@ -226,8 +224,6 @@ class Composer:
         selective = ", ".join(name for name, other in self.strategies.items() if other.selective) or "none"
         reason = f"the strategy {name} takes no recompute_ratio; these do: {selective}"
         return core.invalid("rag.recompute_ratio", reason)
-
-    # ---------------------------------------------------------------------------------------- lengths
 
     def _check_texts(self, request: core.Request) -> None:
         """Refuse what is clearly too long before all of it is encoded."""

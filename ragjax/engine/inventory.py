@@ -16,11 +16,8 @@ from ragjax.core.tiers import Tier
 from ragjax.engine.build import Parts
 from ragjax.engine.loop import Loop
 
-SEEN = 5_000
-"""Nodes that one inventory walks over, at most: requests wait meanwhile."""
-
-ID_CHARS = 16
-"""Of a node's key, in hexadecimal."""
+SEEN = 5_000  # nodes that one inventory walks over, at most: requests wait meanwhile
+ID_CHARS = 16  # of a node's key, in hexadecimal
 
 
 def inventory_of(loop: Loop, parts: Parts, storage: StorageOptions, tenant: str, most: int) -> Inventory:

@@ -52,7 +52,7 @@ class Loop:
         self._cache = cache
         self._replays = replays
         self._transfer = parts.transfer
-        self._scheduler = Scheduler(self.requests, runner.grid, runner.page_size, parts.budget, runner)
+        self._scheduler = Scheduler(self.requests, runner.grid, runner.page_size, parts.budget, runner.shapes_for)
         allocations = Allocations(self.requests, cache, self._scheduler.limits, runner.stages, runner.reach)
         self._admission = Admission(self.requests, cache, allocations, max_running=options.max_running)
         self._pauses = Pauses(self.requests, cache, allocations, runner)

@@ -178,8 +178,6 @@ class Preparation:
                 highest = f"its highest is {self.vocabulary - 1}"
                 raise invalid(param, f"the model has no token {unknown[0]}, which is in the {param}; {highest}")
 
-    # ---------------------------------------------------------------------------------------- lengths
-
     def _check_length(self, state: RequestState) -> None:
         prompt, raw = state.prompt, state.request.prompt is not None
         context, param = self.composer.context_length, "prompt" if raw else "messages"

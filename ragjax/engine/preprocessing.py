@@ -31,14 +31,9 @@ if TYPE_CHECKING:
 
 _GROUP = 8  # jobs in flight together; a kill can cost their marks
 
-PERIOD = 0.5
-"""Seconds between two looks at what has come to be prepared."""
-
-TOLD = 60.0
-"""Seconds between two lines of the log that say how far a knowledge base is."""
-
-RECOUNT = 20.0
-"""Seconds between two looks at what of the prepared KV is still there."""
+PERIOD = 0.5  # seconds between two looks at what has come to be prepared
+TOLD = 60.0  # seconds between two lines of the log that say how far a knowledge base is
+RECOUNT = 20.0  # seconds between two looks at what of the prepared KV is still there
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ragjax.core import Chunk, Hit, Kind, Message, Prompt, RequestError, Segment, Tokens, Tools
+from ragjax.core import Chunk, Hit, Kind, Message, Prompt, RequestError, Segment, Tokens, Tools, invalid
 from ragjax.core.depprompt import TreeNode, branches
 from ragjax.models.chat_template import CONTEXT, Pieces
 from ragjax.models.tokenizer import Tokenizer
@@ -155,10 +155,8 @@ def text_prompt(tokenizer: Tokenizer, text: str | Sequence[int]) -> Prompt:
     else:
         unknown = next((token for token in text if not tokenizer.has_token(token)), None)
         if unknown is not None:
-            reason = (
-                f"the model has no token {unknown}, which is in the prompt; its highest is {tokenizer.vocab_size - 1}"
-            )
-            raise RequestError(reason, param="prompt", code="invalid_value")
+            highest = f"its highest is {tokenizer.vocab_size - 1}"
+            raise invalid("prompt", f"the model has no token {unknown}, which is in the prompt; {highest}")
         tokens = np.array(text, np.int32)
     if not len(tokens):
         raise RequestError("the prompt is empty", param="prompt")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ragjax.core import CALL_ID, Message, Request, RequestError, Tool, Tools
+from ragjax.core import CALL_ID, Message, Request, RequestError, Tool, Tools, invalid
 from ragjax.models.chat_template import CONTEXT
 from ragjax.models.tokenizer import Tokenizer
 
@@ -30,10 +30,8 @@ def told(tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools | None)
     names = {call.id: call.name for message in messages for call in message.tool_calls}
     for message in messages:
         if message.role == "tool" and message.tool_call_id not in names:
-            reason = (
-                f"no message before calls a tool with the id {message.tool_call_id!r}, which a tool's message answers"
-            )
-            raise RequestError(reason, param="messages", code="invalid_value")
+            called = f"calls a tool with the id {message.tool_call_id!r}, which a tool's message answers"
+            raise invalid("messages", f"no message before {called}")
     if tools is not None:
         _check(tokenizer, json.dumps(for_template(tools), ensure_ascii=False), "tools", tokenizer.knows_tools)
     if tokenizer.shows_calls:
@@ -46,7 +44,9 @@ def told(tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools | None)
     if tokenizer.knows_tools:
         return tuple(said)
     if tools is not None:
-        said = _listed(said, tools)
+        lines = "\n".join(json.dumps(_described(tool), ensure_ascii=False) for tool in tools.offered)
+        system = [said.pop(0).content] if said[0].role == "system" else []
+        said.insert(0, Message("system", "\n\n".join((*system, LISTED.format(tools=lines)))))
     return tuple(_joined(said) if names else said)
 
 
@@ -64,11 +64,11 @@ def grammar(request: Request, tokenizer: Tokenizer) -> tuple[str, str, list[tupl
         what it belongs to, its JSON text, and whether it is to be followed in all it says.
     """
     sampling, tools = request.sampling, request.tools
-    schema = (
-        None if sampling.json_schema is None else ("the schema of the answer", sampling.json_schema, sampling.strict)
-    )
+    answers: list[tuple[str, str, bool]] = []
+    if sampling.json_schema is not None:
+        answers = [("the schema of the answer", sampling.json_schema, sampling.strict)]
     if tools is None:
-        return None if schema is None else ("start: @0\n", "response_format", [schema])
+        return ("start: @0\n", "response_format", answers) if answers else None
     form, rules, names = tokenizer.call_form, "", []
     schemas: list[tuple[str, str, bool]] = []
     for number, tool in enumerate(tools.offered):
@@ -85,8 +85,8 @@ def grammar(request: Request, tokenizer: Tokenizer) -> tuple[str, str, list[tupl
     if tools.required:
         thought = "thought? " if form.thinks else ""
         return f"start: {thought}{mark} calls\n{rules}{THOUGHT if thought else ''}", "tools", schemas
-    if schema is not None:
-        return f"start: @{len(schemas)} | {mark} calls\n{rules}", "tools", [*schemas, schema]
+    if answers:
+        return f"start: @{len(schemas)} | {mark} calls\n{rules}", "tools", schemas + answers
     if not form.mark:  # any text but one that is the beginning of a call: an answer is either
         return f"start: TEXT | calls\n{rules}TEXT: /(?s:\\s*([^{{\\s].*)?)/\n", "tools", schemas
     literal = re.escape(form.mark).replace("/", "\\/")
@@ -99,9 +99,8 @@ def grammar(request: Request, tokenizer: Tokenizer) -> tuple[str, str, list[tupl
 def shown(request: Request, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Control tokens that an answer shows: those with which it writes a call."""
     form = tokenizer.call_form
-    runs = (
-        () if request.tools is None else tokenizer.controls(f"{form.head}{form.middle}{form.between or ''}{form.tail}")
-    )
+    spelled = f"{form.head}{form.middle}{form.between or ''}{form.tail}"
+    runs = () if request.tools is None else tokenizer.controls(spelled)
     return tuple(run for run in runs if isinstance(run, int))
 
 
@@ -155,14 +154,6 @@ def _is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _listed(messages: Sequence[Message], tools: Tools) -> list[Message]:
-    lines = "\n".join(json.dumps(_described(tool), ensure_ascii=False) for tool in tools.offered)
-    listed = LISTED.format(tools=lines)
-    if messages[0].role == "system":
-        return [Message("system", f"{messages[0].content}\n\n{listed}"), *messages[1:]]
-    return [Message("system", listed), *messages]
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:

@@ -24,32 +24,15 @@ from ragjax.quality.report import EXACT, MOVED, PREFIX, Budget, Report, Setting,
 
 _log = logging.getLogger(__name__)
 
-AUTO = "auto"
-"""The strategy that is one of others, as the contract picks."""
-
-BUDGET = Budget(0.05)
-"""Where nothing else is asked for."""
-
-FULL = Setting("full")
-"""The reference."""
-
-WINDOW = 64
-"""Shadowed requests that the running bound is over."""
-
-LEAST = 16
-"""Shadowed requests of a setting before it can be replaced."""
-
-FAR = 4.0
-"""A setting whose KL is surely above so many budgets is not raised by a step, but replaced by an exact one."""
-
-STEPS = 16
-"""Generated tokens of a request that are compared."""
-
-QUEUE = 8
-"""Replays that may wait; what comes on top is dropped, and counted."""
-
-WATCH = 0.05
-"""Share of the requests with an approximate setting of `auto` that are replayed, whatever the shadow rate."""
+AUTO = "auto"  # the strategy that is one of others, as the contract picks
+BUDGET = Budget(0.05)  # where nothing else is asked for
+FULL = Setting("full")  # the reference
+WINDOW = 64  # shadowed requests that the running bound is over
+LEAST = 16  # shadowed requests of a setting before it can be replaced
+FAR = 4.0  # a setting whose KL is surely above so many budgets is not raised by a step, but replaced by an exact one
+STEPS = 16  # generated tokens of a request that are compared
+QUEUE = 8  # replays that may wait; what comes on top is dropped, and counted
+WATCH = 0.05  # share of the requests with an approximate setting of `auto` that are replayed, whatever the shadow rate
 
 
 Verdict = Literal["keep", "raise", "exact"]
@@ -179,9 +162,6 @@ class Contract:
         """The setting that `auto` gives to prompts it has no evidence of as `uncovered` asks for it."""
         return PREFIX if prompt.chunks or self.faulted else self._talks.setting
 
-    def takes_preprocessed(self, setting: Setting) -> bool:
-        return setting.strategy in self._preprocessed
-
     def predicted(self, setting: Setting, exact: bool, chunks: int, preprocessed: bool = True) -> Divergence | None:
         """Divergence to expect of an answer; None if it was not measured, or not with so many or such chunks."""
         if exact:
@@ -190,7 +170,7 @@ class Contract:
             return None
         if setting == MOVED and not chunks and (told := self._report.conversations) is not None:
             return Divergence(told.kl, told.top1)
-        if self.takes_preprocessed(setting) and not preprocessed:
+        if setting.strategy in self._preprocessed and not preprocessed:
             return None
         return self._report.predicted(setting)
 

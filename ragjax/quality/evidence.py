@@ -19,14 +19,9 @@ CANDIDATES = (
 )
 """Settings that are tried, from the one on that is expected to be fastest."""
 
-NEEDED = 32
-"""Live requests behind each figure of a report."""
-
-MOST = 96
-"""Live requests after which settings that are still in doubt are given up."""
-
-LIVE = "live requests"
-"""The questions of a report that was made of them."""
+NEEDED = 32  # live requests behind each figure of a report
+MOST = 96  # live requests after which settings that are still in doubt are given up
+LIVE = "live requests"  # the questions of a report that was made of them
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class LiveEvidence:
     def candidates(self) -> tuple[Setting, ...]:
         if len(self._chunks) >= MOST:
             return ()
-        return tuple(setting for setting in self._trials if not self._is_out(setting))
+        return tuple(setting for setting, trials in self._trials.items() if not self._is_out(trials))
 
     @property
     def requests(self) -> int:
@@ -81,8 +76,8 @@ class LiveEvidence:
         made = replace(self._blank, created=now, questions=LIVE, top_k=usual, measurements=rows)
         return None if made.cheapest(self._budget) is None else made
 
-    def _is_out(self, setting: Setting) -> bool:
-        seen = [trial.seen.kl for trial in self._trials[setting]]
+    def _is_out(self, trials: Sequence[ShadowTrial]) -> bool:
+        seen = [trial.seen.kl for trial in trials]
         if not all(map(math.isfinite, seen)):
             return True
         return len(seen) >= NEEDED // 2 and self._budget.kl is not None and bounds(seen)[0] > self._budget.kl

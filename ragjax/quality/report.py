@@ -51,14 +51,9 @@ class Setting:
         return plain if self.compression is None else f"{plain} under {self.compression}"
 
 
-MAX_KL = 1e6
-"""Nats; no limit is above."""
-
-PREFIX = Setting("prefix")
-"""The cheapest exact setting."""
-
-MOVED = Setting("moved")
-"""The setting of conversations, where it lies inside the budget."""
+MAX_KL = 1e6  # nats; no limit is above
+PREFIX = Setting("prefix")  # the cheapest exact setting
+MOVED = Setting("moved")  # the setting of conversations, where it lies inside the budget
 
 
 def divergence(full_NV: NDArray[np.float32], other_NV: NDArray[np.float32]) -> Divergence:
@@ -102,9 +97,6 @@ def bounds(values: Sequence[float]) -> tuple[float, float]:
     return mean - margin + shift, mean + margin + shift
 
 
-# ------------------------------------------------------------------------------------------ budget
-
-
 @dataclass(frozen=True)
 class Budget:
     """Limits of the divergence from full attention: at most `kl` nats, at least `top1` agreement; None: no limit."""
@@ -134,9 +126,6 @@ class Budget:
     def __str__(self) -> str:
         limits = {"KL": self.kl, "TOP1": self.top1}
         return ",".join(f"{name}={limit:g}" for name, limit in limits.items() if limit is not None)
-
-
-# ------------------------------------------------------------------------------------------ report
 
 
 @dataclass(frozen=True)

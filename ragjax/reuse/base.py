@@ -18,7 +18,7 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.lookahead import Outlook
 from ragjax.cache.match import Candidate, Match
 from ragjax.cache.stretches import Stretch
-from ragjax.cache.tree import PUBLIC, Provenance
+from ragjax.cache.tree import PUBLIC
 from ragjax.core.registry import Registry
 from ragjax.core.step import StepLimits
 from ragjax.core.tiers import Tier
@@ -181,11 +181,6 @@ class Allocation:
         self._matches.append(match)
         return match
 
-    def segment(
-        self, context: Match, tokens: core.Tokens, provenance: Provenance, method: str, *, behind: bytes = b""
-    ) -> Match | None:
-        return self.first(context, tokens, [Candidate(provenance, method, behind)])
-
     def first(self, context: Match, tokens: core.Tokens, candidates: Iterable[Candidate]) -> Match | None:
         match = self.cache.matcher.match_first(context, tokens, candidates, cold=self.cold)
         if match is not None:
@@ -281,13 +276,11 @@ class Allocation:
             self._matches.pop().release()
 
 
-def match_spans(
-    match: Match, begin: int, hidden: tuple[int, int] = (0, 0), runs: int | None = None
-) -> tuple[core.Span, ...]:
+def match_spans(match: Match, begin: int, runs: int | None = None) -> tuple[core.Span, ...]:
     """The matched tokens placed from position (and index) `begin` on; of the first `runs` runs, if not all."""
     spans, index = [], begin
     for run, local_start in match.spans[:runs]:
-        spans.append(core.Span.consecutive(index, run, index - local_start, hidden))
+        spans.append(core.Span.consecutive(index, run, index - local_start))
         index += run.length
     return tuple(spans)
 

@@ -29,17 +29,14 @@ def measures_of(compression: core.Compression) -> frozenset[core.Measure]:
 
 
 def check(compression: core.Compression, strategy: Strategy) -> None:
-    reason, param = "", "rag.compression.method"
+    method = f"compression: {compression.method}"
     if compression.method in BY_MASS and compression.heads == "each":
-        reason = f"{compression.method} looks at attention by layer, the mean over heads; choose all, or another method"
-        param = "rag.compression.heads"
-    elif compression.method in BY_MASS and strategy.measures - {core.Measure.LOGITS}:
-        reason = (
-            f"{compression.method} has to measure what the strategy {strategy.name} has no room to; choose another "
-            "method, or the strategy full, prefix or naive"
-        )
-    if reason:
-        raise core.RequestError(f"compression: {reason}", param=param, code="invalid_value")
+        reason = f"{method} looks at attention by layer, the mean over heads; choose all, or another method"
+        raise core.invalid("rag.compression.heads", reason)
+    if compression.method in BY_MASS and strategy.measures - {core.Measure.LOGITS}:
+        advice = "choose another method, or the strategy full, prefix or naive"
+        reason = f"{method} has to measure what the strategy {strategy.name} has no room to; {advice}"
+        raise core.invalid("rag.compression.method", reason)
 
 
 def compressed(
@@ -54,15 +51,18 @@ def compressed(
     with closing(prefill):
         limits = allocation.limits  # lower while the prefill matches, so that a step has room for the window's rows
         allocation.limits = replace(limits, entries=limits.entries - limits.entries_for(compression.window, 1))
+        first: core.Asked | core.Plan
         try:
-            first = _begin(prefill)
+            first = next(prefill)
+        except StopIteration as stop:
+            first = stop.value
         finally:
             allocation.limits = limits
         if isinstance(first, core.Plan) and watch.measures:
             reason = (
                 f"{compression.method} measures the prompt's passes, and KV that is held needs none; choose another"
             )
-            raise core.RequestError(f"compression: {reason}", param="rag.compression.method", code="invalid_value")
+            raise core.invalid("rag.compression.method", f"compression: {reason}")
         room = _reserve(allocation, compression, len(prompt))
         plan = first if isinstance(first, core.Plan) else (yield from watch.rest(prefill, first))
     yield core.Known(plan.logits)
@@ -115,14 +115,6 @@ def _keep(allocation: Allocation, room: _Room, found: core.Results) -> core.Span
     return core.Span.laid(layout, room.kept.pages[:needed], page_size)
 
 
-def _begin(prefill: core.Prefill) -> core.Asked | core.Plan:
-    try:
-        return next(prefill)
-    except StopIteration as stop:
-        plan: core.Plan = stop.value
-        return plan
-
-
 def _window(plan: core.Plan, position_N: NDArray[np.int32], run: core.Run) -> core.Pass:
     """The prompt's last rows once more, for their queries. Their KV goes to slots of the request's own, since what they
     are computed into may be shared.
@@ -155,22 +147,17 @@ class _Watch:
 
     def rest(self, prefill: core.Prefill, asked: core.Asked) -> Generator[core.Asked, core.Results, core.Plan]:
         while True:
-            results = yield self._asked(asked)
+            if not isinstance(asked, core.Pass):
+                results = yield asked
+            else:
+                self.position_N[asked.rows] = asked.positions
+                results = yield replace(asked, measures=asked.measures | MASS) if self.measures else asked
+                if self.measures:
+                    mass_LN = results[core.Measure.KEY_SCORE]
+                    self.mass_LN = mass_LN if self.mass_LN is None else self.mass_LN + mass_LN
+                    results = {what: value for what, value in results.items() if what in asked.measures}
             try:
-                asked = prefill.send(self._seen(asked, results))
+                asked = prefill.send(results)
             except StopIteration as stop:
                 plan: core.Plan = stop.value
                 return plan
-
-    def _asked(self, asked: core.Asked) -> core.Asked:
-        if not isinstance(asked, core.Pass):
-            return asked
-        self.position_N[asked.rows] = asked.positions
-        return replace(asked, measures=asked.measures | MASS) if self.measures else asked
-
-    def _seen(self, asked: core.Asked, results: core.Results) -> core.Results:
-        if not (self.measures and isinstance(asked, core.Pass)):
-            return results
-        mass_LN = results[core.Measure.KEY_SCORE]
-        self.mass_LN = mass_LN if self.mass_LN is None else self.mass_LN + mass_LN
-        return {what: value for what, value in results.items() if what in asked.measures}

@@ -45,13 +45,15 @@ from ragjax.core import (
 )
 from ragjax.core.passes import sections
 from ragjax.reuse.base import LOGITS, Allocation, indices, owner_of, segments_of
+from ragjax.reuse.exact import leading_part
 from ragjax.reuse.fusion import METHOD as FUSED
-from ragjax.reuse.head import ChunkStrategy, head_length, head_part, keep_head, match_head, system_length
+from ragjax.reuse.head import ChunkStrategy, head_length, keep_leading, match_head, system_length
 from ragjax.reuse.influence import (
     VARIANT,
     ChunkVariants,
     Focus,
     Influence,
+    Variant,
     before,
     find_focus,
     quotas,
@@ -115,7 +117,7 @@ class Craft(ChunkStrategy):
 
     def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The head, and a variant of each chunk: any, unless new variants are made for new prefixes."""
-        parts: list[LookaheadPart] = [head_part(prompt, tenant)]
+        parts: list[LookaheadPart] = [leading_part(prompt, tenant, head_length(prompt))]
         head = prompt.tokens[: system_length(prompt)]
         for i in segments_of(prompt, Kind.CHUNK):
             segment, prior = prompt.segments[i], before(prompt, i)
@@ -127,22 +129,15 @@ class Craft(ChunkStrategy):
             key_of = partial(cache.key_of, head, segment.tokens, Provenance.APPROXIMATE, VARIANT, owner)
             new = key_of(variant_digest(prior))
             name = key_of(b"") if self._serves_to(cache) >= 1 else new
-            serving = partial(self._serving, cache, segment.tokens, tenant, head, prior)
-            best = partial(self._best_key, cache, segment.tokens, tenant, head, prior, new)
-            parts.append(ChunkVariants(Keyed(fused, name, len(segment)), name, len(segment), serving, best))
+            ranked = partial(self._ranked, cache, segment.tokens, tenant, head, prior)
+            parts.append(ChunkVariants(Keyed(fused, name, len(segment)), name, len(segment), new, ranked))
         return Outlook(parts)
 
-    def _best_key(
-        self, cache: KnowledgeCache, tokens: Tokens, tenant: str, head: Tokens, prior: Sequence[bytes], new: bytes
-    ) -> bytes:
-        kept = cache.matcher.find_variants(tokens, VARIANT, tenant, head)
-        return next((variant.key for variant in rank(kept, prior, self.overhead, self._serves_to(cache))), new)
-
-    def _serving(
-        self, cache: KnowledgeCache, tokens: Tokens, tenant: str, head: Tokens, prior: Sequence[bytes]
-    ) -> bool:
-        kept, most = cache.matcher.find_variants(tokens, VARIANT, tenant, head, cold=False), self._serves_to(cache)
-        return bool(kept) if most >= 1 else bool(rank(kept, prior, self.overhead, most))
+    def _ranked(
+        self, cache: KnowledgeCache, tokens: Tokens, tenant: str, head: Tokens, prior: Sequence[bytes], cold: bool
+    ) -> list[Variant]:
+        kept = cache.matcher.find_variants(tokens, VARIANT, tenant, head, cold=cold)
+        return rank(kept, prior, self.overhead, self._serves_to(cache))
 
     def _serves_to(self, cache: KnowledgeCache) -> float:
         """Overhead up to which a variant serves behind other segments than its own; below 0: behind none."""
@@ -328,7 +323,8 @@ def _keep(mending: Mending, allocation: Allocation, context: Match, scores: Sequ
     stitched, prompt = mending.stitched, mending.stitched.prompt
     totals = Totals(len(prompt) - len(mending.rows), len(mending.rows))
     if stitched.fresh_head.length:
-        context = keep_head(prompt, allocation, stitched.matched, stitched.hit, stitched.fresh_head, totals)
+        length, hit = head_length(prompt), stitched.hit
+        context = keep_leading(prompt, allocation, stitched.matched, hit, stitched.fresh_head, length, totals)
     if not stitched.fresh or not context.complete:
         return
     own = np.concatenate([indices(*prompt.bounds(i)) for i in stitched.fresh])

@@ -26,7 +26,8 @@ from ragjax.cache.tree import Provenance
 from ragjax.core.depprompt import Positions, begins_of, paths_of
 from ragjax.core.tiers import Tier
 from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report
-from ragjax.reuse.head import keep_system, system_length, system_part
+from ragjax.reuse.exact import leading_part
+from ragjax.reuse.head import keep_leading, system_length
 
 Path = tuple[int, ...]
 """Indices of a tree's segments from its root to one of them."""
@@ -107,7 +108,7 @@ class Dependency(Strategy):
         for path in scene.leaves:
             tokens, stops = scene.spell(path)
             paths.append((raw_of(tokens), stops, _public(prompt, path, stops)))
-        return Outlook((system_part(prompt, tenant), Paths(head, paths, self.name, tenant)))
+        return Outlook((leading_part(prompt, tenant, system_length(prompt)), Paths(head, paths, self.name, tenant)))
 
     def prefill(self, prompt: core.Prompt, allocation: Allocation, ratio: float | None = None) -> core.Prefill:
         scene, system, size = self._scene(prompt), system_length(prompt), allocation.page_size
@@ -123,7 +124,13 @@ class Dependency(Strategy):
         have = {i: part.tokens for i, part in found.items()} | covered
         own = allocation.reserve_with_tail(len(prompt) - sum(have.values()))
 
-        fresh, used = _lay(scene, have, own, size)
+        fresh, used = dict[int, core.Span](), 0  # what is missing of each segment, in order
+        for i, segment in enumerate(prompt.segments):
+            first = have.get(i, 0)
+            if first < len(segment):
+                run = own.slice(used, used + len(segment) - first, size)
+                fresh[i] = core.Span.consecutive(prompt.starts[i] + first, run, 0, scene.hidden[i])
+                used += run.length
         context_spans = _within_segments(scene, match_spans(context, 0, runs=runs), size)
         read = [span for part in found.values() for span in part.spans]
         spans = (*context_spans, *read, *fresh.values())
@@ -187,7 +194,7 @@ class Dependency(Strategy):
         totals = Totals(len(prompt) - new, new)
         if hit < system:
             head = own.slice(0, system - hit, allocation.page_size)
-            context = keep_system(prompt, allocation, context, hit, head, totals)
+            context = keep_leading(prompt, allocation, context, hit, head, system, totals)
         for i, path in scene.paths.items() if context.complete else ():
             if i not in fresh:
                 continue
@@ -223,18 +230,6 @@ def _cut(match: Match, begin: int, end: int, page_size: int) -> Iterator[tuple[c
         if low < high:
             yield run.slice(low, high, page_size), local_start + low
         at += run.length
-
-
-def _lay(scene: Scene, have: Mapping[int, int], own: core.Run, page_size: int) -> tuple[dict[int, core.Span], int]:
-    """Slots of the request's own for what is missing of each segment, in order, and how many these are."""
-    spans, used = {}, 0
-    for i, segment in enumerate(scene.prompt.segments):
-        first = have.get(i, 0)
-        if first < len(segment):
-            run = own.slice(used, used + len(segment) - first, page_size)
-            spans[i] = core.Span.consecutive(scene.prompt.starts[i] + first, run, 0, scene.hidden[i])
-            used += run.length
-    return spans, used
 
 
 def _within_segments(scene: Scene, spans: Iterable[core.Span], page_size: int) -> Iterator[core.Span]:

@@ -10,13 +10,16 @@ No request can name this strategy: `ragjax.engine.preprocessing` gives it to the
 
 from __future__ import annotations
 
+from typing import Any
+
 from ragjax.cache.cache import KnowledgeCache, neighbours_digest
-from ragjax.cache.match import Match, Totals
+from ragjax.cache.match import Candidate, Match, Totals
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Segment, Span, Tokens
 from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, match_spans, owner_of, report, segments_of
+from ragjax.reuse.exact import leading_part
 from ragjax.reuse.fusion import METHOD
-from ragjax.reuse.head import head_account, keep_system, system_part
+from ragjax.reuse.head import head_account, keep_leading
 from ragjax.reuse.influence import Influence, record
 from ragjax.reuse.naive import Naive
 from ragjax.reuse.stitch import missing
@@ -41,7 +44,7 @@ class Fuse(Strategy):
         """The path of the system prompt, each chunk behind it, and as the last one what will be kept."""
         context = prompt.tokens[: _head(prompt)]
         return (
-            *system_part(prompt, tenant).keys(cache.tree),
+            *leading_part(prompt, tenant, len(context)).keys(cache.tree),
             *(_key(cache, context, prompt.segments[i], b"", tenant) for i in _isolated(prompt)),
             self.key(prompt, cache, tenant),
         )
@@ -54,8 +57,8 @@ class Fuse(Strategy):
         matched = context = allocation.prefix(prompt.tokens[:system])
         others = len(prompt) - system + allocation.decode_tokens
         runs, system_hit = allocation.leading(context, system, others=others, pieces=len(prompt.segments))
-        isolated = _isolated(prompt)
-        matches = {i: allocation.segment(context, prompt.segments[i].tokens, *_name(b"")) for i in isolated}
+        isolated, alone = _isolated(prompt), Candidate(*_name(b""))
+        matches = {i: allocation.first(context, prompt.segments[i].tokens, [alone]) for i in isolated}
         found = {i: match for i, match in matches.items() if match is not None}
         fresh_system = allocation.reserve(system - system_hit) if system > system_hit else None
         fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in isolated if i not in found}
@@ -68,7 +71,7 @@ class Fuse(Strategy):
         if fresh_system is not None or fresh:
             yield missing(prompt, system_hit, system, fresh, system_spans)
         if fresh_system is not None:
-            context = keep_system(prompt, allocation, context, system_hit, fresh_system)
+            context = keep_leading(prompt, allocation, context, system_hit, fresh_system, system)
         for i, piece in fresh.items():
             _keep(allocation, context, prompt.segments[i], piece, system, b"")
 
@@ -84,7 +87,7 @@ class Fuse(Strategy):
             meta = record(prompt, last, rows, results[Measure.SEGMENT_SCORE]).encode()
         known = system_hit + sum(len(prompt.segments[i]) for i in found if i != last)
         totals = Totals(known, len(prompt) - known)
-        _keep(allocation, context, prompt.segments[last], own, place, _behind(prompt), meta, totals)
+        _keep(allocation, context, prompt.segments[last], own, place, _behind(prompt), meta=meta, totals=totals)
 
         reused, tiers = head_account(prompt, matched, system_hit)
         reused |= {i: len(prompt.segments[i]) for i in found if i != last}
@@ -120,18 +123,9 @@ def _key(cache: KnowledgeCache, context: Tokens, segment: Segment, behind: bytes
 
 
 def _keep(
-    allocation: Allocation,
-    context: Match,
-    segment: Segment,
-    run: Run,
-    local_start: int,
-    behind: bytes,
-    meta: bytes = b"",
-    totals: Totals | None = None,
+    allocation: Allocation, context: Match, segment: Segment, run: Run, local_start: int, behind: bytes, **more: Any
 ) -> None:
-    if not context.complete:  # the system prompt itself could not be kept
-        return
-    tokens, public = segment.tokens, segment.public
-    allocation.cache.admitter.admit_segment(
-        context, tokens, run, local_start, *_name(behind), behind=behind, meta=meta, public=public, totals=totals
-    )
+    if context.complete:  # else the system prompt itself could not be kept
+        allocation.cache.admitter.admit_segment(
+            context, segment.tokens, run, local_start, *_name(behind), behind=behind, public=segment.public, **more
+        )

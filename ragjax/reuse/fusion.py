@@ -21,7 +21,7 @@ from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.match import Candidate
 from ragjax.cache.node import context_digest, raw_of
 from ragjax.cache.tree import PUBLIC, Provenance
-from ragjax.core import Kind, Measure, Prompt, Results, Segment
+from ragjax.core import Kind, Measure, Prompt, Segment
 from ragjax.reuse.base import owner_of, segments_of
 from ragjax.reuse.head import system_length
 from ragjax.reuse.repair import Choice, Selector, shares, top
@@ -56,13 +56,11 @@ def without_lost(prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Prompt:
     return Prompt(tuple(replace(one, behind=b"") if one in lost else one for one in prompt.segments))
 
 
-class Fused:
+class Fused(Isolated):
     """Preprocessed chunks, and the alternative path for others. A chunk that stands alone is isolated: exact."""
 
-    method = Isolated().method
     preprocessed = True
     leads = True
-    measures: frozenset[Measure] = frozenset()
 
     def candidates(self, prompt: Prompt, i: int) -> Iterator[Candidate]:
         """Behind the neighbours it was preprocessed with, behind earlier chunks of the prompt, isolated."""
@@ -81,9 +79,6 @@ class Fused:
                 yield Candidate(Provenance.CAUSAL, "")
         yield Candidate(Provenance.ISOLATED, self.method)
 
-    def meta(self, results: Results, begin: int, end: int) -> bytes:
-        return b""
-
 
 class QueryGuided(Selector):
     """Tokens that the question attends to most at the last layer."""
@@ -93,8 +88,7 @@ class QueryGuided(Selector):
     def choose(self, stitched: Stitched, count: int) -> Choice:
         last = (stitched.stages[-2], stitched.stages[-1])
         results = yield stitched.ask(self.measures, measured=last, asking=stitched.question)
-        (measured,) = self.measures
-        return top(results[measured][-1, stitched.chunks], stitched.chunks, count)
+        return top(results[Measure.KEY_SCORE][-1, stitched.chunks], stitched.chunks, count)
 
 
 class Prophetic(Selector):

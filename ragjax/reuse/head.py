@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.lookahead import LookaheadPart, Outlook
+from ragjax.cache.lookahead import Outlook
 from ragjax.cache.match import Match, Totals
 from ragjax.core import Kind, Plan, Prefill, Prompt, RequestError, Run, Span, Tokens
 from ragjax.core.tiers import Tier
@@ -35,7 +35,8 @@ class ChunkStrategy(Strategy):
 
     def work(self, prompt: Prompt, cache: KnowledgeCache, tenant: str, ratio: float | None = None) -> int:
         behind = [i for i in segments_of(prompt, Kind.QUERY) if prompt.starts[i] >= head_length(prompt)]
-        head = sum(cache.peek(Outlook((head_part(prompt, tenant),))).missing.values())
+        leading = leading_part(prompt, tenant, head_length(prompt))
+        head = sum(cache.peek(Outlook((leading,))).missing.values())
         return head + sum(len(prompt.segments[i]) for i in behind)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
@@ -88,18 +89,19 @@ def cut_head(spans: Iterable[Span], at: int, hidden: tuple[int, int], page_size:
     return tuple(found)
 
 
-def keep_system(
-    prompt: Prompt, allocation: Allocation, context: Match, hit: int, run: Run, totals: Totals | None = None
+def keep_leading(
+    prompt: Prompt,
+    allocation: Allocation,
+    matched: Match,
+    hit: int,
+    run: Run,
+    length: int,
+    totals: Totals | None = None,
 ) -> Match:
-    """Admit the system prompt, whose tokens from `hit` on lie in `run`; return its match, which replaces `context`."""
-    return _keep(prompt, allocation, context, hit, run, system_length(prompt), totals)
-
-
-def keep_head(
-    prompt: Prompt, allocation: Allocation, matched: Match, hit: int, run: Run, totals: Totals | None = None
-) -> Match:
-    """Admit the head, whose tokens from `hit` on lie in `run`; return a match on the system prompt alone."""
-    return _keep(prompt, allocation, matched, hit, run, head_length(prompt), totals)
+    """Admit the first `length` tokens, which lie in `run` from `hit` on; return a match on the system prompt alone."""
+    tokens, public = prompt.tokens[:length], min(prompt.public, length)
+    allocation.cache.admitter.admit_prefix(matched, tokens, hit, run, cuts(prompt, length), public, totals)
+    return allocation.prefix(prompt.tokens[: system_length(prompt)], quiet=True)
 
 
 def head_account(prompt: Prompt, matched: Match, hit: int) -> tuple[dict[int, int], dict[int, Tier | None]]:
@@ -111,22 +113,6 @@ def head_account(prompt: Prompt, matched: Match, hit: int) -> tuple[dict[int, in
         reused[i] = max(0, min(end, hit) - begin)
         tiers[i] = matched.tier(begin, begin + reused[i])
     return reused, tiers
-
-
-def head_part(prompt: Prompt, tenant: str) -> LookaheadPart:
-    return leading_part(prompt, tenant, head_length(prompt))
-
-
-def system_part(prompt: Prompt, tenant: str) -> LookaheadPart:
-    return leading_part(prompt, tenant, system_length(prompt))
-
-
-def _keep(
-    prompt: Prompt, allocation: Allocation, matched: Match, hit: int, run: Run, length: int, totals: Totals | None
-) -> Match:
-    tokens, public = prompt.tokens[:length], min(prompt.public, length)
-    allocation.cache.admitter.admit_prefix(matched, tokens, hit, run, cuts(prompt, length), public, totals)
-    return allocation.prefix(prompt.tokens[: system_length(prompt)], quiet=True)
 
 
 def _segments(prompt: Prompt) -> int:

@@ -204,30 +204,30 @@ def _prior(prompt: Prompt, index: int) -> tuple[int, ...]:
     return tuple(i for i in range(index) if prompt.segments[i].kind is not Kind.SYSTEM)
 
 
-# ---------------------------------------------------------------------------------------------------- variants
-
-
 VARIANT = "craft"
 """Method under which variants are kept, whichever of the strategies made them."""
 
 
 @dataclass(frozen=True)
 class ChunkVariants:
-    """A part of an outlook: a chunk, preprocessed or as a variant; one that is missing is computed under `name`."""
+    """A part of an outlook: a chunk, preprocessed or as a variant; one that is missing is computed under `name`.
+
+    new: key of a variant that is computed now. ranked: variants that serve; the bool: also those below the device.
+    """
 
     fused: Keyed
     name: bytes
     tokens: int
-    serving: Callable[[], bool]  # some variant is kept that serves
-    best: Callable[[], bytes]  # key of the variant that will be used
+    new: bytes
+    ranked: Callable[[bool], list[Variant]]
 
     def look(self, tree: KnowledgeTree) -> Look:
         look = self.fused.look(tree)
-        return Look({self.name: self.tokens}) if look.missing and self.serving() else look
+        return Look({self.name: self.tokens}) if look.missing and self.ranked(False) else look
 
     def keys(self, tree: KnowledgeTree) -> tuple[bytes, ...]:
         *fused, _ = self.fused.keys(tree)
-        return (*fused, self.best())
+        return (*fused, next((variant.key for variant in self.ranked(True)), self.new))
 
 
 @dataclass(frozen=True)
@@ -255,9 +255,6 @@ def rank(
     found = [Variant(key, variant_digest(i.before), overhead(i, prior)) for key, i in read if i is not None]
     serving = (variant for variant in found if variant.overhead <= tau or variant.behind == here)
     return sorted(serving, key=lambda variant: (variant.overhead, variant.behind != here))
-
-
-# ------------------------------------------------------------------------------------------------------- focus
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.lookahead import Outlook
-from ragjax.cache.match import Match, Totals
+from ragjax.cache.match import Totals
 from ragjax.cache.node import raw_of
 from ragjax.cache.stretches import BLOCK, MOVED, Stretch
 from ragjax.cache.tree import Provenance, join_runs
@@ -65,11 +65,19 @@ class Moved(Strategy):
             return (yield from Prefix().prefill(prompt, allocation))
         n, tokens, page_size = len(prompt), prompt.tokens, allocation.page_size
         matched = allocation.prefix(tokens[: found[0].begin])
-        found = self._fitting(found, n + allocation.decode_tokens, len(matched.spans), allocation)
+        # the longest stretches, as many as a step can read beside what is computed between them
+        found, runs = sorted(found, key=lambda one: one.length, reverse=True), len(matched.spans) + 1
+        while found and not allocation.limits.holds(n + allocation.decode_tokens, 2 * len(found) + runs):
+            found.pop()
+        found.sort(key=lambda one: one.begin)
         matches = [(one, match) for one in found if (match := allocation.stretch(one)) is not None]
         if not matches:
             return (yield from Prefix().prefill(prompt, allocation))
-        moved = [_placed(one, match, page_size) for one, match in matches]
+        moved = list[Span]()
+        for one, match in matches:
+            ((run, start),) = match.spans
+            piece = run.slice(one.at, one.at + one.length, page_size)
+            moved.append(Span.consecutive(one.begin, piece, one.begin - start - one.at))
         taken = np.concatenate([indices(0, matched.length), *(span.indices for span in moved)])
         rows = np.setdiff1d(indices(0, n), taken).astype(np.int32)
         run = allocation.reserve_with_tail(len(rows))
@@ -137,17 +145,3 @@ class Moved(Strategy):
             if length - seam >= (LEAST if kept else LEAST_FIRST):
                 kept.append(Stretch(begin + seam, node, at + seam, length - seam))
         return hit, kept
-
-    def _fitting(self, found: list[Stretch], tokens: int, runs: int, allocation: Allocation) -> list[Stretch]:
-        """The longest stretches, as many as a step can read beside what is computed between them."""
-        kept = sorted(found, key=lambda one: one.length, reverse=True)
-        while kept and not allocation.limits.holds(tokens, 2 * len(kept) + runs + 1):
-            kept.pop()
-        return sorted(kept, key=lambda one: one.begin)
-
-
-def _placed(stretch: Stretch, match: Match, page_size: int) -> Span:
-    """A stretch at its place in the prompt."""
-    ((run, start),) = match.spans
-    run = run.slice(stretch.at, stretch.at + stretch.length, page_size)
-    return Span.consecutive(stretch.begin, run, stretch.begin - start - stretch.at)

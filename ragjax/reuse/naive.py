@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ragjax.core import Exactness, Measure, Prefill, Prompt, Wrapper
 from ragjax.reuse.base import Allocation
-from ragjax.reuse.stitch import ChunkSource, Isolated, SourceStrategy, alone, prepare
+from ragjax.reuse.stitch import Isolated, SourceStrategy, alone, prepare
 
 PACKET = "packet"
 """Name of the strategy."""
@@ -27,10 +27,10 @@ class Naive(SourceStrategy):
 
     name = "naive"
 
-    def __init__(self, exact_to: Exactness | None = None, source: ChunkSource | None = None):
+    def __init__(self, exact_to: Exactness | None = None, method: str = "naive"):
         """exact_to: what answers over several chunks are exact to (None: they are approximate)."""
         self._exact_to = exact_to
-        self._source = Isolated() if source is None else source
+        self._source = Isolated(method)
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         stitched = yield from prepare(prompt, allocation, self._source)
@@ -52,7 +52,7 @@ class Packet(Naive):
     name = PACKET
 
     def __init__(self, wrapper: Wrapper):
-        super().__init__("packet", Isolated("packet"))
+        super().__init__("packet", "packet")
         self._wrapper = wrapper
 
     def dress(self, prompt: Prompt) -> Prompt:

@@ -23,7 +23,7 @@ from ragjax.core import ConfigError, Kind, Measure, Move, Pass, Prefill, Prompt,
 from ragjax.reuse.base import LOGITS, Allocation, segments_of
 from ragjax.reuse.exact import Prefix
 from ragjax.reuse.head import is_plain
-from ragjax.reuse.stitch import ChunkSource, SourceStrategy, Stitched, led, prepare
+from ragjax.reuse.stitch import Isolated, SourceStrategy, Stitched, led, prepare
 
 RATIO = 0.15
 """Share of the chunks' tokens that the papers recompute (FusionRAG, section 5)."""
@@ -54,7 +54,7 @@ class Selective(SourceStrategy):
 
     selective = True
 
-    def __init__(self, name: str, source: ChunkSource, selector: Selector, ratio: float = RATIO):
+    def __init__(self, name: str, source: Isolated, selector: Selector, ratio: float = RATIO):
         if not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
             raise ConfigError(f"{name}: ratio must lie in [0, 1], not {ratio!r}")
         self.name = name

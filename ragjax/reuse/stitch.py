@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +27,7 @@ from ragjax.reuse.head import (
     cut_head,
     head_account,
     head_length,
-    head_part,
-    keep_head,
+    keep_leading,
     match_head,
     system_length,
 )
@@ -37,31 +35,14 @@ from ragjax.reuse.head import (
 NOTHING = core.Run((), 0, 0)
 
 
-class ChunkSource(Protocol):
-    """Where the KV of chunks comes from.
+class Isolated:
+    """Where the KV of chunks comes from; here they are computed behind the system prompt alone (FusionRAG, eq. 5).
 
-    method: the name under which chunks computed behind the system prompt alone are kept.
+    method: the name under which such chunks are kept.
     preprocessed: whether it takes preprocessed chunks where there are some.
     leads: whether leading chunks whose causal KV is kept are taken as they are, exact.
     measures: what is measured while they are computed.
     """
-
-    method: str
-    preprocessed: bool
-    leads: bool
-    measures: frozenset[core.Measure]
-
-    def candidates(self, prompt: core.Prompt, i: int) -> Iterable[Candidate]:
-        """Where the KV of segment i, a chunk, may be kept, best first."""
-        ...
-
-    def meta(self, results: core.Results, begin: int, end: int) -> bytes:
-        """Bytes to keep with the chunk of tokens [begin, end), from the measures of the pass that computed it."""
-        ...
-
-
-class Isolated:
-    """Chunks computed behind the system prompt alone, kept under `method` (all of FusionRAG's eq. 5)."""
 
     preprocessed = False
     leads = False
@@ -71,9 +52,11 @@ class Isolated:
         self.method = method
 
     def candidates(self, prompt: core.Prompt, i: int) -> Iterable[Candidate]:
+        """Where the KV of segment i, a chunk, may be kept, best first."""
         return (Candidate(Provenance.ISOLATED, self.method),)
 
     def meta(self, results: core.Results, begin: int, end: int) -> bytes:
+        """Bytes to keep with the chunk of tokens [begin, end), from the measures of the pass that computed it."""
         return b""
 
 
@@ -109,10 +92,6 @@ class Stitched:
     @cached_property
     def queries(self) -> core.Tokens:
         return asking(self.prompt)
-
-    @property
-    def lossy(self) -> bool:
-        return (self.hit > 0 and self.matched.lossy) or any(match.lossy for match in self.matches.values())
 
     @cached_property
     def exact_chunk(self) -> int | None:
@@ -164,8 +143,10 @@ class Stitched:
         self, spans: tuple[core.Span, ...], logits: NDArray[np.float32], recomputed: core.Tokens | None = None
     ) -> core.Plan:
         """The account of what was carried out; `recomputed` are indexes of chunk tokens."""
-        redone = indices(0, 0) if recomputed is None else recomputed
-        exact_to: core.Exactness | None = "full" if self._exact(redone) else None
+        redone, kept = indices(0, 0) if recomputed is None else recomputed, self.matches.values()
+        isolated = all(match.node.provenance is Provenance.ISOLATED and not match.lossy for match in kept)
+        whole = len(redone) == len(self.chunks) or (alone(self.prompt) and isolated)
+        exact_to: core.Exactness | None = "full" if whole and not (self.matched.lossy and self.hit) else None
         return core.Plan(spans, self.tail, exact_to, self.account(redone), logits, unfused=self.unfused)
 
     def account(self, recomputed: core.Tokens) -> tuple[core.SegmentReport, ...]:
@@ -177,18 +158,9 @@ class Stitched:
             tiers[i] = match.tier()
         return report(self.prompt, reused, tiers, recomputed=computed)
 
-    def _exact(self, recomputed: core.Tokens) -> bool:
-        if self.matched.lossy and self.hit:
-            return False
-        if len(recomputed) == len(self.chunks):
-            return True
-        kept = self.matches.values()
-        isolated = all(match.node.provenance is Provenance.ISOLATED and not match.lossy for match in kept)
-        return alone(self.prompt) and isolated
-
 
 def prepare(
-    prompt: core.Prompt, allocation: Allocation, source: ChunkSource, *, repaired: int = 0, scratch: int = 0
+    prompt: core.Prompt, allocation: Allocation, source: Isolated, *, repaired: int = 0, scratch: int = 0
 ) -> Generator[core.Pass, core.Results, Stitched]:
     """Match, reserve, and compute what is missing of the head and the chunks, in at most one pass.
 
@@ -213,7 +185,7 @@ def prepare(
     results = yield missing(prompt, stitched.hit, length, fresh, seen, source.measures if fresh else frozenset())
     meta = {i: source.meta(results, *prompt.bounds(i)) for i in fresh}
     if fresh_head.length:
-        context = keep_head(prompt, allocation, matched, stitched.hit, fresh_head, totals)
+        context = keep_leading(prompt, allocation, matched, stitched.hit, fresh_head, length, totals)
     for i, run in fresh.items() if context.complete else ():
         segment = prompt.segments[i]
         allocation.cache.admitter.admit_segment(
@@ -294,11 +266,11 @@ def check(prompt: core.Prompt) -> None:
 class SourceStrategy(ChunkStrategy):
     """A strategy whose chunks' KV comes from one source, `_source`."""
 
-    _source: ChunkSource
+    _source: Isolated
 
     def chunk_outlook(self, prompt: core.Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The head, and each chunk: kept as any of its candidates, else computed as an isolated one."""
-        parts: list[LookaheadPart] = [head_part(prompt, tenant)]
+        parts: list[LookaheadPart] = [leading_part(prompt, tenant, head_length(prompt))]
         head = prompt.tokens[: system_length(prompt)]
         for i in segments_of(prompt, core.Kind.CHUNK):
             chunk = prompt.segments[i]

@@ -29,11 +29,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
 }
 """Axes of the mesh that a logical axis is split over; others are whole on each device. None is used twice."""
 
-POOL = P(None, None, "kv_heads", None, None)
-"""How a pool of pages [L, P, K, C, D] is split."""
-
-HEADS = P(None, AXES, None)
-"""How queries [T, H, D] are split, and new keys and values, which have a head for each copy."""
+POOL = P(None, None, "kv_heads", None, None)  # how a pool of pages [L, P, K, C, D] is split
+HEADS = P(None, AXES, None)  # how queries [T, H, D] are split, and new keys and values, which have a head for each copy
 
 
 def make_mesh(devices: int, config: ModelConfig) -> Mesh:

@@ -183,7 +183,12 @@ class Programs:
         mesh = self._spec.mesh
         heads, dim = self._config.num_heads // mesh.size, self._config.head_dim
         q_THD: Any = jax.ShapeDtypeStruct((rows, heads, dim), jnp.float32)
-        pool: Any = jax.tree.map(partial(_on_one, mesh.shape["kv_heads"]), self._pool)
+
+        def on_one(x_LPKCD: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            layers, pages, heads, *page = x_LPKCD.shape
+            return jax.ShapeDtypeStruct((layers, pages, heads // mesh.shape["kv_heads"], *page), x_LPKCD.dtype)
+
+        pool: Any = jax.tree.map(on_one, self._pool)
         row_T: Any = jax.ShapeDtypeStruct((rows,), jnp.int32)
         looking = Rows(row_T, row_T, row_T)
         view = View(looking, pool, 0, entries, self._rotation, blocks, self._spec.scale, block, cap=self._spec.cap)
@@ -220,26 +225,50 @@ class Programs:
         )
 
     def _compile(self, kind: str, *sizes: Any) -> Any:
-        compilers: dict[str, Callable[..., Any]] = {
-            "begin": self._begin,
-            "stage": self._stage,
-            "layered": partial(self._stage, by_layer=True),
-            "end": self._end,
-            "allow": self._allow,
-            "sample": self._sample,
-            "logprobs": self._logprobs,
-            "move": self._move,
-            "extract": self._extract,
-            "insert": self._insert,
-            "compact": self._compact,
-            "prefer": self._prefer,
-        }
-        return compilers[kind](*sizes)
-
-    def _begin(self, rows: int, entries: int) -> Any:
-        function = partial(stages.begin, self._spec, self._grid.shape(rows))
-        jitted = jax.jit(function, out_shardings=self._everywhere)
-        return jitted.lower(self._weights.ends, self._rotation, self._step_shapes(rows, entries)).compile()
+        function: Any
+        match kind, sizes:
+            case "begin", (rows, entries):
+                function = partial(stages.begin, self._spec, self._grid.shape(rows))
+                jitted = jax.jit(function, out_shardings=self._everywhere)
+                lowered = jitted.lower(self._weights.ends, self._rotation, self._step_shapes(rows, entries))
+            case "stage" | "layered", (rows, entries, layers, *measure):
+                lowered = self._stage(rows, entries, layers, tuple(measure) or None, by_layer=kind == "layered")
+            case "end", (rows, n):
+                x_TE = jax.ShapeDtypeStruct((rows, self._config.hidden_size), jnp.float32)
+                jitted = jax.jit(partial(stages.end, self._spec), out_shardings=self._everywhere)
+                lowered = jitted.lower(self._weights.ends, self._replicated(x_TE), self._indices(n))
+            case "allow", (n,):
+                bits_NW = jax.ShapeDtypeStruct((n, -(-self._config.vocab_size // 32)), jnp.uint32)
+                lowered = jax.jit(sampling.allow).lower(self._logits(n), self._replicated(bits_NW))
+            case "sample", (n, adjusted):
+                shapes = stages.sample_shapes(n, self._config.vocab_size, adjusted)
+                lowered = jax.jit(stages.sample).lower(*self._replicated(shapes))
+            case "logprobs", (n,):
+                lowered = jax.jit(sampling.logprobs).lower(self._logits(n), self._indices(n))
+            case "move", (n,):
+                jitted = jax.jit(move_slots, donate_argnums=0, out_shardings=self._pool_sharding)
+                lowered = jitted.lower(self._pool, *[self._indices(n)] * 3, self._rotation, self._layers)
+            case "extract", (n,):
+                jitted = jax.jit(page_store.extract, out_shardings=self._pool_sharding)
+                lowered = jitted.lower(self._pool, self._indices(n), self._layers)
+            case "insert", (n,):
+                jitted = jax.jit(page_store.insert, donate_argnums=0, out_shardings=self._pool_sharding)
+                lowered = jitted.lower(self._pool, self._indices(n), self._excerpt(n), self._layers)
+            case "compact", (compression, tokens):
+                function = partial(compaction.compact, compression, scale=self._spec.scale, cap=self._spec.cap)
+                out = (self._pool_sharding, self._everywhere)
+                jitted = jax.jit(function, donate_argnums=0, out_shardings=out)
+                shapes = self._replicated(self._compact_shapes(compression, tokens))
+                lowered = jitted.lower(self._pool, *shapes, self._rotation, self._layers)
+            case "prefer", (compression, tokens):
+                function = partial(compaction.prefer, compression, scale=self._spec.scale, cap=self._spec.cap)
+                arrays, query_LWHD, _ = self._replicated(self._compact_shapes(compression, tokens))
+                prompt = {name: arrays[name] for name in compaction.PROMPT_ARRAYS}
+                jitted = jax.jit(function, out_shardings=self._everywhere)
+                lowered = jitted.lower(self._pool, prompt, query_LWHD, self._rotation, self._layers)
+            case _:
+                raise ValueError(f"there is no program {kind} of {sizes}")
+        return lowered.compile()
 
     def place(self, entries: int, by_layer: bool) -> StagePlace:
         own: dict[str, Any] = {}
@@ -255,17 +284,9 @@ class Programs:
         return None if alone else self._replicated(jax.ShapeDtypeStruct((depth,), jnp.int32))
 
     def _stage(
-        self,
-        rows: int,
-        entries: int,
-        layers: int,
-        what: Measure | None = None,
-        segments: int = 0,
-        *,
-        by_layer: bool = False,
+        self, rows: int, entries: int, layers: int, measure: tuple[Measure, int] | None, *, by_layer: bool
     ) -> Any:
-        measure = None if what is None else (what, segments)
-        names = () if what is None else reductions.ARRAYS[what]
+        names = () if measure is None else reductions.ARRAYS[measure[0]]
         backends = tuple(choice.backend for choice in self.choices(rows, entries))
         function = partial(stages.stage, self._spec, self._grid.shape(rows), backends, layers, measure)
         x_TE, inputs = self._replicated(self._begin_shapes(rows, entries))
@@ -273,31 +294,7 @@ class Programs:
         measured_by = self._replicated((chosen_L, self._shapes(names, rows, entries), self.place(entries, by_layer)))
         out = (self._everywhere, self._pool_sharding, self._everywhere)
         jitted = jax.jit(function, donate_argnums=(1, 2), out_shardings=out)
-        return jitted.lower(self._weights.stages[0], self._pool, x_TE, inputs, self._rotation, *measured_by).compile()
-
-    def _end(self, rows: int, n: int) -> Any:
-        x_TE = jax.ShapeDtypeStruct((rows, self._config.hidden_size), jnp.float32)
-        arrays = self._replicated((x_TE, jax.ShapeDtypeStruct((n,), jnp.int32)))
-        jitted = jax.jit(partial(stages.end, self._spec), out_shardings=self._everywhere)
-        return jitted.lower(self._weights.ends, *arrays).compile()
-
-    def _allow(self, n: int) -> Any:
-        vocabulary = self._config.vocab_size
-        logits_NV = jax.ShapeDtypeStruct((n, vocabulary), jnp.float32)
-        bits_NW = jax.ShapeDtypeStruct((n, -(-vocabulary // 32)), jnp.uint32)
-        return jax.jit(sampling.allow).lower(*self._replicated((logits_NV, bits_NW))).compile()
-
-    def _sample(self, n: int, adjusted: int) -> Any:
-        shapes = stages.sample_shapes(n, self._config.vocab_size, adjusted)
-        return jax.jit(stages.sample).lower(*self._replicated(shapes)).compile()
-
-    def _logprobs(self, n: int) -> Any:
-        logits_NV = jax.ShapeDtypeStruct((n, self._config.vocab_size), jnp.float32)
-        return jax.jit(sampling.logprobs).lower(*self._replicated((logits_NV, self._indices(n)))).compile()
-
-    def _move(self, n: int) -> Any:
-        jitted = jax.jit(move_slots, donate_argnums=0, out_shardings=self._pool_sharding)
-        return jitted.lower(self._pool, *[self._indices(n)] * 3, self._rotation, self._layers).compile()
+        return jitted.lower(self._weights.stages[0], self._pool, x_TE, inputs, self._rotation, *measured_by)
 
     def nothing_compacted(self, compression: Compression, tokens: int) -> Any:
         arrays, *by_layer = self._compact_shapes(compression, tokens)
@@ -305,20 +302,6 @@ class Programs:
         if "target_B" in zeros[0]:
             zeros[0]["target_B"] += stages.OUTSIDE + np.arange(len(zeros[0]["target_B"]), dtype=np.int32)
         return zeros
-
-    def _compact(self, compression: Compression, tokens: int) -> Any:
-        function = partial(compaction.compact, compression, scale=self._spec.scale, cap=self._spec.cap)
-        out = (self._pool_sharding, self._everywhere)
-        jitted = jax.jit(function, donate_argnums=0, out_shardings=out)
-        shapes = self._replicated(self._compact_shapes(compression, tokens))
-        return jitted.lower(self._pool, *shapes, self._rotation, self._layers).compile()
-
-    def _prefer(self, compression: Compression, tokens: int) -> Any:
-        function = partial(compaction.prefer, compression, scale=self._spec.scale, cap=self._spec.cap)
-        jitted = jax.jit(function, out_shardings=self._everywhere)
-        arrays, query_LWHD, _ = self._replicated(self._compact_shapes(compression, tokens))
-        arrays = {name: arrays[name] for name in compaction.PROMPT_ARRAYS}
-        return jitted.lower(self._pool, arrays, query_LWHD, self._rotation, self._layers).compile()
 
     def _compact_shapes(self, compression: Compression, tokens: int) -> tuple[Any, Any, Any]:
         config, layers = self._config, self._weights.depth
@@ -330,17 +313,15 @@ class Programs:
             mass_LN = jax.ShapeDtypeStruct((layers, tokens), jnp.float32)
         return compaction.shapes_of(compression, layers, tokens, self._pool.page_size), query_LWHD, mass_LN
 
-    def _extract(self, n: int) -> Any:
-        jitted = jax.jit(page_store.extract, out_shardings=self._pool_sharding)
-        return jitted.lower(self._pool, self._indices(n), self._layers).compile()
-
-    def _insert(self, n: int) -> Any:
+    def _excerpt(self, n: int) -> Any:
         def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
             shape = (self._weights.depth, n, *x.shape[2:])
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._pool_sharding)
 
-        jitted = jax.jit(page_store.insert, donate_argnums=0, out_shardings=self._pool_sharding)
-        return jitted.lower(self._pool, self._indices(n), jax.tree.map(shape, self._pool), self._layers).compile()
+        return jax.tree.map(shape, self._pool)
+
+    def _logits(self, n: int) -> Any:
+        return self._replicated(jax.ShapeDtypeStruct((n, self._config.vocab_size), jnp.float32))
 
     def _indices(self, n: int) -> Any:
         return self._replicated(jax.ShapeDtypeStruct((n,), jnp.int32))
@@ -360,8 +341,3 @@ class Programs:
 
     def _replicated(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere), tree)
-
-
-def _on_one(devices: int, x_LPKCD: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    layers, pages, heads, *page = x_LPKCD.shape
-    return jax.ShapeDtypeStruct((layers, pages, heads // devices, *page), x_LPKCD.dtype)

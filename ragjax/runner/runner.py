@@ -29,7 +29,6 @@ from ragjax.core import Compression, DeviceFullError, Draw, Grid, Measure, Resid
 from ragjax.core.compression import BY_LAYER
 from ragjax.core.passes import LayerLayout
 from ragjax.core.step import STEP_ARRAYS
-from ragjax.kernels.attention.op import Choice
 from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.view import check_values
 from ragjax.models.decoder import Decoder, rotation_table
@@ -115,16 +114,8 @@ class Runner(DevicePool):
         reach = config.num_layers if whole else weights.depth
         create = partial(page_store.create, config, reach, pages, page_size, self.storage_dtype)
         jitted = jax.jit(create, out_shardings=NamedSharding(mesh, POOL))
-        spec = Spec(
-            weights.layer_def,
-            weights.stage_def,
-            weights.ends_def,
-            mesh,
-            scanned,
-            config.attention_scale,
-            widen,
-            config.attention_cap,
-        )
+        definitions = (weights.layer_def, weights.stage_def, weights.ends_def)
+        spec = Spec(*definitions, mesh, scanned, config.attention_scale, widen, config.attention_cap)
         programs = Programs(config, spec, weights, jitted.eval_shape(), rotation, self.grid, attention, executables)
         super().__init__(jitted, len(weights.stages), config.num_layers // reach, programs, rotation)
 
@@ -298,20 +289,24 @@ class Runner(DevicePool):
             i = first // self._depth
             at = self._array(i)
             program, chosen_L, measured_by = self._stage_program(step, first, min(self._depth, end - first))
+            place = StagePlace(self._layers(i))
+            if step.by_layer is not None:
+                layers = slice(i * self._depth, (i + 1) * self._depth)
+                unit_LS: Any = self._units(step.by_layer.page_LS, step.by_layer.lender_LS)[layers]
+                seen_LS: Any = step.by_layer.seen_LS[layers]
+                place = StagePlace(self._layers(i), unit_LS, seen_LS)
+            weights, rotation = self._weights.stages[i], self._rotation
             x_TE, self._pools[at], found_L = program(
-                self._weights.stages[i],
-                self._pools[at],
-                x_TE,
-                inputs,
-                self._rotation,
-                chosen_L,
-                measured_by,
-                self._place(step, i),
+                weights, self._pools[at], x_TE, inputs, rotation, chosen_L, measured_by, place
             )
             if len(chosen_L):
                 found.append((found_L, chosen_L))
         for choice in self._programs.choices(rows, entries):
-            self._count(choice, end - begin)
+            self.calls[choice.backend] += end - begin
+            for backend, reason in choice.refused.items():
+                if (notice := f"{backend}: {reason}") not in self.fallbacks:
+                    log.warning("attention runs on %s instead of %s", choice.backend, notice)
+                self.fallbacks[notice] += end - begin
         return StepResult(x_TE, tuple(found))
 
     def _stage_program(
@@ -324,14 +319,6 @@ class Runner(DevicePool):
         if step.measure is None or not chosen_L.any():
             return self._programs.get(*key), chosen_L[:0], {}
         return self._programs.get(*key, step.measure.what, step.measure.segments), chosen_L, step.measure.arrays
-
-    def _place(self, step: Step, stage: int) -> StagePlace:
-        if step.by_layer is None:
-            return StagePlace(self._layers(stage))
-        layers = slice(stage * self._depth, (stage + 1) * self._depth)
-        unit_LS: Any = self._units(step.by_layer.page_LS, step.by_layer.lender_LS)[layers]
-        seen_LS: Any = step.by_layer.seen_LS[layers]
-        return StagePlace(self._layers(stage), unit_LS, seen_LS)
 
     def _units(self, page_LS: NDArray[np.int32], lender_LS: NDArray[np.int32]) -> NDArray[np.int32]:
         return (lender_LS % self.reach * self._pages + page_LS).astype(np.int32)
@@ -471,11 +458,3 @@ class Runner(DevicePool):
         slots = self._pages * self.page_size
         if step.slot_T.min() < 0 or step.slot_T.max() >= slots:
             raise ValueError(f"step.slot_T holds slots outside of the {slots} of the pool")
-
-    def _count(self, choice: Choice, layers: int) -> None:
-        self.calls[choice.backend] += layers
-        for backend, reason in choice.refused.items():
-            notice = f"{backend}: {reason}"
-            if notice not in self.fallbacks:
-                log.warning("attention runs on %s instead of %s", choice.backend, notice)
-            self.fallbacks[notice] += layers

@@ -29,11 +29,8 @@ from ragjax.models.decoder import Decoder, Layer
 from ragjax.runner.mesh import AXES, HEADS, POOL
 from ragjax.runner.weights import Leaves, Parameters
 
-OUTSIDE = 2**30
-"""A slot beyond any pool."""
-
-LAYER_ARRAYS = ("unit_LS", "seen_LS")
-"""The arrays of a `StagePlace` whose layers have pages of their own."""
+OUTSIDE = 2**30  # a slot beyond any pool
+LAYER_ARRAYS = ("unit_LS", "seen_LS")  # the arrays of a `StagePlace` whose layers have pages of their own
 
 Measured = tuple[Measure, int]
 """What a stage measures, and how many segments its program serves."""
@@ -181,7 +178,11 @@ def stage(
 
         def body(carry: tuple[jax.Array, Pages], xs: tuple[Any, jax.Array]) -> Any:
             parts, index = xs
-            own = [_of_layer(x, index) if part is None else part for x, part in zip(stacked, parts, strict=True)]
+            # a layer's matrix, of a stack of the stage's or of all layers
+            own = [
+                replace(x, layer=index if x.layer is None else x.layer + index) if part is None else part
+                for x, part in zip(stacked, parts, strict=True)
+            ]
             x_TE, pool, found = layer(*carry, jax.tree.unflatten(definition, own), index)
             return (x_TE, pool), found
 
@@ -294,11 +295,6 @@ def sample_shapes(n: int, vocabulary: int, adjusted: int) -> tuple[jax.ShapeDtyp
     number, index = jnp.float32, jnp.int32
     by_row = (shape(number), shape(index), shape(number), shape(jnp.uint32, 2))
     return shape(number, vocabulary), *by_row, *(shape(dtype, adjusted) for dtype in (index, number, number))
-
-
-def _of_layer(matrix: PackedMatrix, index: jax.Array) -> PackedMatrix:
-    """A layer's matrix, of a stack of the stage's or of all layers."""
-    return replace(matrix, layer=index if matrix.layer is None else matrix.layer + index)
 
 
 def _places(shape: RowShape) -> list[tuple[slice, int]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import nullcontext, suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.lookahead import Look
 from ragjax.cache.stretches import MOVED
 from ragjax.core import OutOfPages, RequestError, Run, StepLimits
 from ragjax.core.tiers import Inquiry
@@ -82,7 +81,9 @@ class Admission:
         self._cache = cache
         self._allocations = allocations
         self._max_running = max_running
-        self._in_flight = InFlight()
+        # who computes KV now, by the names of its pieces: from the start of a request until its prompt is computed, or
+        # until it fails, leaves, or is to start again; then one of those that waited computes the rest
+        self._owners: dict[bytes, RequestState] = {}
         self._prefetch = Prefetch(requests, cache, allocations)
         self._presence = None if cache.inquiry is None else Presence(cache.inquiry, requests, self._prefetch)
         self._foreseen = (0, 0)  # changes of queue and tree at the last look ahead
@@ -97,7 +98,7 @@ class Admission:
         for offered in requests.take_offered():
             requests.arrive(offered)
         while not requests.blocked and (not self._max_running or len(requests.in_front) < self._max_running):
-            self._in_flight.prune()
+            self._owners = {name: one for name, one in self._owners.items() if one.running and not one.decoding}
             state = requests.queue.next(self._may_start)
             if state is None:  # all wait for what others compute
                 break
@@ -108,7 +109,8 @@ class Admission:
                 found = sum(tokens for name, tokens in state.awaited.items() if name not in missing)
                 requests.counters.awaited_tokens += found
                 requests.leave_queue(state)
-                self._in_flight.begin(state, state.look().missing)
+                if not state.decoding:
+                    self._owners = dict.fromkeys(state.look().missing, state) | self._owners
                 yield state, error
         while requests.background and not len(requests.queue) and not requests.in_front:
             if len(requests.running) >= BACKGROUND:
@@ -134,7 +136,9 @@ class Admission:
         """True if no running request is computing what it would compute, and the shared tier has answered for it."""
         if self._presence is not None and not self._presence.is_known(state):
             return False
-        awaited = self._in_flight.awaited(state.look) if state.may_load else {}
+        awaited: dict[bytes, int] = {}
+        if self._owners and state.may_load:
+            awaited = {name: tokens for name, tokens in state.look().missing.items() if name in self._owners}
         self._requests.counters.awaits += bool(awaited) and not state.awaited
         state.awaited = {**state.awaited, **awaited}
         return not awaited
@@ -210,32 +214,6 @@ def stop_background(requests: Requests) -> bool:
     return bool(running)
 
 
-class InFlight:
-    """KV that running requests are computing now, so that nobody else computes it too: pieces by name.
-
-    A request counts from its start until its prompt is computed, or until it fails, leaves, or is to start again: then
-    one of those that waited computes what is still missing.
-    """
-
-    def __init__(self) -> None:
-        self._owners: dict[bytes, RequestState] = {}
-
-    def begin(self, state: RequestState, names: Iterable[bytes]) -> None:
-        """A request has started and computes these pieces; those in the background rest too often to be waited for."""
-        if not state.background and not state.decoding:
-            for name in names:
-                self._owners.setdefault(name, state)
-
-    def prune(self) -> None:
-        if self._owners:
-            self._owners = {name: state for name, state in self._owners.items() if state.running and not state.decoding}
-
-    def awaited(self, look: Callable[[], Look]) -> dict[bytes, int]:
-        if not self._owners:
-            return {}
-        return {name: tokens for name, tokens in look().missing.items() if name in self._owners}
-
-
 class Prefetch:
     """Brings KV of waiting requests to the device while they queue, once for each, as long as there are pages for it.
 
@@ -258,24 +236,17 @@ class Prefetch:
         self._seen = states
         if all(state.ahead is not None for state in states):
             return
-        held: list[Preview] = []
-        try:
-            for state in states:  # what a nearer one needs stays, while a farther one's is brought
-                held.append(self._allocations.make(state, Preview))
-                self._look(state, held[-1], state.ahead is None)
-        finally:
-            for preview in held:
-                preview.close()
+        with ExitStack() as held:  # what a nearer one needs stays, while a farther one's is brought
+            for state in states:
+                self._look(state, state.ahead is None, held)
 
     def look_again(self, state: RequestState, load: bool) -> None:
         """Look ahead for one request, even if that was done before. load: order what is found."""
-        preview = self._allocations.make(state, Preview)
-        try:
-            self._look(state, preview, load)
-        finally:
-            preview.close()
+        with ExitStack() as held:
+            self._look(state, load, held)
 
-    def _look(self, state: RequestState, preview: Preview, load: bool) -> None:
+    def _look(self, state: RequestState, load: bool, held: ExitStack) -> None:
+        preview = held.enter_context(closing(self._allocations.make(state, Preview)))
         taken_pages = sum(other.ahead or 0 for other in self._requests.queue)
         room = self._limit - taken_pages if load and state.may_load else 0
         state.ahead = state.ahead or 0

@@ -50,7 +50,9 @@ def find_groups(tables: Sequence[SpanTable], rows: Sequence[int], sharing: tuple
 
     def best(members: Sequence[int]) -> list[Group]:
         """The groups of some requests that together save most."""
-        common = _common([lasting[i] for i in members])
+        lists = [lasting[i][: min(len(lasting[j]) for j in members)] for i in members]
+        same = (np.stack(lists) == lists[0]).all(0)
+        common = len(same) if same.all() else int(same.argmin())
         parts: dict[int, list[int]] = {}
         for i in members:
             if len(lasting[i]) > common:
@@ -68,12 +70,6 @@ def find_groups(tables: Sequence[SpanTable], rows: Sequence[int], sharing: tuple
             chosen.append(group)
             left -= group.blocks
     return chosen
-
-
-def _common(lists: Sequence[NDArray[np.int64]]) -> int:
-    size = min(map(len, lists))
-    same = np.stack([one[:size] for one in lists]) == lists[0][:size]
-    return size if same.all() else int(same.all(0).argmin())
 
 
 def rows_of(state: RequestState) -> PendingRows:
@@ -246,36 +242,27 @@ def put_table(step: Step, entry: int, request: int, table: SpanTable, begin: int
     step.index_SC[at] = table.index_SC[taken]
     step.hide_from_SC[at] = table.hide_from_SC[taken]
     step.hide_until_SC[at] = table.hide_until_SC[taken]
-    if step.by_layer is not None:
-        _put_layers(step.by_layer, entry, table, begin, end)
-
-
-def _put_layers(by_layer: LayerTable, entry: int, table: SpanTable, begin: int, end: int) -> None:
-    by_layer.page_LS[:, entry : entry + end - begin] = table.page_S[begin:end]
-    if table.by_layer is None:
+    if step.by_layer is None:
         return
-    end = max(begin, min(end, table.by_layer.page_LS.shape[1]))
-    for mine_LS, whole_LS in zip(vars(table.by_layer).values(), vars(by_layer).values(), strict=True):
-        whole_LS[:, entry : entry + end - begin] = mine_LS[:, begin:end]
+    step.by_layer.page_LS[:, at] = table.page_S[taken]
+    if table.by_layer is not None:
+        end = max(begin, min(end, table.by_layer.page_LS.shape[1]))
+        for mine_LS, whole_LS in zip(vars(table.by_layer).values(), vars(step.by_layer).values(), strict=True):
+            whole_LS[:, entry : entry + end - begin] = mine_LS[:, begin:end]
 
 
 def _empty_step(shape: RowShape, need: int, page_size: int, pending: Sequence[PendingRows], grid: Grid) -> Step:
     rows, entries = shape.rows, Grid.fit(grid.entries_of(shape), need)
     first = pending[-1]  # decoding tokens come first, and have no say
-    measured = [measure for one in pending if (measure := one.measure_now) is not None]
-    measure = _together(measured, rows, entries, page_size, grid) if measured else None
+    measure = None  # one for requests that measure the same, in all layers that one of them names
+    if measured := [measure for one in pending if (measure := one.measure_now) is not None]:
+        arrays = padding(measured[0].arrays, rows, entries, page_size)
+        segments = grid.fit_segments(max(one.segments for one in measured)) if "segment_SC" in arrays else 0
+        layers = min(one.layers[0] for one in measured), max(one.layers[1] for one in measured)
+        measure = StepMeasure(measured[0].what, layers, arrays, segments)
     tables = [one.table.by_layer for one in pending if one.table.by_layer is not None]
     by_layer = LayerTable.common(np.zeros(entries, np.int32), len(tables[0].page_LS), page_size) if tables else None
     return replace(empty_step(shape, entries, page_size), layers=first.layers, measure=measure, by_layer=by_layer)
-
-
-def _together(measured: Sequence[StepMeasure], rows: int, entries: int, page_size: int, grid: Grid) -> StepMeasure:
-    """One measure of a step for requests that measure the same, in all layers that one of them names."""
-    first = measured[0]
-    arrays = padding(first.arrays, rows, entries, page_size)
-    segments = grid.fit_segments(max(one.segments for one in measured)) if "segment_SC" in arrays else 0
-    layers = min(one.layers[0] for one in measured), max(one.layers[1] for one in measured)
-    return StepMeasure(first.what, layers, arrays, segments)
 
 
 def _fill(step: Step, part: ScheduledRows, request: int, shared: int) -> None:

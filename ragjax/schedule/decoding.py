@@ -30,7 +30,11 @@ def decode(state: RequestState, token: int) -> None:
     table = _open_tail(state) if state.rows is None else state.rows.table
     number = len(state.decoded)
     state.decoded.append(token)
-    tokens = np.concatenate([np.array([token], np.int32), _proposal(state, number + 1)])
+    tokens = np.array([token], np.int32)
+    if state.lookup is not None and state.plan is not None:  # as many as have slots and may be generated
+        room = min(state.plan.tail.length - number - 1, state.decode_tokens - 1)
+        before = np.concatenate([state.plain.tokens, state.generated])  # soft tokens are never generated
+        tokens = np.concatenate([tokens, propose(before, min(state.lookup.size(), room))])
     for i in range(number, number + len(tokens)):  # no earlier row sees a later index, so none has to be hidden
         table.show(i, len(state.full_prompt) + i)
     state.rows = _tail_rows(state, table, tokens, number)
@@ -126,15 +130,6 @@ def _draws(state: RequestState, proposed: Tokens) -> list[Draw]:
 
 def _accepted(state: RequestState, rows: PendingRows) -> int:
     return len(state.full_prompt) + len(state.decoded) - 1 - int(rows.index[0])
-
-
-def _proposal(state: RequestState, number: int) -> Tokens:
-    """Tokens that may follow, from generated token `number` on: as many as have slots and may be generated."""
-    if state.lookup is None or state.plan is None:
-        return np.zeros(0, np.int32)
-    room = min(state.plan.tail.length - number, state.decode_tokens - 1)
-    tokens = np.concatenate([state.plain.tokens, state.generated])  # soft tokens are never generated
-    return propose(tokens, min(state.lookup.size(), room))
 
 
 def _tail_rows(state: RequestState, table: SpanTable, tokens: Tokens, first: int) -> PendingRows:

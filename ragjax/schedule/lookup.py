@@ -13,14 +13,9 @@ import numpy as np
 
 from ragjax.core import Tokens
 
-SIZES = (3, 2)
-"""Last tokens that have to stand in the prompt or the answer before, longest first."""
-
-MEMORY = 0.8
-"""Weight of what was seen before in the accepted share, at each proposal."""
-
-RETRY = 16
-"""Steps without a proposal after which a request whose proposals fail gets another one."""
+SIZES = (3, 2)  # last tokens that have to stand in the prompt or the answer before, longest first
+MEMORY = 0.8  # weight of what was seen before in the accepted share, at each proposal
+RETRY = 16  # steps without a proposal after which a request whose proposals fail gets another one
 
 
 def propose(tokens: Tokens, most: int) -> Tokens:

@@ -15,11 +15,8 @@ from annotated_types import Ge
 from ragjax.cache.lookahead import Look
 from ragjax.core.registry import Registry
 
-WINDOW = 32
-"""Later requests that may start before a request (RAGCache, section 7.3: a reordering window of 32)."""
-
-SIGHT = 2 * WINDOW
-"""Waiting requests among which an order chooses, from the oldest on."""
+WINDOW = 32  # later requests that may start before a request (RAGCache, section 7.3: a reordering window of 32)
+SIGHT = 2 * WINDOW  # waiting requests among which an order chooses, from the oldest on
 
 
 @dataclass(eq=False, kw_only=True)

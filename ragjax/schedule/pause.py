@@ -9,7 +9,6 @@ order; its preempted requests are computed again, or swapped out as here: Kwon e
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -73,11 +72,7 @@ def restore(state: RequestState, allocation: Allocation, copier: Copier) -> None
     state.paused = None
     allocation.decode_tokens, allocation.cold = paused.decode_tokens, False
     state.phase, state.allocation = Phase.RUNNING, allocation
-    _relocate(state, dict(zip(paused.pages.tolist(), run.pages, strict=True)))
-
-
-def _relocate(state: RequestState, moved: Mapping[int, int]) -> None:
-    assert state.plan is not None
+    moved = dict(zip(paused.pages.tolist(), run.pages, strict=True))
 
     def relocated(run: Run) -> Run:
         return replace(run, pages=tuple(moved[page] for page in run.pages))
@@ -99,8 +94,6 @@ class Pauses:
     @property
     def pages(self) -> int:
         return sum(len(state.paused.pages) for state in self._requests.paused if state.paused is not None)
-
-    # ------------------------------------------------------------------------------------------- pause
 
     def make_room(self, tokens: int = 1) -> None:
         """Find slots for the next `tokens` tokens of every decoding request, oldest first; the youngest give way.
@@ -131,19 +124,21 @@ class Pauses:
         return self._grown(state, tokens)
 
     def _give_way(self, state: RequestState) -> None:
+        notice = RECOMPUTED
         if state.background or not state.decoding:
             self._requests.counters.stops += 1
-            self._stop(state, RECOMPUTED if len(state.generated) else "")
-        elif self.pages >= self._cache.pool.capacity:
-            self._stop(state, RECOMPUTED)
-        else:
+            notice = RECOMPUTED if len(state.generated) else ""
+        elif self.pages < self._cache.pool.capacity:
             try:
                 suspend(state, self._copier)
             except Exception as error:
                 self._not_copied(error)
-                self._stop(state, RECOMPUTED)
             else:
                 self._requests.pause(state)
+                return
+        self._start_again(state, notice)
+        if not state.background:
+            self._requests.blocked = True  # until somebody ends: it would be stopped again
 
     def _not_copied(self, error: Exception) -> None:
         """A request's KV could not be copied, for want of memory as a rule: it is nobody else's affair."""
@@ -151,17 +146,10 @@ class Pauses:
             raise error
         _log.error("the KV of a request was not copied, and is computed again", exc_info=error)
 
-    def _stop(self, state: RequestState, notice: str) -> None:
-        self._start_again(state, notice)
-        if not state.background:
-            self._requests.blocked = True  # until somebody ends: it would be stopped again
-
     def _start_again(self, state: RequestState, notice: str) -> None:
         self._requests.restart(state)
         if notice and notice not in state.notices:
             state.notices.append(notice)
-
-    # ------------------------------------------------------------------------------------------ resume
 
     def resume(self) -> None:
         """Let paused requests go on, oldest first, while there is room; those that never can fail."""

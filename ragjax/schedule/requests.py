@@ -10,13 +10,13 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.node import context_hasher, raw_of
-from ragjax.core import Answer, Event, OverloadError, Prompt, RequestError, Served
+from ragjax.core import Answer, Event, OverloadError, RequestError, Served
 from ragjax.core.options import MAX_PREFILL
 from ragjax.core.overload import Overload
 from ragjax.schedule.order import FCFS, Order, Queue
@@ -24,11 +24,8 @@ from ragjax.schedule.state import Phase, RequestState
 
 _log = logging.getLogger(__name__)
 
-RESTARTS = 3
-"""Times that a request is started again, after a step failed, KV could not be loaded or a device was lost."""
-
-RECENT = 500
-"""Answered requests that are remembered, of all tenants."""
+RESTARTS = 3  # times that a request is started again, after a step failed, KV could not be loaded or a device was lost
+RECENT = 500  # answered requests that are remembered, of all tenants
 
 
 @dataclass
@@ -310,8 +307,6 @@ class Requests:
             self.counters.speculative_wasted_tokens += state.computed
         self.end(state, None)
 
-    # ------------------------------------------------------------------------------------------- private
-
     def _leave(self, state: RequestState) -> None:
         if state.phase is Phase.RUNNING:
             self.running = [other for other in self.running if other is not state]
@@ -336,7 +331,11 @@ class Requests:
 
     def look_up(self, state: RequestState) -> None:
         outlook = state.strategy.outlook(state.prompt, self._cache, state.request.tenant)
-        state.total, state.path, state.overtaken = len(state.prompt), _path(state.prompt), 0
+        hasher, path = context_hasher(), dict[Hashable, int]()
+        for segment, end in zip(state.prompt.segments, state.prompt.starts[1:], strict=True):
+            hasher.update(raw_of(segment.tokens))
+            path[hasher.digest()] = end
+        state.total, state.path, state.overtaken = len(state.prompt), path, 0
         state.look, state.awaited = partial(self._cache.peek, outlook), {}
 
     def _forget(self, state: RequestState) -> None:
@@ -356,12 +355,3 @@ class Requests:
 
 def age(state: RequestState) -> tuple[float, str]:
     return state.times.arrival, state.id
-
-
-def _path(prompt: Prompt) -> Mapping[Hashable, int]:
-    """The end of each segment, by a digest of all tokens up to there."""
-    hasher, path = context_hasher(), dict[Hashable, int]()
-    for segment, end in zip(prompt.segments, prompt.starts[1:], strict=True):
-        hasher.update(raw_of(segment.tokens))
-        path[hasher.digest()] = end
-    return path

@@ -386,23 +386,16 @@ def _measure(state: RequestState, asked: Pass, layers: tuple[int, int], table: S
         return None
     together = {what, Measure.KEY_SCORE} if what is Measure.VALUED_SCORE else {what}
     _expect(state, measures <= together, f"wants {', '.join(sorted(measures))} of one pass")
-    return StepMeasure(
-        what, asked.measured or layers, _measure_arrays(state, what, asked, table), len(state.full_prompt.segments)
-    )
-
-
-def _measure_arrays(
-    state: RequestState, what: Measure, asked: Pass, table: SpanTable
-) -> Mapping[str, NDArray[np.int32]]:
-    if what is Measure.QUERY:
-        return {}
+    arrays: Mapping[str, NDArray[np.int32]] = {}
     if what is Measure.DEVIATION:
         stale, offset = _slots(state, asked.stale)
-        return {"stale_T": stale[asked.rows], "offset_T": offset[asked.rows]}
-    if what is Measure.SEGMENT_SCORE:
-        return {"segment_T": _segment(state, asked.rows), "segment_SC": _segment(state, table.index_SC)}
-    counts = np.ones(len(asked.rows), bool) if asked.asking is None else np.isin(asked.rows, asked.asking)
-    return {"asking_T": counts.astype(np.int32)}
+        arrays = {"stale_T": stale[asked.rows], "offset_T": offset[asked.rows]}
+    elif what is Measure.SEGMENT_SCORE:
+        arrays = {"segment_T": _segment(state, asked.rows), "segment_SC": _segment(state, table.index_SC)}
+    elif what is not Measure.QUERY:
+        counts = np.ones(len(asked.rows), bool) if asked.asking is None else np.isin(asked.rows, asked.asking)
+        arrays = {"asking_T": counts.astype(np.int32)}
+    return StepMeasure(what, asked.measured or layers, arrays, len(state.full_prompt.segments))
 
 
 def _segment(state: RequestState, index: NDArray[np.int32]) -> NDArray[np.int32]:

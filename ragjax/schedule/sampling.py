@@ -63,13 +63,9 @@ class Sampler:
         logprobs, adjusted = asked.logprobs is not None, changes.now()
         if asked.temperature == 0.0:
             return Draw(adjusted=adjusted, logprobs=logprobs)
-        return Draw(asked.temperature, asked.top_k, asked.top_p, self._key(number), adjusted, logprobs)
-
-    def _key(self, token: int) -> int:
-        missing = token + 1 - len(self._keys)
-        if missing > 0:
-            self._keys += self._stream.integers(0, 2**64, missing, np.uint64).tolist()
-        return self._keys[token]
+        missing = max(0, number + 1 - len(self._keys))
+        self._keys += self._stream.integers(0, 2**64, missing, np.uint64).tolist()
+        return Draw(asked.temperature, asked.top_k, asked.top_p, self._keys[number], adjusted, logprobs)
 
 
 class _Changes:

@@ -8,15 +8,13 @@ rows: whoever owns the device carries it out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ragjax.core import Grid, RowShape, StepLimits, StepMeasure
 from ragjax.core.step import PREFILL_ROWS
 from ragjax.schedule.batch import Batch, Group, find_groups, pack, rows_of
 from ragjax.schedule.requests import Requests
-from ragjax.schedule.rows import PendingRows
 from ragjax.schedule.state import RequestState
 
 FADES = 0.7
@@ -72,18 +70,15 @@ class Preload:
         boundaries = allocation.stages
         first = boundaries.index(rows.layers[0])
         last = next(i for i, layer in enumerate(boundaries) if layer >= rows.end)
-        stop = reach(first, last, state.stages_ready, self._lead(state), len(boundaries) - 1)
+        stages, load_s = len(boundaries) - 1, allocation.load_seconds
+        lead = stages
+        if load_s is not None and self._units:
+            lead = depth(stages, self._cost(state, len(rows.token)) * self._seconds / self._units, load_s)
+        stop = reach(first, last, state.stages_ready, lead, stages)
         if stop == first:
             return False
         rows.cut(min(boundaries[stop], rows.end))
         return True
-
-    def _lead(self, state: RequestState) -> int:
-        allocation, rows = state.held, rows_of(state)
-        stages, load_s = len(allocation.stages) - 1, allocation.load_seconds
-        if load_s is None or not self._units:
-            return stages
-        return depth(stages, self._cost(state, len(rows.token)) * self._seconds / self._units, load_s)
 
     def _cost(self, state: RequestState, rows: int) -> float:
         return rows * (1 + len(rows_of(state).table) * state.held.page_size / self.keys)
@@ -151,16 +146,12 @@ BLOCK_ROWS = 48
 """Rows that would take as long to compute as a block of rows, of any size, costs: it sweeps a thousand keys or so."""
 
 
-class Shapes(Protocol):
-    """Knows the shapes of steps that no program is missing for."""
-
-    def shapes_for(
-        self, layers: tuple[int, int], measure: StepMeasure | None, by_layer: bool
-    ) -> tuple[RowShape, ...]: ...
+Shapes = Callable[[tuple[int, int], StepMeasure | None, bool], tuple[RowShape, ...]]
+"""Tells the shapes of steps that no program is missing for; the bool: layers read pages of their own."""
 
 
 class Scheduler:
-    """Chooses whose turn it is among the running requests. shapes: knows which can run now (None: all)."""
+    """Chooses whose turn it is among the running requests. shapes: those that can run now (None: all)."""
 
     def __init__(
         self,
@@ -190,11 +181,19 @@ class Scheduler:
         """
         waiting = [s for s in self._active() if s.rows is not None and s.rows.left]
         waiting = self._apart([state for state in waiting if state.decoding or self.preload.may_run(state)])
-        decoding = [state for state in waiting if state.decoding and self._decodes(rows_of(state))]
+        decoding = []  # a generated token, and tokens proposed behind it, rather than many that were given
+        for state in waiting:
+            rows = rows_of(state)
+            if state.decoding and rows.left - rows.proposed == 1 and rows.left <= self._most:
+                decoding.append(state)
         prefilling = [state for state in waiting if state not in decoding]
         if not prefilling:
             return self._decode_batch(decoding) if decoding else None
-        prefilling = _sharing(prefilling)
+        sharing: list[RequestState] = []
+        for state in prefilling:
+            if all(rows_of(state).shares(rows_of(other)) for other in sharing):
+                sharing.append(state)
+        prefilling = sharing
         if not decoding:  # a request that comes waits for no more than a short step of those in the background
             return self._prefill_batch(prefilling, bounded=prefilling[0].background)
         first = rows_of(prefilling[0])
@@ -211,11 +210,7 @@ class Scheduler:
         pending = [rows_of(state) for state in states]
         measure = next((one.measure_now for one in pending if one.measure_now is not None), None)
         by_layer = any(one.table.by_layer is not None for one in pending)
-        return self._shapes.shapes_for(pending[-1].layers, measure, by_layer)
-
-    def _decodes(self, rows: PendingRows) -> bool:
-        """True if these are a generated token, and tokens proposed behind it, rather than many that were given."""
-        return rows.left - rows.proposed == 1 and rows.left <= self._most
+        return self._shapes(pending[-1].layers, measure, by_layer)
 
     def _apart(self, states: list[RequestState]) -> list[RequestState]:
         """Whose rows may share the next step: one request of a failed step alone, in turns with all the others."""
@@ -312,8 +307,13 @@ class Scheduler:
     def _fill(
         self, states: Sequence[RequestState], lefts: Sequence[int], shapes: Sequence[RowShape]
     ) -> tuple[list[tuple[RequestState, int]], RowShape]:
-        """Prefill rows of a step, and its shape: the one that computes the most rows for its cost."""
-        shape = max(shapes, key=lambda shape: _pace(lefts, shape))
+        """Prefill rows of a step, and its shape: the one that computes the most rows for its cost, in rows."""
+
+        def pace(shape: RowShape) -> float:
+            takes = _takes(lefts, shape)
+            return sum(takes) / (shape.rows + STEP_ROWS + BLOCK_ROWS * _blocks(takes, shape))
+
+        shape = max(shapes, key=pace)
         return list(zip(states, _takes(lefts, shape), strict=False)), shape
 
     def _take_turns(self, states: Sequence[RequestState], rows: int, entries: int) -> list[RequestState]:
@@ -347,14 +347,6 @@ def _is_alone(shape: RowShape) -> bool:
     return shape.block < FEW and not shape.mixed
 
 
-def _sharing(states: Sequence[RequestState]) -> list[RequestState]:
-    found: list[RequestState] = []
-    for state in states:
-        if all(rows_of(state).shares(rows_of(other)) for other in found):
-            found.append(state)
-    return found
-
-
 def _blocks(lefts: Sequence[int], shape: RowShape) -> int:
     return sum(-(-left // shape.block) for left in lefts)
 
@@ -368,12 +360,6 @@ def _worth(states: Sequence[RequestState], cost: float, plain: float) -> bool:
 
 def _whole(states: Sequence[RequestState]) -> list[tuple[RequestState, int]]:
     return [(state, rows_of(state).left) for state in states]
-
-
-def _pace(lefts: Sequence[int], shape: RowShape) -> float:
-    """Prefill rows of a step of this shape that are of use, over what it costs, in rows."""
-    takes = _takes(lefts, shape)
-    return sum(takes) / (shape.rows + STEP_ROWS + BLOCK_ROWS * _blocks(takes, shape))
 
 
 def _takes(lefts: Sequence[int], shape: RowShape) -> list[int]:

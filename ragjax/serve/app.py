@@ -41,11 +41,8 @@ from ragjax.serve.tracing import Spans
 if TYPE_CHECKING:
     from ragjax.cluster.fleet import Service
 
-MAX_BODY_BYTES = 8 * 2**20
-"""Default limit of a request's body, bytes."""
-
-MAX_FILE_BYTES = 32 * 2**20
-"""Default limit of an upload, bytes."""
+MAX_BODY_BYTES = 8 * 2**20  # default limit of a request's body, bytes
+MAX_FILE_BYTES = 32 * 2**20  # default limit of an upload, bytes
 
 
 def create_app(
@@ -150,11 +147,8 @@ def _no_model(name: str, own: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-SKIPPED = 10
-"""Files that were left out and are named in /health; the store of the knowledge base lists all."""
-
-FRESH = 1.0
-"""Seconds for which an inventory is told again: to make one holds up the engine's thread."""
+SKIPPED = 10  # files that were left out and are named in /health; the store of the knowledge base lists all
+FRESH = 1.0  # seconds for which an inventory is told again: to make one holds up the engine's thread
 
 
 class RecentInventories:
@@ -191,6 +185,8 @@ def _grounded(request: core.Request, knowledge: str) -> core.Request:
 
 
 class _Endpoints:
+    """names: whether names of files are for everybody."""
+
     def __init__(
         self,
         engine: Service,
@@ -200,12 +196,8 @@ class _Endpoints:
         names: bool,
         spans: Spans | None,
     ):
-        self._spans = spans
-        self._engine = engine
-        self._embedder = embedder
-        self._metrics = metrics
-        self._strict = strict
-        self._names = names  # of files are for everybody
+        self._engine, self._embedder, self._metrics, self._spans = engine, embedder, metrics, spans
+        self._strict, self._names = strict, names
         self._inventories = RecentInventories(engine.inventory)
         self._created = int(time.time())
 
@@ -222,11 +214,10 @@ class _Endpoints:
         told = self._engine.indexing
         if told is not None:
             facts["indexing"] = told.body(SKIPPED if self._names else 0)
-        if replicas is None:
-            return {"status": "ok", "ready": True, **facts}
-        facts["replicas"] = {"up": replicas.up, "wanted": replicas.wanted}
-        if not replicas.up:
-            return JSONResponse({"status": "unavailable", "ready": False, **facts}, 503)
+        if replicas is not None:
+            facts["replicas"] = {"up": replicas.up, "wanted": replicas.wanted}
+            if not replicas.up:
+                return JSONResponse({"status": "unavailable", "ready": False, **facts}, 503)
         return {"status": "ok", "ready": True, **facts}
 
     async def metrics(self) -> Response:
@@ -259,8 +250,13 @@ class _Endpoints:
             library = self._engine.library
             earlier = await asyncio.to_thread(library.conversation, tenant, body.previous_response_id)
             body = body.model_copy(update={"input": [*earlier_items(earlier), *body.input]})
-        sources = await asyncio.to_thread(self._sources, body, tenant)
-        [asked] = await self._ready(body.model, [body.to_core(sources)], tenant)
+        sources: list[core.Source] = []
+        if (search := body.search) is not None:
+            wanted = None if search.filters is None else search.filters.to_core()
+            for store in search.vector_store_ids:
+                within = await asyncio.to_thread(self._engine.library.within, tenant, store, wanted)
+                sources.append(core.Source(store, within))
+        [asked] = await self._ready(body.model, [body.to_core(tuple(sources))], tenant)
         reply = Reply(self._engine, body, asked, notices)
         told = reply.told(self._events(asked, request))
         if body.store is not False:
@@ -323,13 +319,6 @@ class _Endpoints:
         take_ignored(body, strict=self._strict)
         [asked] = await self._ready(body.model, [body.to_core()], request.state.tenant)
         return {"input_tokens": await asyncio.to_thread(self._engine.prompt_tokens, asked)}
-
-    def _sources(self, body: ResponseBody, tenant: str) -> tuple[core.Source, ...]:
-        search = body.search
-        if search is None:
-            return ()
-        wanted, library = None if search.filters is None else search.filters.to_core(), self._engine.library
-        return tuple(core.Source(store, library.within(tenant, store, wanted)) for store in search.vector_store_ids)
 
     async def _ready(self, model: str, requests: Sequence[core.Request], tenant: str) -> list[core.Request]:
         """Gives the requests of a body their tenant, and the knowledge that the model's name brings along.

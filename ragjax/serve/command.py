@@ -207,7 +207,16 @@ def _tenants(path: str) -> dict[str, Tenant]:
         raise core.ConfigError(f"--tenants: cannot read {path!r}: {error}") from error
     if not isinstance(given, dict) or not given:
         raise core.ConfigError(f"--tenants: {path!r} must hold an object of API keys")
-    tenants = {key: _tenant(key, entry) for key, entry in given.items()}
+    tenants = {}
+    for key, entry in given.items():
+        _check_key(key, "--tenants")
+        shown = f"--tenants: the entry of key {key[:4]}…"
+        if not isinstance(entry, dict) or "name" not in entry or not set(entry) <= {"name", "quota_gb"}:
+            raise core.ConfigError(f'{shown} must be {{"name": …, "quota_gb": …}}, and no more')
+        try:
+            tenants[key] = Tenant(**entry)
+        except core.ConfigError as error:
+            raise core.ConfigError(f"{shown}: {error}") from error
     if len({tenant.name for tenant in tenants.values()}) != len(tenants):
         raise core.ConfigError("--tenants: two keys have the same name; each tenant has one key")
     return tenants
@@ -219,17 +228,6 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(found) < len(pairs):
         raise ValueError("a key or field stands twice in an object")
     return found
-
-
-def _tenant(key: str, entry: object) -> Tenant:
-    _check_key(key, "--tenants")
-    shown = f"--tenants: the entry of key {key[:4]}…"
-    if not isinstance(entry, dict) or "name" not in entry or not set(entry) <= {"name", "quota_gb"}:
-        raise core.ConfigError(f'{shown} must be {{"name": …, "quota_gb": …}}, and no more')
-    try:
-        return Tenant(**entry)
-    except core.ConfigError as error:
-        raise core.ConfigError(f"{shown}: {error}") from error
 
 
 def _check_key(key: str, where: str) -> None:
@@ -264,15 +262,6 @@ def _listener(host: str, port: int) -> socket.socket:
         raise _cannot_listen(host, port, error) from error
 
 
-def _listen(listener: socket.socket) -> None:
-    """Not before the model is loaded, or clients would wait for it; until here another server can have come first."""
-    try:
-        listener.listen()
-    except OSError as error:
-        host, port = listener.getsockname()[:2]
-        raise _cannot_listen(host, port, error) from error
-
-
 def _cannot_listen(host: str, port: int, error: Exception) -> core.ConfigError:
     return core.ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}")
 
@@ -303,22 +292,17 @@ def _open_many() -> None:
 
 def app_options(options: argparse.Namespace, address: str | None = None) -> dict[str, Any]:
     """Arguments of `create_app` from the command's options. address: the server listens on it; None: Ray Serve's."""
+    hosts = None  # without --allow-host any name will do where other machines reach it
+    if options.allow_host or (address is not None and is_loopback(address)):
+        hosts = LOOPBACK | frozenset(options.allow_host) | frozenset(() if address is None else (options.host.lower(),))
     return {
         "keys": _keys(options),
         "metrics_key": options.metrics_key,
         "max_file_bytes": int(options.max_file_mb * 2**20),
         "strict": options.strict,
         "cors_origins": options.cors_origin,
-        "hosts": _hosts(options, address),
+        "hosts": hosts,
     }
-
-
-def _hosts(options: argparse.Namespace, address: str | None) -> frozenset[str] | None:
-    """Names that the server may be called by. Without --allow-host any will do where other machines reach it."""
-    if not options.allow_host and (address is None or not is_loopback(address)):
-        return None
-    listened = set() if address is None else {options.host.lower()}
-    return LOOPBACK | listened | frozenset(options.allow_host)
 
 
 def _run(engine: Service, listener: socket.socket, options: argparse.Namespace) -> None:
@@ -333,7 +317,11 @@ def _run(engine: Service, listener: socket.socket, options: argparse.Namespace) 
         ws="none",
         lifespan="on",
     )
-    _listen(listener)
+    try:  # not before the model is loaded, or clients would wait for it; another server can have come first
+        listener.listen()
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise _cannot_listen(host, port, error) from error
     gc.enable()
     with Watchdog() as watchdog:
         server = Server(config, engine, watchdog, drain)

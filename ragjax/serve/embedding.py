@@ -55,11 +55,8 @@ class Turns:
             task.cancel()
 
 
-TEXTS = 2048
-"""Texts of a request, at most."""
-
-WAITING = 16
-"""Requests of a tenant that may wait, behind the one at work: each may take minutes."""
+TEXTS = 2048  # texts of a request, at most
+WAITING = 16  # requests of a tenant that may wait, behind the one at work: each may take minutes
 
 
 class EmbeddingBody(RefusingBody):

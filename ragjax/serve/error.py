@@ -22,6 +22,13 @@ METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 """Methods that a route may take."""
 
 
+UNREADABLE: Mapping[type[Exception], str] = {
+    UnicodeDecodeError: "it is not UTF-8",
+    RecursionError: "it is nested too deeply",
+    ValueError: "a number in it has too many digits",
+}
+"""Why Python's parser fails at a body, the first that fits."""
+
 FAILURES: Mapping[type[BaseException], tuple[int, str]] = {
     core.LostError: (503, "replica_lost"),
     core.EndpointError: (502, "endpoint"),
@@ -79,10 +86,8 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
     if isinstance(error, asyncio.CancelledError | core.ClosedError):
         return stopping()
     if isinstance(error, core.OverloadError):
-        seconds = str(max(1, math.ceil(error.retry_after or 1)))
-        return ApiError(
-            429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": seconds}
-        )
+        retry = {"retry-after": str(max(1, math.ceil(error.retry_after or 1)))}
+        return ApiError(429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers=retry)
     if (failure := FAILURES.get(type(error))) is not None:
         _log.error("request %s failed: %s", scope["state"]["request_id"], error)
         status, code = failure
@@ -96,9 +101,15 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
     if isinstance(error, RequestValidationError):
         return _validation_error(error)
     if isinstance(error, HTTPException):
-        if (reason := _unreadable(error.__cause__)) is not None:
-            return ApiError(400, f"the body is not JSON that can be read: {reason}", code="invalid_json")
-        more = {"allow": _allowed(scope)} if error.status_code == 405 else error.headers
+        for kind, reason in UNREADABLE.items():
+            if isinstance(error.__cause__, kind):
+                return ApiError(400, f"the body is not JSON that can be read: {reason}", code="invalid_json")
+        more = error.headers
+        if error.status_code == 405:  # of all routes of a path; Starlette names the methods of the first one
+            asked = {method: {**scope, "method": method} for method in METHODS}
+            routes = scope["app"].routes
+            known = (name for name, one in asked.items() if any(r.matches(one)[0] is Match.FULL for r in routes))
+            more = {"allow": ", ".join(known)}
         return ApiError(error.status_code, f"{error.detail}: {scope['method']} {scope['path']}", headers=more)
     request_id = scope["state"]["request_id"]
     _log.error("request %s failed", request_id, exc_info=error)
@@ -125,22 +136,6 @@ def overloaded(connections: int) -> ApiError:
     return ApiError(503, message, "server_error", code="overloaded", headers=headers)
 
 
-def _allowed(scope: Scope) -> str:
-    """Lists the methods of all routes of a path; Starlette names those of the first one."""
-    routes = scope["app"].routes
-    asked = {method: {**scope, "method": method} for method in METHODS}
-    return ", ".join(name for name, one in asked.items() if any(r.matches(one)[0] is Match.FULL for r in routes))
-
-
-def _unreadable(cause: BaseException | None) -> str | None:
-    """Returns why Python's parser failed at a body, or None if something else did."""
-    if isinstance(cause, UnicodeDecodeError):
-        return "it is not UTF-8"
-    if isinstance(cause, RecursionError):
-        return "it is nested too deeply"
-    return "a number in it has too many digits" if isinstance(cause, ValueError) else None
-
-
 def _validation_error(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     kind, location, problem = first["type"], first["loc"][1:], first["msg"].removeprefix("Value error, ")
@@ -152,9 +147,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     path = path_of(location)
     if kind == "union_tag_invalid":
         given, known = (first["ctx"][name].replace("<", "").replace(">", "") for name in ("tag", "expected_tags"))
-        return ApiError(
-            400, f"{path}: the type {given!r} is not served; these are: {known}", param=path, code="invalid_value"
-        )
+        problem = f"the type {given!r} is not served; these are: {known}"
     if kind == "extra_forbidden":
         return ApiError(400, f"unknown field {path!r}", param=path, code="unknown_parameter")
     code = "missing_required_parameter" if kind == "missing" else "invalid_value"

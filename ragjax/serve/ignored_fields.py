@@ -8,10 +8,8 @@ from ragjax.core import RequestError, readable
 from ragjax.serve.error import path_of
 from ragjax.serve.schema.body import Body, RefusingBody
 
-NAMED = 16
-"""Fields that a notice names, at most."""
-NAME_CHARS = 64
-"""Characters of a name that a notice shows, at most."""
+NAMED = 16  # fields that a notice names, at most
+NAME_CHARS = 64  # characters of a name that a notice shows, at most
 
 Place = tuple[str | int, ...]
 
@@ -21,8 +19,7 @@ def take_ignored(body: Body, *, strict: bool = False) -> tuple[str, ...]:
 
     Null counts as absent and makes no notice.
     """
-    known: dict[str, None] = {}
-    unknown: dict[str, None] = {}
+    known, unknown = dict[str, None](), dict[str, None]()
     for place, found in _objects(body, ()):
         given = found.model_extra or {}
         for name in given if strict else ():

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
@@ -39,7 +39,8 @@ class FormField(NamedTuple):
 def parse(body: bytes, content_type: str) -> dict[str, FormField]:
     kind, options = parse_options_header(content_type)
     if kind != "multipart/form-data" or not options.get("boundary"):
-        raise _broken("send it as multipart/form-data")
+        reason = "the form cannot be read: send it as multipart/form-data"
+        raise RequestError(reason, param="file", code="invalid_form")
     found: dict[str, FormField] = {}
     name, filename, content = "", None, bytearray()
     try:
@@ -50,16 +51,12 @@ def parse(body: bytes, content_type: str) -> dict[str, FormField]:
                 elif event is not None:
                     content += event
                 elif name in found:
-                    raise RequestError(f"the field {name!r} is given twice", param=name, code="invalid_value")
+                    raise core.invalid(name, f"the field {name!r} is given twice")
                 else:
                     found[name] = FormField(bytes(content), filename)
     except MultipartError as error:
-        raise _broken(str(error)) from error
+        raise RequestError(f"the form cannot be read: {error}", param="file", code="invalid_form") from error
     return found
-
-
-def _broken(reason: str) -> RequestError:
-    return RequestError(f"the form cannot be read: {reason}", param="file", code="invalid_form")
 
 
 async def _tenant(request: Request) -> str:
@@ -245,7 +242,18 @@ class LibraryEndpoints:
             None if body.filters is None else body.filters.to_core(),
             None if body.ranking_options is None else body.ranking_options.score_threshold,
         )
-        shown = [{**_cited(one), "content": [{"type": "text", "text": one.chunk.text}]} for one in found]
+        shown = [
+            {
+                "file_id": one.chunk.document_id,
+                "filename": one.name,
+                "page": one.chunk.page,
+                "heading": one.chunk.heading,
+                "score": one.score,
+                "attributes": dict(one.attributes),
+                "content": [{"type": "text", "text": one.chunk.text}],
+            }
+            for one in found
+        ]
         kind = "vector_store.search_results.page"
         return {"object": kind, "search_query": body.query, "data": shown, "has_more": False, "next_page": None}
 
@@ -354,11 +362,11 @@ def _lifetime(form: Mapping[str, FormField]) -> int | None:
     if anchor is None or seconds is None:
         raise _missing(ANCHOR if anchor is None else SECONDS, f"give {ANCHOR} and {SECONDS}, or neither")
     if _said(anchor) != "created_at":
-        raise ApiError(400, f"{ANCHOR} must be created_at, not {_said(anchor)!r}", param=ANCHOR, code="invalid_value")
+        raise core.invalid(ANCHOR, f"{ANCHOR} must be created_at, not {_said(anchor)!r}")
     given = re.fullmatch("[0-9]{1,7}", _said(seconds))
     if given is None or not LEAST_SECONDS <= int(given[0]) <= MOST_SECONDS:
         reason = f"{SECONDS} must be a whole number from {LEAST_SECONDS} to {MOST_SECONDS}, not {_said(seconds)!r}"
-        raise ApiError(400, reason, param=SECONDS, code="invalid_value")
+        raise core.invalid(SECONDS, reason)
     return int(given[0])
 
 
@@ -377,15 +385,4 @@ def _file(file: core.File) -> Json:
         "purpose": file.purpose,
         "status": "processed",
         "status_details": None,
-    }
-
-
-def _cited(passage: core.Passage) -> dict[str, Any]:
-    return {
-        "file_id": passage.chunk.document_id,
-        "filename": passage.name,
-        "page": passage.chunk.page,
-        "heading": passage.chunk.heading,
-        "score": passage.score,
-        "attributes": dict(passage.attributes),
     }

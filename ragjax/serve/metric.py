@@ -132,11 +132,12 @@ class ServerMetrics:
         self.shadow_kl = histogram("ragjax_shadow_kl", nats, ["strategy"], buckets=_NATS)
         shares = "Share of a replayed request's tokens that full attention likes best, too."
         self.shadow_top1 = histogram("ragjax_shadow_top1", shares, ["strategy"], buckets=_SHARES)
-        engine.observe_shadows(self._note_shadow)
 
-    def _note_shadow(self, strategy: str, seen: core.Divergence) -> None:
-        self.shadow_kl.labels(strategy).observe(seen.kl)
-        self.shadow_top1.labels(strategy).observe(seen.top1)
+        def note(strategy: str, seen: core.Divergence) -> None:
+            self.shadow_kl.labels(strategy).observe(seen.kl)
+            self.shadow_top1.labels(strategy).observe(seen.top1)
+
+        engine.observe_shadows(note)
 
     def count_ended(self, reason: str) -> None:
         self.connections_ended.labels(reason).inc()
@@ -155,7 +156,10 @@ class _EngineCollector(Collector):
         found = engine.figures() if hasattr(engine, "figures") else {"": engine.stats()}
         for replica, stats in found.items():
             for name, value in stats.items():
-                family = families.setdefault(name, _family(name, value, bool(replica)))
+                make = CounterMetricFamily if name.endswith("_total") and name not in _GAUGES else GaugeMetricFamily
+                kinds = ["replica"] * bool(replica) + [_LABELS.get(name, "kind")] * isinstance(value, Mapping)
+                made: Metric = make(f"ragjax_{_GAUGES.get(name, name)}", _HELP.get(name, ""), labels=kinds)
+                family = families.setdefault(name, made)
                 for key, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
                     labels = [*([replica] if replica else []), *([] if key is None else [key])]
                     family.add_metric(labels, float(number))  # type: ignore[attr-defined] # of counters and gauges
@@ -173,9 +177,3 @@ class _EngineCollector(Collector):
             skipped = GaugeMetricFamily("ragjax_indexing_skipped", "Files and lines left out.", value=len(told.skipped))
             families["skipped"] = skipped
         return [*families.values(), read]
-
-
-def _family(name: str, value: float | Mapping[str, float], replicas: bool) -> Metric:
-    make = CounterMetricFamily if name.endswith("_total") and name not in _GAUGES else GaugeMetricFamily
-    labels = ["replica"] * replicas + ([_LABELS.get(name, "kind")] if isinstance(value, Mapping) else [])
-    return make(f"ragjax_{_GAUGES.get(name, name)}", _HELP.get(name, ""), labels=labels)

@@ -37,38 +37,23 @@ class BrowserGuard:
     def check(self, headers: Mapping[bytes, bytes]) -> None:
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if host and self.hosts is not None and _name(host) not in self.hosts:
-            raise _refused(
-                f"this server does not go by the name {_name(host)!r}",
-                f"call it by its address, or start it with --allow-host {_name(host)}, or with --api-key",
-                "host_not_allowed",
-            )
+            remedy = f"call it by its address, or start it with --allow-host {_name(host)}, or with --api-key"
+            reason = f"this server does not go by the name {_name(host)!r}: {remedy}"
+            raise ApiError(403, reason, code="host_not_allowed")
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if "*" in self.origins or origin in self.origins or not _is_elsewhere(headers, origin, host):
-            return
-        raise _refused(
-            f"pages of {origin} may not call this server" if origin else "pages elsewhere may not call this server",
-            f"start it with --cors-origin {origin or 'ORIGIN'}, or with --api-key",
-            "origin_not_allowed",
-        )
-
-
-def _is_elsewhere(headers: Mapping[bytes, bytes], origin: str, host: str) -> bool:
-    site = headers.get(b"sec-fetch-site")
-    if site == b"same-origin":  # the browser's word, also where a proxy has changed the host
-        return False
-    if origin:
-        return origin not in (f"http://{host}", f"https://{host}")
-    return site == b"cross-site"
+        site = headers.get(b"sec-fetch-site")
+        elsewhere = origin not in (f"http://{host}", f"https://{host}") if origin else site == b"cross-site"
+        # "same-origin" is the browser's word, also where a proxy has changed the host
+        if elsewhere and site != b"same-origin" and not {"*", origin} & set(self.origins):
+            remedy = f"start it with --cors-origin {origin or 'ORIGIN'}, or with --api-key"
+            reason = f"pages {f'of {origin}' if origin else 'elsewhere'} may not call this server: {remedy}"
+            raise ApiError(403, reason, code="origin_not_allowed")
 
 
 def _name(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
-
-
-def _refused(what: str, remedy: str, code: str) -> ApiError:
-    return ApiError(403, f"{what}: {remedy}", code=code)
 
 
 def is_loopback(address: str) -> bool:
@@ -99,8 +84,8 @@ class RequestMiddleware:
     proxied: bool  # a proxy in front gives and sets the header x-request-id
 
     def __post_init__(self) -> None:
-        self._tenants = _as_sent(self.keys)
-        self._own = {path: _as_sent(keys) for path, keys in self.own.items()}
+        self._tenants = {key.encode(): tenant for key, tenant in self.keys.items()}
+        self._own = {path: {key.encode(): whose for key, whose in keys.items()} for path, keys in self.own.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -151,7 +136,7 @@ class RequestMiddleware:
             raise ApiError(415, "bodies are read as they are: send this one without content-encoding")
         if scope["path"] not in self.public:
             if tenants := self._own.get(scope["path"], self._tenants):
-                scope["state"]["tenant"] = _tenant_of(_credentials(headers), tenants)
+                scope["state"]["tenant"] = _tenant_of(headers, tenants)
             else:
                 self.guard.check(headers)
         _check_size(int(headers.get(b"content-length", b"0")), self._most(scope))
@@ -179,19 +164,10 @@ class RequestMiddleware:
         return limited_receive
 
 
-def _as_sent(keys: Mapping[str, str]) -> dict[bytes, str]:
-    return {f"Bearer {key}".encode(): tenant for key, tenant in keys.items()}
-
-
-def _credentials(headers: Mapping[bytes, bytes]) -> bytes:
-    """The authorization of a request: the scheme may be in small letters; Anthropic's clients send the key alone."""
-    if key := headers.get(b"x-api-key"):
-        return b"Bearer " + key
+def _tenant_of(headers: Mapping[bytes, bytes], tenants: Mapping[bytes, str]) -> str:
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return b"Bearer " + key if scheme.lower() == b"bearer" else b""
-
-
-def _tenant_of(given: bytes, tenants: Mapping[bytes, str]) -> str:
+    given = key if scheme.lower() == b"bearer" else b""
+    given = headers.get(b"x-api-key") or given  # Anthropic's clients send the key alone
     # every key is compared, so that the time taken tells nothing
     matching = [tenant for key, tenant in tenants.items() if hmac.compare_digest(given, key)]
     if not matching:

@@ -54,10 +54,7 @@ class Form(ABC):
                 if isinstance(event, core.Answer):
                     found[number] = event
         answers = [found[number] for number in sorted(found)]
-        choices = [
-            self._choice(i, self._message(i, answer), answer.logprobs, self._reason(i, answer), **self._account(answer))
-            for i, answer in enumerate(answers)
-        ]
+        choices = [self._end(i, self._message(i, one), one.logprobs, one) for i, one in enumerate(answers)]
         return self._object(self.kind, choices, usage=self._usage(answers), rag=self._rag(answers[0]))
 
     def opening(self) -> list[Json]:
@@ -66,15 +63,12 @@ class Form(ABC):
     def chunks(self, number: int, event: core.Event) -> list[Json]:
         """Makes the chunks of one event; an answer's last one has no text, but `finish_reason` and the account."""
         if isinstance(event, core.Delta):
-            made = [self._choice(number, said) for said in self._deltas(number, event.text)]
-            if made:
-                made[0] = {**made[0], "logprobs": self._reported(event.logprobs)}
-            elif event.logprobs:
-                made = [self._choice(number, self._delta(""), event.logprobs)]
+            said = self._deltas(number, event.text) or ([self._delta("")] if event.logprobs else [])
+            made = (self._choice(number, one, None if i else event.logprobs) for i, one in enumerate(said))
             return [self._object(self.chunk_kind, [choice]) for choice in made]
         left = [self._object(self.chunk_kind, [self._choice(number, said)]) for said in self._left(number)]
-        choice = self._choice(number, self._delta(None), None, self._reason(number, event), **self._account(event))
-        return [*left, self._object(self.chunk_kind, [choice], rag=self._rag(event))]
+        last = self._end(number, self._delta(None), None, event)
+        return [*left, self._object(self.chunk_kind, [last], rag=self._rag(event))]
 
     async def stream(
         self, events: AsyncGenerator[Numbered, None], include_usage: bool, include_sources: bool = False
@@ -107,10 +101,9 @@ class Form(ABC):
 
     def _usage(self, answers: Sequence[core.Answer]) -> Json:
         """Counts tokens: a prompt once, with what was cached of it for its first choice."""
-        prompts = sum(answer.prompt_tokens for answer in answers[:: self._n])
-        cached = sum(answer.cached_tokens for answer in answers[:: self._n])
-        written = sum(answer.written for answer in answers[:: self._n])
-        completion = sum(len(answer.tokens) for answer in answers)
+        first, completion = answers[:: self._n], sum(len(answer.tokens) for answer in answers)
+        prompts = sum(answer.prompt_tokens for answer in first)
+        cached, written = (sum(getattr(one, name) for one in first) for name in ("cached_tokens", "written"))
         return {
             "prompt_tokens": prompts,
             "completion_tokens": completion,
@@ -118,25 +111,16 @@ class Form(ABC):
             "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
         }
 
-    def _account(self, answer: core.Answer) -> Json:
-        return {"rag": self._rag(answer)} if self._choices > 1 else {}
-
     def _object(self, kind: str, choices: list[Json], **more: Json) -> Json:
         return {**self._head, "object": kind, "choices": choices, **more}
 
-    def _choice(
-        self,
-        number: int,
-        said: Json,
-        tokens: Sequence[core.TokenLogprob] | None = None,
-        finish_reason: str | None = None,
-        **more: Json,
-    ) -> Json:
-        logprobs = self._reported(tokens)
-        return {"index": number, **said, "logprobs": logprobs, "finish_reason": finish_reason, **more}
+    def _choice(self, number: int, said: Json, tokens: Sequence[core.TokenLogprob] | None = None) -> Json:
+        logprobs = None if tokens is None or not self._want_logprobs else self._logprobs(tokens)
+        return {"index": number, **said, "logprobs": logprobs, "finish_reason": None}
 
-    def _reported(self, tokens: Sequence[core.TokenLogprob] | None) -> Json | None:
-        return None if tokens is None or not self._want_logprobs else self._logprobs(tokens)
+    def _end(self, number: int, said: Json, tokens: Sequence[core.TokenLogprob] | None, answer: core.Answer) -> Json:
+        choice = {**self._choice(number, said, tokens), "finish_reason": self._reason(number, answer)}
+        return {**choice, "rag": self._rag(answer)} if self._choices > 1 else choice
 
     def _reason(self, number: int, answer: core.Answer) -> str:
         return answer.finish_reason
@@ -281,6 +265,14 @@ def citations_of(sources: Sequence[core.Citation]) -> list[Json]:
 def account(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]], notices: Sequence[str]) -> Json:
     """Makes the field `rag`, the account of reuse. notices: of the request; those of the answer follow."""
     names = ("retrieve", "search_exposed", "load", "compile", "prefill", "ttft", "total")
+    segments, start = list[Json](), 0
+    for report in answer.segments:
+        segments.append(asdict(report))
+        if answer.prompt is None:  # tokens, and which of them were recomputed, are told only if asked for
+            del segments[-1]["recomputed_at"]
+        else:
+            segments[-1]["pieces"] = pieces(answer.prompt[start : start + report.tokens])
+        start += report.tokens
     return {
         "strategy": answer.strategy,
         "recompute_ratio": answer.recompute_ratio,
@@ -289,27 +281,13 @@ def account(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]], not
         "predicted": None if answer.predicted is None else asdict(answer.predicted),
         "compression": None if answer.compression is None else {**asdict(answer.compression), "kept": answer.kept},
         "figures": dict(answer.figures),
-        "segments": _segments(answer, pieces),
+        "segments": segments,
         "facts": [asdict(path) for path in answer.facts],
         "sources": citations_of(answer.sources),
         "timings_ms": {name: round(getattr(answer.timings, name), 3) for name in names},
         "notices": [*notices, *answer.notices],
         "notice_codes": [getattr(notice, "code", None) for notice in (*notices, *answer.notices)],
     }
-
-
-def _segments(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]]) -> list[Json]:
-    """The account of each segment; its tokens, and which of them were recomputed, only if asked for."""
-    found, start = [], 0
-    for report in answer.segments:
-        account = asdict(report)
-        if answer.prompt is None:
-            del account["recomputed_at"]
-        else:
-            account["pieces"] = pieces(answer.prompt[start : start + report.tokens])
-        found.append(account)
-        start += report.tokens
-    return found
 
 
 def _logprob(value: float) -> float:

@@ -30,8 +30,6 @@ class Output:
         self.items: list[Json] = []
         self._logprobs: list[Json] = []
 
-    # ------------------------------------------------------------------------------------------ a search
-
     def search(self, question: str) -> Iterator[Json]:
         item = {"id": new_id("fs"), "type": "file_search_call", "status": "in_progress", "queries": [question]}
         yield from self._add({**item, "results": None})
@@ -43,8 +41,6 @@ class Output:
         self.items[0] |= {"status": "completed", "results": None if results is None else list(results)}
         yield self._told("file_search_call.completed", 0)
         yield self._event("output_item.done", 0, item=dict(self.items[0]))
-
-    # ------------------------------------------------------------------------------------ texts and calls
 
     def say(self, text: str, logprobs: Sequence[Json]) -> Iterator[Json]:
         if not self._open("message"):
@@ -94,8 +90,6 @@ class Output:
         self.items[-1]["content"].append(part)
         yield self._told("content_part.added", content_index=0, part=dict(part))
 
-    # --------------------------------------------------------------------------------------------- events
-
     def _open(self, kind: str) -> bool:
         return bool(self.items) and self.items[-1]["type"] == kind
 
@@ -128,6 +122,8 @@ async def whole(told: AsyncGenerator[Json, None]) -> Json:
 
 PARAMS: Mapping[str, str] = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 """What fields are called here whose names in errors are those of chat."""
+ALWAYS: Json = {"parameters": {}, "strict": True}
+"""Fields of a function that OpenAI always gives."""
 CODES: Mapping[str, str] = {"invalid_request_error": "invalid_prompt", "rate_limit_error": "rate_limit_exceeded"}
 """Codes that a failed response may have, by the type of the error; all others are errors of the server."""
 
@@ -168,7 +164,8 @@ class Reply:
                         yield self._numbered(said)
                     begun = True
                     if isinstance(event, core.Delta):
-                        more = self._going_on(event)
+                        self._unsaid += logprobs_of(event.logprobs, self._engine.token_bytes)
+                        more = self._put(self._reader.push(event.text))
                     else:
                         more = self._ending(event, await asyncio.to_thread(self._results, event))
                     for said in more:
@@ -187,24 +184,16 @@ class Reply:
             if RESULTS not in (self._body.include or ()):  # else its passages are known with the answer
                 yield from self._output.found(None)
 
-    def _going_on(self, delta: core.Delta) -> Iterator[Json]:
-        self._unsaid += logprobs_of(delta.logprobs, self._engine.token_bytes)
-        for piece in self._reader.push(delta.text):
-            yield from self._put(piece)
-
-    def _put(self, piece: Piece) -> Iterator[Json]:
-        found, self._unsaid = self._unsaid, []
-        yield from self._output.put(piece, found)
-
-    def _left(self) -> Iterator[Json]:
-        for piece in self._reader.finish():
-            yield from self._put(piece)
-        if self._unsaid and not self._reader.names:  # of tokens without a text of their own
-            yield from self._output.say("", self._unsaid)
+    def _put(self, pieces: Sequence[Piece]) -> Iterator[Json]:
+        for piece in pieces:
+            found, self._unsaid = self._unsaid, []
+            yield from self._output.put(piece, found)
 
     def _ending(self, answer: core.Answer, results: Sequence[Json] | None) -> Iterator[Json]:
         status = "incomplete" if answer.finish_reason == "length" else "completed"
-        yield from self._left()
+        yield from self._put(self._reader.finish())
+        if self._unsaid and not self._reader.names:  # of tokens without a text of their own
+            yield from self._output.say("", self._unsaid)
         yield from self._output.end(status, self._annotations(answer))
         if results is not None:
             yield from self._output.found(results)
@@ -269,18 +258,13 @@ class Reply:
             "temperature": sampling.temperature,
             "text": given.get("text") or {"format": {"type": "text"}},
             "tool_choice": choice["type"] if choice["type"] in ("auto", "none", "required") else choice,
-            "tools": [_shown(tool) for tool in given.get("tools", ())],
+            "tools": [{**ALWAYS, **one} if one["type"] == "function" else one for one in given.get("tools", ())],
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None if answer is None else _usage(answer),
             "metadata": dict(body.metadata or {}),
             "rag": self._account(answer),
         }
-
-
-def _shown(tool: Json) -> Json:
-    """Returns a tool with the fields of a function that OpenAI always gives."""
-    return {"parameters": {}, "strict": True, **tool} if tool["type"] == "function" else tool
 
 
 def _usage(answer: core.Answer) -> Json:

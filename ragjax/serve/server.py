@@ -156,14 +156,9 @@ def _stop(*clocks: asyncio.TimerHandle | None) -> None:
             clock.cancel()
 
 
-CLOSING = 10.0
-"""Seconds after the grace time in which the engine must have closed and written what it keeps on disk."""
-
-LAST = 5.0
-"""Seconds that threads get once the engine is closed."""
-
-STUCK = 3
-"""Exit code of a process that had to be ended."""
+CLOSING = 10.0  # seconds after the grace time in which the engine must have closed and written what it keeps on disk
+LAST = 5.0  # seconds that threads get once the engine is closed
+STUCK = 3  # exit code of a process that had to be ended
 
 
 @dataclass

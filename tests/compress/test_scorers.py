@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ragjax.compress import SCORERS, Evidence, Score
-from ragjax.core.compression import METHODS
+from ragjax.core.compression import BY_MASS, BY_QUERIES, METHODS
 from tests.support import eviction
 
 N, K, G, D, W = 48, 2, 3, 8, 5
@@ -117,7 +117,7 @@ def test_bfloat16_bits_are_keys() -> None:
         np.testing.assert_allclose(score.s_NK, _scored(as_floats)[name].s_NK, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name, s in SCORERS.items() if s.needs_queries or s.needs_mass])
+@pytest.mark.parametrize("name", sorted(BY_QUERIES | BY_MASS))
 def test_what_is_missing_is_named(name: str) -> None:
     evidence = layer(6, 40)
     with pytest.raises(ValueError, match=r"needs the .*Evidence\.(q_WHD|mass_NK)"):
@@ -127,7 +127,7 @@ def test_what_is_missing_is_named(name: str) -> None:
 def test_the_others_need_keys_only() -> None:
     evidence = layer(7, 40)
     bare = Evidence(evidence.k_NKD, evidence.v_NKD, evidence.count)
-    others = [name for name, s in SCORERS.items() if not (s.needs_queries or s.needs_mass)]
+    others = sorted(SCORERS.keys() - BY_QUERIES - BY_MASS)
     assert others == ["knorm"]
     for name in others:
         np.testing.assert_array_equal(SCORERS[name].score(bare).s_NK, SCORERS[name].score(evidence).s_NK)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ragjax.cache.lookahead import Look
 from ragjax.core import Answer, Kind, Prompt, Segment
 from ragjax.core.depprompt import DepPrompt, LinearNode, TreeNode
 from ragjax.engine import Engine
 from ragjax.reuse import strategies
-from ragjax.schedule.admission import InFlight
 from tests.support import tiny
 from tests.support.audit import audit_engine
 from tests.support.executor import Executor
@@ -194,16 +190,3 @@ def test_tenants_wait_for_nobody_elses_private_knowledge() -> None:
         )
         answers = [future.result() for future in futures]
         assert computed(answers, ["chunk0"]) == 80 and engine.stats()["awaits_total"] == 0
-
-
-def test_only_running_requests_that_compute_their_prompts_are_waited_for() -> None:
-    """Whatever became of the KV: who decodes computes it no more."""
-    computing, look = InFlight(), partial(Look, {}, {b"piece": 7, b"other": 9})
-    for change in ({"decoding": True}, {"running": False}):
-        owner: Any = SimpleNamespace(background=False, running=True, decoding=False)
-        computing.begin(owner, [b"piece"])
-        computing.prune()
-        assert computing.awaited(look) == {b"piece": 7}
-        vars(owner).update(change)
-        computing.prune()
-        assert computing.awaited(look) == {}

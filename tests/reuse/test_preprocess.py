@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache, neighbours_digest
+from ragjax.cache.match import Candidate
 from ragjax.cache.tree import Node, Provenance
 from ragjax.commands import preprocess as module
 from ragjax.commands.preprocess import main
@@ -222,9 +223,8 @@ class Finder(Naive):
         context = allocation.prefix(prompt.segments[0].tokens)
         for segment in prompt.segments:
             if segment.kind is Kind.CHUNK:
-                match = allocation.segment(
-                    context, segment.tokens, Provenance.APPROXIMATE, METHOD, behind=segment.behind
-                )
+                fused = Candidate(Provenance.APPROXIMATE, METHOD, segment.behind)
+                match = allocation.first(context, segment.tokens, [fused])
                 self.found[segment.id] = match is not None
         return (yield from super().prefill(prompt, allocation, ratio))
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ragjax.cache.match import Candidate
 from ragjax.cache.tree import Provenance
 from ragjax.core import NEVER, Answer, Kind, Measure, Pass, Plan, Prefill, Prompt, Segment, Span, Tokens
 from ragjax.engine import Engine
@@ -38,7 +39,8 @@ class Repair(Strategy):
         warm = allocation.prefix(prompt.tokens[:system])
         assert warm.complete, "the test warms the cache by naive first"
         chunks = segments_of(prompt, Kind.CHUNK)
-        matches = [allocation.segment(warm, prompt.segments[i].tokens, Provenance.ISOLATED, Naive.name) for i in chunks]
+        isolated = Candidate(Provenance.ISOLATED, Naive.name)
+        matches = [allocation.first(warm, prompt.segments[i].tokens, [isolated]) for i in chunks]
         joined = len(prompt) - len(prompt.segments[-1])
         question = indices(joined, len(prompt))
         own = allocation.reserve(len(question) + allocation.decode_tokens)

@@ -12,24 +12,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.cache.match import Candidate
-from ragjax.cache.tree import Provenance
-from ragjax.core import Measure, Prompt, Results
+from ragjax.core import Measure, Results
 from ragjax.reuse import STRATEGIES, ModelTraits
 from ragjax.reuse.repair import Choice, Selective, Selector, top
-from ragjax.reuse.stitch import Stitched
+from ragjax.reuse.stitch import Isolated, Stitched
 
 
-class Recorded:
+class Recorded(Isolated):
     """Isolated chunks with the attention that each of their tokens received: float32 [n], summed over layers."""
 
-    method = "h2o"
-    preprocessed = False
-    leads = False
     measures = frozenset({Measure.KEY_SCORE})
-
-    def candidates(self, prompt: Prompt, i: int) -> tuple[Candidate, ...]:
-        return (Candidate(Provenance.ISOLATED, self.method),)
 
     def meta(self, results: Results, begin: int, end: int) -> bytes:
         """The pass computes the chunk's rows, and no other row sees its keys."""
@@ -49,4 +41,4 @@ class HeavyHitters(Selector):
 
 @STRATEGIES.register("h2o")
 def h2o(model: ModelTraits) -> Selective:
-    return Selective("h2o", Recorded(), HeavyHitters())
+    return Selective("h2o", Recorded("h2o"), HeavyHitters())

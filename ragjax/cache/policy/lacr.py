@@ -10,11 +10,8 @@ from ragjax.cache.node import Node
 from ragjax.cache.policy.base import POLICIES, Access, Policy
 from ragjax.core.tiers import Tier
 
-ALPHA = 0.2
-"""Weight of the past (the paper's)."""
-
-HALF_LIFE = 1000.0
-"""Requests after which one counts half."""
+ALPHA = 0.2  # weight of the past (the paper's)
+HALF_LIFE = 1000.0  # requests after which one counts half
 
 
 @dataclass(slots=True, eq=False)

@@ -21,10 +21,8 @@ from ragjax.serve.schema.body import (
     at_most,
 )
 
-MOST_ENTITIES = 32
-"""Entities of a graph, at most: up to 512 paths of each are compared with the question."""
-MOST_STEPS = 8
-"""Steps of a relation path, on average: paths that do not fit are left out of the prompt."""
+MOST_ENTITIES = 32  # entities of a graph, at most: up to 512 paths of each are compared with the question
+MOST_STEPS = 8  # steps of a relation path, on average: paths that do not fit are left out of the prompt
 
 
 class InlineDocument(ClosedBody):

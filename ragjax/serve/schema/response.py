@@ -146,10 +146,8 @@ RESPONSE_REFUSED: Mapping[str, Refusal] = {
 """Fields that would change the answer and cannot be had."""
 RESULTS = "file_search_call.results"
 LOGPROBS = "message.output_text.logprobs"
-MOST_STORES = 16
-"""Vector stores of a search, at most."""
-MOST_INCLUDED = 16
-"""Values of `include`, at most."""
+MOST_STORES = 16  # vector stores of a search, at most
+MOST_INCLUDED = 16  # values of `include`, at most
 
 
 class TextFormat(Body):

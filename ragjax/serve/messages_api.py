@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from ragjax import core
-from ragjax.serve.response import Json, account
+from ragjax.serve.response import Json, account, citations_of
 from ragjax.serve.tool_calls import CallReader, Piece
 
 if TYPE_CHECKING:
@@ -39,12 +39,13 @@ class MessageReply:
         return self._message(self._content, last)
 
     async def told(self, events: AsyncGenerator[core.Event, None]) -> AsyncGenerator[Json, None]:
-        """Yields events; none comes before the engine's first event."""
+        """Yields events; none comes before the engine's first event. The first one has the passages of the prompt."""
         begun = False
         async with aclosing(events) as came:
             async for event in came:
                 if not begun:
-                    yield {"type": "message_start", "message": self._message([], None)}
+                    known = {"rag": {"sources": citations_of(event.sources)}} if event.sources else {}
+                    yield {"type": "message_start", "message": {**self._message([], None), **known}}
                 begun = True
                 for said in self._told(event):
                     yield said

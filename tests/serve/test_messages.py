@@ -11,6 +11,7 @@ from ragjax import core
 from ragjax.models.tokenizer import HERMES
 from tests.support.fakes import FakeEngine
 from tests.support.serving import TEXT, Caught, Served, serving
+from tests.support.telling import SOURCES
 
 ASKED = {"role": "user", "content": "What colour is the lighthouse?"}
 BODY: dict[str, Any] = {"model": "fake", "max_tokens": 40, "messages": [ASKED]}
@@ -81,7 +82,8 @@ def test_calls_and_results_become_those_of_a_chat(caught: Caught) -> None:
 
 
 def test_a_text_and_calls_are_blocks_of_a_message_and_of_a_stream() -> None:
-    with serving(FakeEngine(tokens=("I will ", f"look.\n{CALL}\n", CALL), call_form=HERMES)) as served:
+    tokens = ("I will ", f"look.\n{CALL}\n", CALL)
+    with serving(FakeEngine(tokens=tokens, call_form=HERMES, sources=SOURCES)) as served:
         answer, told = post(served, tools=[TOOL]), events(served, tools=[TOOL])
     text, *calls = answer["content"]
     assert text == {"type": "text", "text": "I will look."} and answer["stop_reason"] == "tool_use"
@@ -89,6 +91,7 @@ def test_a_text_and_calls_are_blocks_of_a_message_and_of_a_stream() -> None:
     assert calls[0]["id"] != calls[1]["id"]
     names = [name for name, _ in told]
     assert names[0] == "message_start" and names[-2:] == ["message_delta", "message_stop"]
+    assert told[0][1]["message"]["rag"] == {"sources": told[-2][1]["rag"]["sources"]}, "also if it is stopped"
     assert names.count("content_block_start") == names.count("content_block_stop") == 3
     assert all(event["type"] == name for name, event in told)
     assert told[-2][1]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}

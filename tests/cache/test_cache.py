@@ -603,4 +603,4 @@ def spelled(node):
 
 
 TestAgainstReference = Against.TestCase
-TestAgainstReference.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestAgainstReference.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)

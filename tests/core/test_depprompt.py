@@ -72,7 +72,7 @@ def expected_positions(prompt: Prompt, scheme: Positions) -> NDArray[np.int64]:
 # ------------------------------------------------------------------------------------------------ trees
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(token_paths)
 def test_a_merged_tree_spells_every_beginning_once(paths: list[list[int]]) -> None:
     branches = merge([array(*path) for path in paths])
@@ -90,7 +90,7 @@ def test_a_merged_tree_spells_every_beginning_once(paths: list[list[int]]) -> No
         assert [b.parent for b in branches].count(i) != 1, branch
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=75, deadline=None, derandomize=True, database=None)
 @given(graphs)
 def test_intervals_say_algorithm_one(trees: list[list[list[int]]]) -> None:
     prompt = graph_prompt(trees)

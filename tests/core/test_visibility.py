@@ -59,7 +59,7 @@ def prompts(draw: st.DrawFn) -> tuple[Prompt, list[int] | None]:
     return prompt_of(*parts), draw(st.none() | indices)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(prompts())
 def test_isolated_is_the_predicate_or_an_error(drawn: tuple[Prompt, list[int] | None]) -> None:
     prompt, rows = drawn

@@ -131,7 +131,7 @@ def of_packings(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @of_packings
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     outputs=st.integers(1, 70),
     units=st.integers(1, 4),
@@ -174,7 +174,7 @@ needs_amx = pytest.mark.skipif(not op.tiled(), reason="needs AMX")
 
 @needs_amx
 @of_packings
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     outputs=st.integers(1, 70),
     units=st.sampled_from([1, 2, 65, 130]),

@@ -69,7 +69,7 @@ pytestmark = pytest.mark.slow
 def test_scores_equal_oracle(name: str) -> None:
     shape = SHAPES[name]
 
-    @budget(30)
+    @budget(15)
     @given(requests_of(shape), SEEDS)
     def holds(requests: list[Request], seed: int) -> None:
         case = make_case(shape, requests, seed)  # unused slots hold NaN
@@ -208,7 +208,7 @@ def deviation(case: Case, new: Recomputed, sign: int = 1) -> tuple[np.ndarray, n
 def test_deviation_equals_oracle(name: str) -> None:
     shape = SHAPES[name]
 
-    @budget(25)
+    @budget(15)
     @given(requests_of(shape), SEEDS)
     def holds(requests: list[Request], seed: int) -> None:
         case = make_case(shape, requests, seed)
@@ -263,7 +263,7 @@ def compiled_neighbours(k, valid, source, *, count, tile):  # type: ignore[no-un
 def test_neighbours_equal_sorted_cosines(dtype: str, tile: int) -> None:
     n, count = 41, 6
 
-    @budget(25)
+    @budget(15)
     @given(SEEDS, st.sampled_from([0.0, 0.1, 0.6, 0.9, 1.0]))
     def holds(seed: int, valid_share: float) -> None:
         rng = np.random.default_rng(seed)

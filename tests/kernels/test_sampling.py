@@ -64,7 +64,7 @@ asking = st.builds(
 
 @pytest.mark.smoke
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(asking, st.sampled_from(KINDS), st.integers(0, 2**64 - 1)), min_size=4, max_size=4),
     st.sampled_from([7, 512, 1300]),
@@ -119,7 +119,7 @@ def test_logits_that_differ_a_little_seldom_draw_another_token() -> None:
     assert 0 < changed < 0.05 * rows, changed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 1.3, 0.5, 1e-300]))
 def test_adjusted_logits_are_the_formulas(seed: int, repetition: float) -> None:
     random = np.random.default_rng(seed)
@@ -139,7 +139,7 @@ def test_adjusted_logits_are_the_formulas(seed: int, repetition: float) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["normal", "steps", "impossible", "huge", "sharp"]))
 def test_logprobs_are_log_softmax(seed: int, kind: str) -> None:
     random = np.random.default_rng(seed)

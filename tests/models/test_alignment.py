@@ -67,7 +67,7 @@ REFUSED = frozenset({"repeats", "drops all but the first", "drops systems", "alt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TAKEN)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(messages=MESSAGES)
 def test_what_a_template_takes_over_is_found(name: str, messages: list[Message]) -> None:
     template = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
@@ -80,7 +80,7 @@ def test_what_a_template_takes_over_is_found(name: str, messages: list[Message])
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(messages=MESSAGES)
 def test_what_a_template_rewrites_is_refused_or_told_apart(name: str, messages: list[Message]) -> None:
     template = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})

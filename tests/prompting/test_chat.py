@@ -82,7 +82,7 @@ hostile_text = st.text("ab \n<|>", max_size=6) | st.sampled_from(
 said = st.lists(hostile_text, min_size=1, max_size=3).map("".join)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.none() | said, st.lists(st.tuples(said, said), max_size=2), said, st.none() | st.lists(said, max_size=3))
 def test_whatever_is_said_the_tokens_are_template_and_plain_text(instruction, turns, question, chunks):
     messages = [] if instruction is None else [system(instruction)]

@@ -14,17 +14,18 @@ import ragjax
 from ragjax.core import Answer, Document, StorageOptions
 from ragjax.engine import Engine
 from tests.support.audit import audit_engine
+from tests.support.matrix import few
 
 DEMO = Path(ragjax.__file__).parent / "demo"
 ALL = [json.loads(line)["question"] for line in (DEMO / "questions.jsonl").read_text().splitlines()]
 QUESTIONS = (0, 1)
 OTHERS = (2, 3)
 """Questions whose KV drives that of the first two out of the device."""
-NEW_TOKENS = 5
+NEW_TOKENS = 3
 CHARACTERS = 300
 """Of a document that are asked about."""
 
-pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.smoke, pytest.mark.optimised]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.optimised]
 
 
 def load(model: Path, numbers: str, disk: Path) -> Engine:
@@ -79,7 +80,10 @@ def assert_equal(engine: Engine, answer: Answer, reference: Answer) -> None:
             return
 
 
-@pytest.mark.parametrize("numbers", ["float32", "deterministic", pytest.param("bfloat16", marks=pytest.mark.long)])
+NUMBERS = ("float32", "deterministic", "bfloat16")
+
+
+@pytest.mark.parametrize("numbers", few(NUMBERS, NUMBERS[:2], NUMBERS[:1]))
 def test_wherever_kv_comes_from(numbers: str, smollm_path: Path, tmp_path: Path) -> None:
     """Cold, warm, several at once, from host memory once others drove it out, and from the disk after a restart."""
     with load(smollm_path, numbers, tmp_path / "disk") as engine:

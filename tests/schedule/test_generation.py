@@ -220,7 +220,7 @@ def naive(tokens, stops, limit):
     return None, None, len(tokens)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(any_tokens, stop_strings, st.integers(1, 24))
 def test_text_is_the_naive_definition_s(tokens, stops, limit):
     text, reason, used = naive(tokens, stops, limit)
@@ -235,7 +235,7 @@ def test_text_is_the_naive_definition_s(tokens, stops, limit):
         assert [found.id for found in made.logprobs] == tokens[:used]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(any_tokens, stop_strings)
 def test_as_much_text_is_out_as_no_later_token_can_take_back(tokens, stops):
     made = generation(stop=stops)
@@ -248,7 +248,7 @@ def test_as_much_text_is_out_as_no_later_token_can_take_back(tokens, stops):
         assert made.text == text[: min(begins, default=len(text))]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(ALPHABET, max_size=12), stop_strings, st.integers(1, 24), st.booleans())
 def test_every_reported_token_is_in_the_answer(text, stops, limit, ends):
     tokens = [*text.encode(), *([EOS] if ends else [])]
@@ -262,7 +262,7 @@ def test_every_reported_token_is_in_the_answer(text, stops, limit, ends):
         assert made.text.encode() == bytes(reported)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(any_tokens, stop_strings, st.integers(1, 24), st.lists(st.booleans(), min_size=24, max_size=24))
 def test_text_may_be_made_later(tokens, stops, limit, when):
     """Whoever computes tokens knows of the end at once; the text and its deltas are those made token by token."""

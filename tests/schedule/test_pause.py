@@ -148,7 +148,7 @@ def test_no_more_pages_are_taken_than_the_answer_can_need():
     assert bench.ended and not bench.failed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 9), st.integers(1, 9), st.lists(st.integers(1, 3), max_size=4))
 def test_a_table_that_grew_equals_one_that_was_made_so(first, tail, more):
     """First tokens of a prompt, a tail up to the end of its page, and pages that come later."""
@@ -324,7 +324,7 @@ def test_what_a_resumed_request_keeps_is_what_it_computed():
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_everyone_ends_whatever_the_pool(seed):
     """Random pools, lengths, strategies, cancels: each row sees its own tokens, the oldest is never paused, all end."""

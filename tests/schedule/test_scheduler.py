@@ -62,7 +62,7 @@ def read_slowly(span, page_size):
         yield span.run.pages[at // page_size], at % page_size, order, span.offset, hidden
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(tables)
 def test_entries_say_what_spans_say(case):
     page_size, given_spans = case
@@ -79,7 +79,7 @@ def test_entries_say_what_spans_say(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(tables, st.integers(0, 14), st.integers(0, 99))
 def test_values_are_summed_by_order(case, size, seed):
     page_size, given_spans = case
@@ -463,7 +463,7 @@ def test_requests_together_cost_no_more_than_one_after_another(count, rows):
     assert together <= count * min(COSTS[bucket] for bucket in COSTS if bucket >= rows)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=7))
 def test_a_batch_never_mixes_requests_in_a_block(lefts):
     scheduler = Scheduler(table(), SMALL, PAGE)
@@ -564,7 +564,7 @@ def test_decoding_goes_on_in_every_step_while_others_are_prefilled():
     bench.run()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     budget=st.builds(StepBudget, st.integers(1, 80), st.integers(1, 400)),
     lefts=st.lists(st.integers(1, 90), min_size=1, max_size=5),

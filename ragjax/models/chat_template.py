@@ -121,11 +121,13 @@ class ChatTemplate:
         Some templates refuse a system message, and some drop it, a few only behind the answer of a tool.
         """
         first = next((i for i, message in enumerate(messages) if message.role == "user"), None)
-        if first is None or messages[0].role != "system":
+        if not messages or messages[0].role != "system":
             return messages, ""
         probed = (replace(messages[0], content=messages[0].content or "?"), *messages[1:])
         if self._shows(0, probed, variables):
             return messages, ""
+        if first is None:
+            return (replace(messages[0], role="user"), *messages[1:]), ""
         system = messages[0].content.strip()
         head = f"{system}\n\n" if system else ""
         asked = Message("user", head + messages[first].content)

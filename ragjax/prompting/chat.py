@@ -44,7 +44,7 @@ def chat_prompt(
     earlier: chunks of earlier questions, by the index of the message, ascending. public: whether the KV of our own
     instruction may serve every tenant.
     """
-    _check(messages)
+    _check(messages, searched=hits is not None)
     if hits is None:
         pieces = _pieces(tokenizer, told(tokenizer, messages, tools), tools)
         return Prompt((Segment("question", Kind.QUERY, _joined(tokenizer.encode_pieces(pieces))),))
@@ -85,13 +85,20 @@ def graph_prompt(
     return Prompt((*found, *behind))
 
 
-def _check(messages: Sequence[Message]) -> None:
-    if not messages or messages[-1].role == "system" or messages[-1].tool_calls:
+def _check(messages: Sequence[Message], searched: bool = True) -> None:
+    """Raise RequestError for messages that there is no answer to; what the system says alone is answered, too.
+
+    searched: there are passages, which stand before a question.
+    """
+    alone = bool(messages) and not searched and all(message.role == "system" for message in messages)
+    if not messages or (messages[-1].role == "system" and not alone) or messages[-1].tool_calls:
         reason = "the last message must be the user's, a tool's, or a text of the assistant's that is continued"
         raise RequestError(reason, param="messages")
     if messages[-1].role == "assistant" and not messages[-1].content.strip():
         raise RequestError("the assistant's last message is empty: give a text to continue", param="messages")
-    if not messages[_asked(messages)].content.strip():
+    if alone and not messages[-1].content.strip():
+        raise RequestError("the system's message is empty", param="messages")
+    if not alone and not messages[_asked(messages)].content.strip():
         raise RequestError("the user's last message is empty", param="messages")
     said = (text for m in messages for text in (m.content, *(call.arguments for call in m.tool_calls)))
     if any(CONTEXT in text for text in said):

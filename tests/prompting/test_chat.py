@@ -233,7 +233,7 @@ def test_a_last_message_of_the_assistant_is_continued():
     ("messages", "message"),
     [
         ((), "the last message must be the user's"),
-        ((system("Be brief."),), "the last message must be the user's"),
+        ((user("Who?"), system("Be brief.")), "the last message must be the user's"),
         ((user("Who?"), assistant(" ")), "assistant's last message is empty"),
         ((assistant("Ann."),), "no message is the user's"),
         ((user(""),), "the user's last message is empty"),
@@ -337,6 +337,16 @@ def test_a_system_message_that_a_template_has_no_place_for_heads_the_first_quest
     for said, head in (("Be brief.", "Be brief.\n\n"), (" ", "")):
         plainly = chat_prompt(tokenizer, (system(said), user("Who?")), None)
         assert tokenizer.decode(plainly.tokens) == f"[INST] {head}Who? [/INST]"
+    alone = chat_prompt(tokenizer, (system("Greet."),), None)
+    assert tokenizer.decode(alone.tokens) == "[INST] Greet. [/INST]"
+
+
+def test_a_system_message_alone_is_answered_without_passages():
+    messages = (system("Be brief."),)
+    assert chat_prompt(TOKENIZER, messages, None).tokens.tolist() == rendered(messages)
+    for asked, hits, told in ((messages, HITS, "the last message must be the user's"), ((system(" "),), None, "empty")):
+        with pytest.raises(RequestError, match=told):
+            chat_prompt(TOKENIZER, asked, hits)
 
 
 def test_a_template_s_refusal_is_the_request_s_error():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.support import tiny
 from tests.support.audit import audit_engine
 from tests.support.eviction import SAID, distinct, expected, setting
 from tests.support.matrix import few
-from tests.support.pace import until
+from tests.support.pace import failing, until
 
 SERVED = list(METHODS)
 
@@ -155,7 +154,7 @@ def test_a_step_that_fails_while_decoding_starts_the_request_again(monkeypatch: 
         plain = engine.answer_prompt(prompt, **given)
         engine.clear_cache()
         # behind three of the prompt, one of the window, and three that brought tokens
-        _fail_once(monkeypatch, "step", at=8)
+        failing(monkeypatch, tiny.runner(), "step", 8)
         answer = engine.answer_prompt(prompt, **given)
         audit_engine(engine)
     assert len(answer.tokens) == len(plain.tokens) and answer.tokens[:4] == plain.tokens[:4]
@@ -192,7 +191,7 @@ def test_a_compaction_that_fails_starts_the_request_again_behind_its_first_token
     with tiny.engine() as engine:
         plain = engine.answer_prompt(prompt, **given)
         engine.clear_cache()
-        calls = _fail_once(monkeypatch, "compact", at=1)
+        calls = failing(monkeypatch, tiny.runner(), "compact", 1)
         answer = engine.answer_prompt(prompt, **given)
         audit_engine(engine)
     assert next(calls) == 3 and len(answer.tokens) == 12 and answer.tokens[0] == plain.tokens[0]
@@ -312,7 +311,7 @@ def test_an_answer_that_is_over_gets_no_more_tokens_when_its_compaction_is_done_
 ) -> None:
     with tiny.engine() as engine:
         wanted = engine.answer_prompt(tiny.prompt(1), compression="snapkv:64", max_tokens=1)
-        _fail_once(monkeypatch, "compact", at=1)
+        failing(monkeypatch, tiny.runner(), "compact", 1)
         found = engine.answer_prompt(tiny.prompt(1), compression="snapkv:64", max_tokens=1)
         audit_engine(engine)
     assert found.tokens == wanted.tokens and found.notices
@@ -323,7 +322,7 @@ def test_a_prompt_within_its_budget_stays_whole_when_it_is_computed_again(monkey
     with tiny.engine() as engine:
         given = {"strategy": "full", "compression": "h2o:64", "max_tokens": 40}
         wanted = engine.answer_prompt(prompt, **given)
-        _fail_once(monkeypatch, "step", at=25)
+        failing(monkeypatch, tiny.runner(), "step", 25)
         found = engine.answer_prompt(prompt, **given)
         audit_engine(engine)
     assert found.notices and (found.tokens, found.kept, found.exact_to) == (wanted.tokens, 50, "full")
@@ -334,17 +333,3 @@ def test_scores_by_attention_need_passes() -> None:
         assert engine.generate_with_depkv(kv, compression="snapkv:64", max_tokens=2).kept == 64
         with pytest.raises(RequestError, match="KV that is held needs none"):
             engine.generate_with_depkv(kv, compression="h2o:64", max_tokens=2)
-
-
-def _fail_once(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> itertools.count[int]:
-    """The runner's call of this name fails, the time that `at` says and no other; returns the number of the next."""
-    runner, calls = tiny.runner(), itertools.count(1)
-    call = getattr(runner, name)
-
-    def failing(*given: Any, **named: Any) -> Any:
-        if next(calls) == at:
-            raise RuntimeError("the device is busy")
-        return call(*given, **named)
-
-    monkeypatch.setattr(runner, name, failing)
-    return calls

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -13,7 +11,7 @@ from ragjax.engine import Engine
 from ragjax.reuse.exact import Full
 from tests.support import tiny
 from tests.support.audit import AuditError, audit_engine
-from tests.support.pace import resting
+from tests.support.pace import failing, resting
 
 RANDOM = np.random.default_rng(4)
 
@@ -157,17 +155,9 @@ def test_kv_is_held_of_the_prompt_as_the_strategy_has_it_read() -> None:
 
 def test_kv_that_is_computed_twice_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token fails after the KV was handed over, and the prompt is computed again."""
-    runner, sample, failed = tiny.runner(), tiny.runner().sample, []
-
-    def failing(*given: Any) -> Any:
-        if not failed:
-            failed.append(True)
-            raise RuntimeError("the device is busy")
-        return sample(*given)
-
     with tiny.engine() as engine:
-        monkeypatch.setattr(runner, "sample", failing)
+        calls = failing(monkeypatch, tiny.runner(), "sample", 1)
         engine.compute_kv(tiny.prompt(1), strategy="full").close()
         engine.clear_cache()
         audit_engine(engine)
-        assert failed and engine._cache.pool.free_pages == engine._cache.pool.capacity
+        assert next(calls) > 2 and engine._cache.pool.free_pages == engine._cache.pool.capacity

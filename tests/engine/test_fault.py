@@ -22,7 +22,7 @@ from ragjax.schedule.batch import Batch
 from ragjax.schedule.state import RequestState
 from tests.support import tiny
 from tests.support.audit import audit_engine
-from tests.support.pace import Hold, lasting, until
+from tests.support.pace import Hold, failing, lasting, until
 
 NAMES = ("full", "prefix", "naive", "blend", "craft")
 POISON = 259
@@ -101,17 +101,12 @@ def test_requests_that_fail_once_go_on_where_they_were() -> None:
     assert failed == 3
 
 
-def test_what_a_request_kept_before_it_was_started_again_is_not_reused_from_others() -> None:
-    prompt, count = tiny.prompt(), 0
-
-    def once(run: Callable[[Step], Any], step: Step) -> Any:
-        nonlocal count
-        count += 1
-        if count == 8:  # some tokens are out
-            raise RuntimeError("once")
-        return run(step)
-
-    with tiny.engine() as engine, steps(engine, once):
+def test_what_a_request_kept_before_it_was_started_again_is_not_reused_from_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = tiny.prompt()
+    with tiny.engine() as engine:
+        failing(monkeypatch, engine._runner, "step", 8)  # some tokens are out
         answer = engine.answer_prompt(prompt, strategy="prefix", max_tokens=12)
         stats = engine.stats()
     assert answer.notices and answer.cached_tokens == 0
@@ -135,20 +130,11 @@ def test_what_is_in_the_background_is_in_no_figure_of_requests() -> None:
         audit_engine(engine)
 
 
-def test_what_is_generated_from_kept_kv_goes_on_after_a_fault() -> None:
+def test_what_is_generated_from_kept_kv_goes_on_after_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     with tiny.engine() as engine, engine.compute_depkv(tiny.prompt(3)) as kv:
         alone = engine.generate_with_depkv(kv, max_tokens=30)
-        count = 0
-
-        def once(run: Callable[[Step], Any], step: Step) -> Any:
-            nonlocal count
-            count += 1
-            if count == 12:
-                raise RuntimeError("once")
-            return run(step)
-
-        with steps(engine, once):
-            again = engine.answer_prompt(kv.prompt, strategy=Resumed(kv), max_tokens=30)
+        failing(monkeypatch, engine._runner, "step", 12)
+        again = engine.answer_prompt(kv.prompt, strategy=Resumed(kv), max_tokens=30)
         assert again.tokens == alone.tokens and len(again.segments) == len(alone.segments)
         assert "a step failed" in again.notices[0]
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from ragjax.core import Answer, Breakpoint, Message, Rag, Request, RequestError, Sampling, Step, Tool, Tools
+from ragjax.core import Answer, Breakpoint, Message, Rag, Request, RequestError, Sampling, Tool, Tools
 from ragjax.engine import Engine
-from ragjax.runner.runner import Runner
 from ragjax.schedule.grammar import Constraint, Grammars
 from tests.support import tiny
 from tests.support.audit import audit_engine
-from tests.support.pace import Hold
+from tests.support.pace import Hold, failing
 
 SCHEMA = {
     "type": "object",
@@ -119,27 +118,8 @@ def test_a_lost_device_leaves_an_answer_as_it_is(monkeypatch: pytest.MonkeyPatch
     """The pool goes in the middle of two answers: they go on behind what was said, where their grammars stand."""
     with tiny.engine(lookup=4) as fresh:
         expected = [begin(fresh, seed).result(60).tokens for seed in range(2)]
-    count, lost, restored = 0, False, Runner.reset
-
-    def reset(self: Runner) -> None:
-        nonlocal lost
-        lost = False
-        restored(self)
-
     with tiny.engine(lookup=4) as engine:
-        step = engine._runner.step
-
-        def failing(one: Step) -> Any:
-            nonlocal count, lost
-            count += 1
-            if count == 15:
-                lost = True
-                raise RuntimeError("the device is gone")
-            return step(one)
-
-        monkeypatch.setattr(Runner, "lost", property(lambda self: lost))
-        monkeypatch.setattr(Runner, "reset", reset)
-        monkeypatch.setattr(engine._runner, "step", failing)
+        failing(monkeypatch, engine._runner, "step", 15, lose=True)
         with Hold(engine):
             futures = [begin(engine, seed) for seed in range(2)]
         answers = [future.result(60) for future in futures]

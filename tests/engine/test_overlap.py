@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from ragjax.runner.runner import Runner
 from ragjax.runner.sampling import Logits, Sampled
 from ragjax.schedule.batch import Batch
 from ragjax.schedule.state import RequestState
 from tests.support import tiny
 from tests.support.audit import audit_cache, audit_engine
-from tests.support.pace import Hold, until
+from tests.support.pace import Hold, failing, until
 
 SAMPLED: dict[str, Any] = {
     **{"temperature": 0.9, "top_p": 0.95, "top_k": 60, "seed": 11},
@@ -31,20 +28,6 @@ def prompts(n: int) -> list[Any]:
 def alone(n: int, **options: Any) -> list[tuple[int, ...]]:
     with tiny.engine() as engine:
         return [engine.answer_prompt(prompt, strategy="full", **options).tokens for prompt in prompts(n)]
-
-
-@contextmanager
-def reading(monkeypatch: pytest.MonkeyPatch, before: Callable[[], None]) -> Iterator[None]:
-    """Something happens before each time that tokens are waited for."""
-    read = Sampled.read
-
-    def watched(sampled: Sampled) -> Any:
-        before()
-        return read(sampled)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Sampled, "read", watched)
-        yield
 
 
 def test_text_goes_out_while_the_device_computes_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,15 +81,8 @@ def test_an_error_that_shows_when_tokens_are_waited_for(
 ) -> None:
     """The members of the step start again, and end with the tokens they would have had."""
     expected = alone(3, max_tokens=24, **options)
-    count = 0
-
-    def now_and_then() -> None:
-        nonlocal count
-        count += 1
-        if count in (6, 17):
-            raise RuntimeError("the step failed")
-
-    with tiny.engine() as engine, reading(monkeypatch, now_and_then):
+    with tiny.engine() as engine:
+        failing(monkeypatch, Sampled, "read", 6, 17)
         with Hold(engine):
             futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(3)]
         answers = [future.result() for future in futures]
@@ -121,24 +97,8 @@ def test_a_device_that_is_lost_while_its_tokens_are_waited_for(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = alone(3, max_tokens=24, **options)
-    count, lost = 0, False
-
-    def once() -> None:
-        nonlocal count, lost
-        count += 1
-        if count == 12:
-            lost = True
-            raise RuntimeError("the device is gone")
-
-    def reset(self: Any) -> None:
-        nonlocal lost
-        lost = False
-        restored(self)
-
-    restored = Runner.reset
-    with tiny.engine() as engine, reading(monkeypatch, once):
-        monkeypatch.setattr(Runner, "lost", property(lambda self: lost))
-        monkeypatch.setattr(Runner, "reset", reset)
+    with tiny.engine() as engine:
+        failing(monkeypatch, Sampled, "read", 12, lose=True)
         with Hold(engine):
             futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(3)]
         assert [future.result().tokens for future in futures] == expected

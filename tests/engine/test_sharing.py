@@ -17,7 +17,7 @@ from tests.support import tiny
 from tests.support.audit import audit_engine
 from tests.support.executor import Executor
 from tests.support.matrix import few
-from tests.support.pace import Hold
+from tests.support.pace import Hold, failing
 
 CHUNKED = tiny.prompt(3, chunks=(40, 33, 57, 21))
 SYSTEM, *PASSAGES, QUESTION = CHUNKED.segments
@@ -167,16 +167,9 @@ def test_who_waited_goes_on_when_the_first_leaves(name: str, seed: int) -> None:
 
 def test_who_waited_goes_on_when_the_first_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with tiny.engine() as engine:
-        step, failures = engine._runner.step, iter([True, True])  # it is started again once
-
-        def failing(*args: Any) -> Any:
-            if next(failures, False):
-                raise RuntimeError("it broke")
-            return step(*args)
-
-        monkeypatch.setattr(engine._runner, "step", failing)
+        failing(monkeypatch, engine._runner, "step", 1, 2)  # it is started again once
         first, *others = together(engine, [CHUNKED] * 4, "prefix")
-        with pytest.raises(RuntimeError, match="it broke"):
+        with pytest.raises(RuntimeError, match="the device is busy"):
             first.result()
         answers = [future.result() for future in others]
         assert computed(answers, ["chunk0", "chunk1", "chunk2", "chunk3"]) == 151

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,8 +10,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from ragjax.core import Answer, Prompt
 from ragjax.engine import Engine
+from ragjax.runner.runner import Runner
 from ragjax.schedule.state import RequestState
 
 LIMIT = 60.0
@@ -51,6 +55,30 @@ class Hold:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
+
+
+def failing(patch: pytest.MonkeyPatch, owner: object, name: str, *at: int, lose: bool = False) -> itertools.count[int]:
+    """Calls of this name fail that have these numbers, from 1; returns the number of the next one.
+
+    lose: the device's memory goes with it, until the runner makes it anew.
+    """
+    calls, call, reset, lost = itertools.count(1), getattr(owner, name), Runner.reset, list[bool]()
+
+    def counted(*given: Any, **named: Any) -> Any:
+        if next(calls) in at:
+            lost.append(lose)
+            raise RuntimeError("the device is busy")
+        return call(*given, **named)
+
+    def restored(runner: Runner) -> None:
+        lost.clear()
+        reset(runner)
+
+    patch.setattr(owner, name, counted)
+    if lose:
+        patch.setattr(Runner, "lost", property(lambda _: bool(lost)))
+        patch.setattr(Runner, "reset", restored)
+    return calls
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from benchmarks.latency.system import OtherLoad
 from ragjax.commands.flags import integer
 from ragjax.engine import Engine
 from ragjax.reuse import strategies
-from ragjax.serve import create_app
+from ragjax.serve.app import create_app
 from ragjax.serve.schema.chat import ChatBody
 
 Body = dict[str, Any]

@@ -24,7 +24,7 @@ from types import CodeType, FrameType
 import httpx
 
 import ragjax
-from ragjax.serve import create_app
+from ragjax.serve.app import create_app
 from tests.support import tiny
 
 HOME = Path(ragjax.__file__).parent

@@ -96,8 +96,6 @@ class Hierarchy:
         if node.host is not None and not node.on_host:
             self.host.push(node)
 
-    # ------------------------------------------------------------------------------------ leaving the device
-
     def make_room(self, pages: int) -> None:
         """Evict until so many pages are free. Nodes whose pages running requests hold leave last."""
         self._expire()
@@ -244,8 +242,6 @@ class Hierarchy:
         self._hot.pop(node, None)
         self._new.pop(node, None)
 
-    # ----------------------------------------------------------------------------------- leaving host memory
-
     def _make_host_room(self, size: int, node: Node) -> bool:
         """Evict from host memory until `size` more bytes fit there, and in the quota of the node's tenant."""
         storage = self.storage
@@ -290,8 +286,6 @@ class Hierarchy:
         self.host.discard(node)
         self.tree.store(node, None)
         self.host_memory.leave(copy)
-
-    # --------------------------------------------------------------------------- shape, pins, and what is lost
 
     def split(self, node: Node, at: int) -> Node:
         before = node.key
@@ -373,8 +367,6 @@ class Hierarchy:
                 self.invalidate(node, "its host copy was not made")
             else:
                 self.consider(node.parent)
-
-    # ------------------------------------------------------------------------------- replication and loss
 
     def keep(self, nodes: Sequence[Node], tenant: str, seconds: float) -> bool:
         """Make nodes leave after all others for so long; False: it is more than a tenant may keep."""

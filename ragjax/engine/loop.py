@@ -44,9 +44,7 @@ class Loop:
     def __init__(self, parts: Parts, options: EngineOptions, replays: Replays):
         runner, cache = parts.runner, parts.cache
         self._supply, self._tuning = parts.supply, parts.tuning
-        self.requests = Requests(
-            cache, max_queue=options.max_queue, order=make_order(options.order), lacks=self._lacks_programs
-        )
+        self.requests = Requests(cache, max_queue=options.max_queue, order=make_order(options.order), lacks=self._lacks)
         self.kept = KeptKV(self.requests)
         self._runner = runner
         self._cache = cache
@@ -65,8 +63,6 @@ class Loop:
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="ragjax-engine", daemon=True)
         self._thread.start()
-
-    # ---------------------------------------------------------------------------------- in any thread
 
     @property
     def waiting(self) -> int:
@@ -164,29 +160,28 @@ class Loop:
         """Wake the loop if it sleeps. Any thread may call it."""
         self._inbox.put(lambda: None)
 
-    # -------------------------------------------------------------------------------- in this thread
-
     def _run(self) -> None:
         busy = True
         while self._drain_inbox(busy):
             try:
-                busy = self._iterate()
+                moved = self._receive()
+                self._start()
+                if not self.requests.paused:
+                    self._admission.prefetch()  # KV of the next ones is loaded ahead
+                landed = self._land()  # until then the device computes the last step
+                busy = self._launch() or landed or moved or self._tune()
             except BaseException as error:  # no defect, and no strategy that ends its thread, takes down the others
                 told = error if isinstance(error, Exception) else RuntimeError(f"{error!r} in the engine's thread")
                 for state in self.requests.live:
                     self.requests.fail(state, self._runner.explained(told))
         for state in self.requests.live:
             self.requests.end(state, ClosedError("the engine was closed"))
-        self._put_away()
-
-    def _iterate(self) -> bool:
-        """One iteration; whether anything was done. The device computes the last step until it lands."""
-        moved = self._receive()
-        self._start()
-        if not self.requests.paused:
-            self._admission.prefetch()  # KV of the next ones is loaded ahead
-        landed = self._land()
-        return self._launch() or landed or moved or self._tune()
+        try:
+            while self._transfer is not None and self._cache.flush():
+                self._transfer.flush()
+                self._cache.poll()
+        except Exception:
+            _log.exception("not everything was put on disk")
 
     def _receive(self) -> bool:
         """Let text out, end requests whose clients left, and take in KV that arrived; whether any was."""
@@ -268,17 +263,7 @@ class Loop:
             message()
             busy = True
 
-    def _put_away(self) -> None:
-        if self._transfer is None:
-            return
-        try:
-            while self._cache.flush():
-                self._transfer.flush()
-                self._cache.poll()
-        except Exception:
-            _log.exception("not everything was put on disk")
-
-    def _lacks_programs(self, state: RequestState) -> bool:
+    def _lacks(self, state: RequestState) -> bool:
         return self._supply is not None and self._supply.lacks(needed(self._runner, state))
 
     def _check_loads(self, now: float) -> None:

@@ -82,9 +82,6 @@ class PreprocessReport:
         return f"{done} ({1 / rate:.3g} s per chunk, {rate:.3g} chunks/s)"
 
 
-# ------------------------------------------------------------------------------------ given segments
-
-
 def fuse_all(engine: Engine, jobs: Sequence[Job], *, record: bool = False) -> list[bytes]:
     """Compute chunks behind their neighbours, most similar first, and keep their KV; returns each `Segment.behind`.
 
@@ -143,9 +140,6 @@ class _Work:
 
     def key(self, job: Job) -> bytes:
         return self.engine.key_of(job.prompt, self.strategy, self.tenant)
-
-
-# ----------------------------------------------------------------------------------- a knowledge base
 
 
 def preprocess(
@@ -236,9 +230,6 @@ def head_of(engine: Engine, system: str | None) -> Segment:
     own = () if system is None else (Message("system", system),)
     messages = (*own, Message("user", "?"))
     return chat_prompt(engine.tokenizer, messages, (), public=engine.share_knowledge).segments[0]
-
-
-# ------------------------------------------------------------------------------------------- a server
 
 
 class _Planned(NamedTuple):

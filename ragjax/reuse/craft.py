@@ -23,26 +23,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from ragjax import core
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.lookahead import Keyed, LookaheadPart, Outlook
 from ragjax.cache.match import Candidate, Match, Totals
 from ragjax.cache.tree import PUBLIC, Provenance
-from ragjax.core import (
-    NO_VARIANTS,
-    CraftVariants,
-    Exactness,
-    Kind,
-    Measure,
-    Move,
-    Pass,
-    Plan,
-    Prefill,
-    Prompt,
-    RequestError,
-    Results,
-    Span,
-    Tokens,
-)
 from ragjax.core.passes import sections
 from ragjax.reuse.base import LOGITS, Allocation, indices, owner_of, segments_of
 from ragjax.reuse.exact import leading_part
@@ -72,22 +57,13 @@ class Reuse:
     overhead: float
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Results of the passes: logits of the last token, scores by pass, and figures of the focus."""
-
-    logits: NDArray[np.float32]
-    scores: tuple[Scores, ...]
-    figures: dict[str, float]
-
-
-Scores = tuple[Tokens, NDArray[np.float32]]
+Scores = tuple[core.Tokens, NDArray[np.float32]]
 """Rows of a pass, int32 [T], and the attention that they gave to each segment, float32 [layers, T, segments]."""
 
-Asking = Generator[Pass | Move, Results, Outcome]
+Asking = Generator[core.Pass | core.Move, core.Results, tuple[NDArray[np.float32], Sequence[Scores], dict[str, float]]]
+"""Returns the logits of the last token, scores by pass, and figures of the focus."""
 
-
-SCORED = LOGITS | {Measure.SEGMENT_SCORE}
+SCORED = LOGITS | {core.Measure.SEGMENT_SCORE}
 
 
 class Craft(ChunkStrategy):
@@ -104,7 +80,12 @@ class Craft(ChunkStrategy):
     steady = False  # it takes the best of the variants that earlier requests left
 
     def __init__(
-        self, name: str = "craft", *, alpha: float = 1.0, variants: CraftVariants = NO_VARIANTS, fused: bool = False
+        self,
+        name: str = "craft",
+        *,
+        alpha: float = 1.0,
+        variants: core.CraftVariants = core.NO_VARIANTS,
+        fused: bool = False,
     ):
         self.name = name
         self.alpha = alpha
@@ -115,11 +96,11 @@ class Craft(ChunkStrategy):
         """Fix overhead of a variant behind segments with these digests, before alpha, in [0, 1]."""
         return influence.mismatch(prior)
 
-    def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+    def chunk_outlook(self, prompt: core.Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The head, and a variant of each chunk: any, unless new variants are made for new prefixes."""
         parts: list[LookaheadPart] = [leading_part(prompt, tenant, head_length(prompt))]
         head = prompt.tokens[: system_length(prompt)]
-        for i in segments_of(prompt, Kind.CHUNK):
+        for i in segments_of(prompt, core.Kind.CHUNK):
             segment, prior = prompt.segments[i], before(prompt, i)
             fused: tuple[bytes, ...] = ()
             if self._takes_fused(prompt, i):
@@ -134,7 +115,13 @@ class Craft(ChunkStrategy):
         return Outlook(parts)
 
     def _ranked(
-        self, cache: KnowledgeCache, tokens: Tokens, tenant: str, head: Tokens, prior: Sequence[bytes], cold: bool
+        self,
+        cache: KnowledgeCache,
+        tokens: core.Tokens,
+        tenant: str,
+        head: core.Tokens,
+        prior: Sequence[bytes],
+        cold: bool,
     ) -> list[Variant]:
         kept = cache.matcher.find_variants(tokens, VARIANT, tenant, head, cold=cold)
         return rank(kept, prior, self.overhead, self._serves_to(cache))
@@ -146,7 +133,7 @@ class Craft(ChunkStrategy):
             return -1.0
         return self.variants.tau if when in ("above", "fill") else 1.0
 
-    def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
+    def chunk_prefill(self, prompt: core.Prompt, allocation: Allocation, ratio: float | None) -> core.Prefill:
         """One pass over what is missing or mended and the query segments; with focus, one a stage until it is known."""
         check(prompt)
         matched, context = match_head(prompt, allocation)
@@ -154,16 +141,17 @@ class Craft(ChunkStrategy):
         counts = self._counts(prompt, reused, ratio)
         mending = plan_mending(prompt, allocation, matched, reused, counts)
         focus = self.variants.focus and len(mending.picked) and len(mending.chunks) > 2
-        outcome = yield from _by_sections(mending, self.variants.window) if focus else _at_once(mending)
-        _keep(mending, allocation, context, outcome.scores)
-        exact_to: Exactness | None = "full" if mending.exact and not allocation.lossy else None
+        asking = _by_sections(mending, self.variants.window) if focus else _at_once(mending)
+        logits, scores, figures = yield from asking
+        _keep(mending, allocation, context, scores)
+        exact_to: core.Exactness | None = "full" if mending.exact and not allocation.lossy else None
         account = mending.stitched.account(mending.picked)
         mean = {"cfo": float(np.mean([reuse.overhead for reuse in reused.values()]))} if reused else {}
-        return Plan(mending.spans, mending.stitched.tail, exact_to, account, outcome.logits, outcome.figures | mean)
+        return core.Plan(mending.spans, mending.stitched.tail, exact_to, account, logits, figures | mean)
 
-    def _reused(self, prompt: Prompt, context: Match, allocation: Allocation, tau: float) -> dict[int, Reuse]:
+    def _reused(self, prompt: core.Prompt, context: Match, allocation: Allocation, tau: float) -> dict[int, Reuse]:
         found = {}
-        for i in segments_of(prompt, Kind.CHUNK):
+        for i in segments_of(prompt, core.Kind.CHUNK):
             match = self._fused_chunk(prompt, i, context, allocation) if self._takes_fused(prompt, i) else None
             match = match or self._best_variant(prompt, i, context, allocation, tau)
             influence = Influence.decode(match.node.meta) if match is not None else None
@@ -171,7 +159,7 @@ class Craft(ChunkStrategy):
                 found[i] = Reuse(match, influence, self.overhead(influence, before(prompt, i)))
         return found
 
-    def _fused_chunk(self, prompt: Prompt, i: int, context: Match, allocation: Allocation) -> Match | None:
+    def _fused_chunk(self, prompt: core.Prompt, i: int, context: Match, allocation: Allocation) -> Match | None:
         segment, prior = prompt.segments[i], before(prompt, i)
 
         def cfo(meta: bytes) -> float:
@@ -181,27 +169,27 @@ class Craft(ChunkStrategy):
         candidate = Candidate(Provenance.APPROXIMATE, FUSED, segment.behind, cfo=cfo)
         match = allocation.first(context, segment.tokens, [candidate])
         if match is not None and Influence.decode(match.node.meta) is None:
-            raise RequestError(
+            raise core.RequestError(
                 f"chunk {segment.id!r} was preprocessed without recording its attention, which this strategy needs: "
                 "preprocess it with recording, or choose another strategy",
                 param="rag.strategy",
             )
         return match
 
-    def _best_variant(self, prompt: Prompt, i: int, context: Match, allocation: Allocation, tau: float) -> Match | None:
+    def _best_variant(
+        self, prompt: core.Prompt, i: int, context: Match, allocation: Allocation, tau: float
+    ) -> Match | None:
         tokens = prompt.segments[i].tokens
-        kept = allocation.cache.matcher.find_variants(
-            tokens, VARIANT, allocation.tenant, context.tokens, cold=allocation.cold
-        )
-        ranked = rank(kept, before(prompt, i), self.overhead, tau)
-        kind = Provenance.APPROXIMATE
+        find, whose = allocation.cache.matcher.find_variants, allocation.tenant
+        kept = find(tokens, VARIANT, whose, context.tokens, cold=allocation.cold)
+        ranked, kind = rank(kept, before(prompt, i), self.overhead, tau), Provenance.APPROXIMATE
         candidates = [Candidate(kind, VARIANT, each.behind, True, each.overhead) for each in ranked]
         return allocation.first(context, tokens, candidates)
 
-    def _takes_fused(self, prompt: Prompt, i: int) -> bool:
+    def _takes_fused(self, prompt: core.Prompt, i: int) -> bool:
         return self._fused and bool(prompt.segments[i].behind) and not alone(prompt)
 
-    def _counts(self, prompt: Prompt, reused: Mapping[int, Reuse], ratio: float | None) -> dict[int, int]:
+    def _counts(self, prompt: core.Prompt, reused: Mapping[int, Reuse], ratio: float | None) -> dict[int, int]:
         lengths = [len(prompt.segments[i]) for i in reused]
         overheads = [reuse.overhead for reuse in reused.values()]
         if ratio is not None:
@@ -210,7 +198,7 @@ class Craft(ChunkStrategy):
         return {i: share(part, n) for i, part, n in zip(reused, shares, lengths, strict=True)}
 
 
-def _public(prompt: Prompt, i: int) -> bool:
+def _public(prompt: core.Prompt, i: int) -> bool:
     """True if a variant of segment i is public: the segment is, and all segments before it."""
     return prompt.public >= prompt.starts[i + 1]
 
@@ -224,16 +212,16 @@ class Mending:
     """
 
     stitched: Stitched
-    picked: Tokens
-    rows: Tokens
+    picked: core.Tokens
+    rows: core.Tokens
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[core.Span, ...]:
         return self.stitched.mended(self.picked)
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        return segments_of(self.stitched.prompt, Kind.CHUNK)
+        return segments_of(self.stitched.prompt, core.Kind.CHUNK)
 
     @property
     def exact(self) -> bool:
@@ -245,12 +233,14 @@ class Mending:
             for i, match in self.stitched.matches.items()
         )
 
-    def ask(self, rows: Tokens, measures: Iterable[Measure], layers: tuple[int, int] | None = None) -> Pass:
+    def ask(
+        self, rows: core.Tokens, measures: Iterable[core.Measure], layers: tuple[int, int] | None = None
+    ) -> core.Pass:
         measures = frozenset(measures)
-        logits = (len(self.stitched.prompt) - 1,) if Measure.LOGITS in measures else ()
-        return Pass(rows, rows, self.spans, measures, logits, layers)
+        logits = (len(self.stitched.prompt) - 1,) if core.Measure.LOGITS in measures else ()
+        return core.Pass(rows, rows, self.spans, measures, logits, layers)
 
-    def out_of_focus(self, focus: Focus | None) -> Tokens:
+    def out_of_focus(self, focus: Focus | None) -> core.Tokens:
         if focus is None:
             return self.picked[:0]
         unseen = (i for at, i in enumerate(self.chunks) if at not in focus.chunks)
@@ -260,14 +250,14 @@ class Mending:
 
 
 def plan_mending(
-    prompt: Prompt, allocation: Allocation, matched: Match, reused: Mapping[int, Reuse], counts: Mapping[int, int]
+    prompt: core.Prompt, allocation: Allocation, matched: Match, reused: Mapping[int, Reuse], counts: Mapping[int, int]
 ) -> Mending:
     """Reserve what will be written and place everything; `counts[i]` tokens of reused chunk i are computed anew."""
     reused = {i: reuse for i, reuse in reused.items() if counts[i] < len(prompt.segments[i])}
     picks = [prompt.starts[i] + np.sort(reuse.influence.ranking[: counts[i]]) for i, reuse in reused.items()]
     picked = np.concatenate([indices(0, 0), *picks]).astype(np.int32)
     matches = {i: reuse.match for i, reuse in reused.items()}
-    begins = {i: prompt.starts[i] for i in segments_of(prompt, Kind.CHUNK)}
+    begins = {i: prompt.starts[i] for i in segments_of(prompt, core.Kind.CHUNK)}
     stitched = lay_out(prompt, allocation, matched, matches, begins, repaired=len(picked))
     whole = [indices(*prompt.bounds(i)) for i in stitched.fresh]
     missing = indices(stitched.hit, head_length(prompt))
@@ -278,8 +268,8 @@ def _at_once(mending: Mending) -> Asking:
     """One pass through all layers; the attention is measured if there is a new chunk to keep."""
     whole = bool(mending.stitched.fresh)
     results = yield mending.ask(mending.rows, SCORED if whole else LOGITS)
-    scores = ((mending.rows, results[Measure.SEGMENT_SCORE]),) if whole else ()
-    return Outcome(results[Measure.LOGITS][0], scores, {})
+    scores = ((mending.rows, results[core.Measure.SEGMENT_SCORE]),) if whole else ()
+    return results[core.Measure.LOGITS][0], scores, {}
 
 
 def _by_sections(mending: Mending, window: int) -> Asking:
@@ -288,10 +278,10 @@ def _by_sections(mending: Mending, window: int) -> Asking:
     depth, at = stages[-1], 0
     focus: Focus | None = None
     scores: list[Scores] = []
-    results: Results = {}
+    results: core.Results = {}
     for begin, at in pairwise(stages):
-        results = yield mending.ask(mending.rows, SCORED if at == depth else {Measure.SEGMENT_SCORE}, (begin, at))
-        scores.append((mending.rows, results[Measure.SEGMENT_SCORE]))
+        results = yield mending.ask(mending.rows, SCORED if at == depth else {core.Measure.SEGMENT_SCORE}, (begin, at))
+        scores.append((mending.rows, results[core.Measure.SEGMENT_SCORE]))
         # inter(C, U) of every layer so far and chunk, [layers, chunks]
         seen_LZ = [
             score[:, rows >= prompt.starts[-2]][..., list(mending.chunks)].sum(1, dtype=np.float64)
@@ -303,12 +293,12 @@ def _by_sections(mending: Mending, window: int) -> Asking:
     dropped = mending.out_of_focus(focus)
     if at < depth:
         if len(dropped):
-            fresh = Span(mending.picked, mending.stitched.repaired)
-            yield Move(dropped, mending.stitched.chunk, (fresh,), (at, depth))
+            fresh = core.Span(mending.picked, mending.stitched.repaired)
+            yield core.Move(dropped, mending.stitched.chunk, (fresh,), (at, depth))
         rows = mending.rows[~np.isin(mending.rows, dropped)]
         results = yield mending.ask(rows, SCORED if whole else LOGITS, (at, depth))
         if whole:
-            scores.append((rows, results[Measure.SEGMENT_SCORE]))
+            scores.append((rows, results[core.Measure.SEGMENT_SCORE]))
     share, layer = len(dropped) / len(mending.picked), depth if focus is None else focus.layer
     # shares of the mending (tokens times layers) that the focus saves: if it ended at once, and as it did
     figures = {
@@ -316,7 +306,7 @@ def _by_sections(mending: Mending, window: int) -> Asking:
         "focus_ideal": share * (1 - layer / depth),
         "focus_realised": share * (1 - at / depth),
     }
-    return Outcome(results[Measure.LOGITS][0], tuple(scores), figures)
+    return results[core.Measure.LOGITS][0], scores, figures
 
 
 def _keep(mending: Mending, allocation: Allocation, context: Match, scores: Sequence[Scores]) -> None:

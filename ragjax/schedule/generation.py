@@ -148,7 +148,5 @@ class AnswerText:
 def _stop_overlap(text: str, stops: tuple[str, ...]) -> int:
     """Length of the longest end of the text that a stop string begins with."""
     longest = max((len(stop) - 1 for stop in stops), default=0)
-    for length in range(min(longest, len(text)), 0, -1):
-        if any(stop.startswith(text[-length:]) for stop in stops):
-            return length
-    return 0
+    lengths = range(min(longest, len(text)), 0, -1)
+    return next((length for length in lengths if any(stop.startswith(text[-length:]) for stop in stops)), 0)

@@ -176,8 +176,6 @@ class Requests:
         now = time.monotonic()
         return tuple(replace(served, age=now - at) for at, owner, served in self._recent.copy() if owner == tenant)
 
-    # ------------------------------------------------------------------------------- waiting, and its end
-
     def arrive(self, state: RequestState) -> None:
         """Let a request wait to be started, and tell the replacement policy what it will use.
 
@@ -221,8 +219,6 @@ class Requests:
 
     def free(self) -> None:
         self.blocked, self.freed = False, True
-
-    # ------------------------------------------------------------------------------------ again, or ended
 
     def restart(self, state: RequestState, notice: str = "") -> None:
         """Take back what a request holds, and let it wait to be started again before all others.
@@ -279,8 +275,6 @@ class Requests:
     def take_answered(self) -> Iterator[tuple[RequestState, Answer]]:
         while self.answered:
             yield self.answered.pop(0)
-
-    # ------------------------------------------------------------------- begun before their documents are final
 
     def take_offered(self) -> list[RequestState]:
         """Take out the generations that start now: prompts that are not computed, started or not, are few."""

@@ -180,7 +180,13 @@ class Scheduler:
         prefill that leaves layers out.
         """
         waiting = [s for s in self._active() if s.rows is not None and s.rows.left]
-        waiting = self._apart([state for state in waiting if state.decoding or self.preload.may_run(state)])
+        waiting = [state for state in waiting if state.decoding or self.preload.may_run(state)]
+        suspects = [
+            state for state in waiting if state.suspect
+        ]  # of a failed step: each alone, in turns with all others
+        others = [state for state in waiting if not state.suspect]
+        self._suspected_last = bool(suspects) and not (self._suspected_last and others)
+        waiting = suspects[:1] if self._suspected_last else others
         decoding = []  # a generated token, and tokens proposed behind it, rather than many that were given
         for state in waiting:
             rows = rows_of(state)
@@ -211,13 +217,6 @@ class Scheduler:
         measure = next((one.measure_now for one in pending if one.measure_now is not None), None)
         by_layer = any(one.table.by_layer is not None for one in pending)
         return self._shapes(pending[-1].layers, measure, by_layer)
-
-    def _apart(self, states: list[RequestState]) -> list[RequestState]:
-        """Whose rows may share the next step: one request of a failed step alone, in turns with all the others."""
-        suspects = [state for state in states if state.suspect]
-        others = [state for state in states if not state.suspect]
-        self._suspected_last = bool(suspects) and not (self._suspected_last and others)
-        return suspects[:1] if self._suspected_last else others
 
     def moving(self) -> list[RequestState]:
         """Requests whose next step is a move, of KV that is on the device."""

@@ -186,8 +186,6 @@ class RequestState(Waiting):
     _measures: frozenset[core.Measure] = frozenset()
     _before: PendingRows | None = None
 
-    # ------------------------------------------------------------------------------------ what is asked
-
     @property
     def background(self) -> bool:
         return self.request.background
@@ -263,8 +261,6 @@ class RequestState(Waiting):
     def whole_prompt(self) -> core.Prompt:
         """The prompt, and after it what was generated before the request was started again."""
         return self.prompt.followed_by(self.generated)
-
-    # ------------------------------------------------------------------------------------- its progress
 
     @property
     def running(self) -> bool:
@@ -372,8 +368,6 @@ class RequestState(Waiting):
             self.rows, self.move = None, read_compaction(self, asked)
         else:
             self.rows, self.move, self._measures = read_pass(self, asked, self._before), None, asked.measures
-
-    # ------------------------------------------------------------------------------------------ its end
 
     def keep(self) -> None:
         """Let the strategy keep what it wants of the generated tokens whose KV exists.

@@ -27,8 +27,7 @@ from ragjax.serve.schema.store import AttachmentBody, SearchBody, StoreBody, Sto
 if TYPE_CHECKING:
     from ragjax.cluster.fleet import Service
 
-MOST_PARTS = 16
-"""Parts of a form, at most."""
+MOST_PARTS = 16  # parts of a form, at most
 
 
 class FormField(NamedTuple):
@@ -71,10 +70,8 @@ Limit = Annotated[int, Query(ge=1, le=100)]
 ManyFiles = Annotated[int, Query(ge=1, le=10_000)]
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 FILE_FIELDS = frozenset({"file", "purpose", ANCHOR, SECONDS})
-LEAST_SECONDS, MOST_SECONDS = 3600, 2_592_000
-"""After which a file may expire, as in OpenAI's API."""
-FOUND = 10
-"""Passages of a search unless it asks for others."""
+LEAST_SECONDS, MOST_SECONDS = 3600, 2_592_000  # after which a file may expire, as in OpenAI's API
+FOUND = 10  # passages of a search unless it asks for others
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ class LibraryEndpoints:
     """The endpoints over an engine's library. All but the upload run in threads: they wait for SQLite."""
 
     def __init__(self, engine: Service):
-        self._engine = engine
+        self._library = engine.library
 
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1")
@@ -141,8 +138,6 @@ class LibraryEndpoints:
             router.add_api_route(path, endpoint, methods=[method], response_model=None)
         return router
 
-    # ---------------------------------------------------------------------------------------------- files
-
     async def upload(self, request: Request, tenant: Tenant) -> Json:
         """Upload a file: a form with `file`, `purpose`, and when the file expires."""
         form = parse(await request.body(), request.headers.get("content-type", ""))
@@ -155,7 +150,7 @@ class LibraryEndpoints:
         if unknown is not None:
             raise ApiError(400, f"unknown field {unknown!r}", param=unknown, code="unknown_parameter")
         arguments = (tenant, file.filename, _said(purpose), file.content, _lifetime(form))
-        return _file(await asyncio.to_thread(self._engine.library.upload, *arguments))
+        return _file(await asyncio.to_thread(self._library.upload, *arguments))
 
     def files(
         self,
@@ -166,34 +161,29 @@ class LibraryEndpoints:
         after: str | None = None,
     ) -> Json:
         """List files."""
-        library = self._engine.library
-        read, look = partial(library.files, tenant, purpose), partial(library.file, tenant)
+        read, look = partial(self._library.files, tenant, purpose), partial(self._library.file, tenant)
         return ListPage(limit, order, after).of(read, look, _file)
 
     def file(self, tenant: Tenant, file_id: str) -> Json:
         """One file."""
-        return _file(self._engine.library.file(tenant, file_id))
+        return _file(self._library.file(tenant, file_id))
 
     def content(self, tenant: Tenant, file_id: str) -> Response:
         """A file's bytes, as they were uploaded; to be saved, never shown by a browser as a page of this server."""
-        file = self._engine.library.file(tenant, file_id)
+        file = self._library.file(tenant, file_id)
         kind = mimetypes.guess_type(f"file{Path(file.name).suffix}")[0] or "application/octet-stream"
         safe = {"content-disposition": "attachment", "x-content-type-options": "nosniff"}
-        return Response(self._engine.library.content(tenant, file_id), media_type=kind, headers=safe)
+        return Response(self._library.content(tenant, file_id), media_type=kind, headers=safe)
 
     def remove(self, tenant: Tenant, file_id: str, unattached: bool = False) -> Json:
         """Delete a file, also from all stores; `unattached`: only if no store has it."""
-        library = self._engine.library
-        delete = library.discard if unattached else library.remove
-        delete(tenant, file_id)
+        (self._library.discard if unattached else self._library.remove)(tenant, file_id)
         return {"id": file_id, "object": "file", "deleted": True}
-
-    # --------------------------------------------------------------------------------------------- stores
 
     def create(self, tenant: Tenant, body: StoreBody) -> Json:
         """Make a store, and put files into it."""
         days = None if body.expires_after is None else body.expires_after.days
-        given, library = body.to_core(""), self._engine.library
+        given, library = body.to_core(""), self._library
         for one in given:
             library.file(tenant, one.file)
         store = library.create(tenant, body.name or "", body.metadata, days, body.description)
@@ -208,13 +198,12 @@ class LibraryEndpoints:
 
     def stores(self, tenant: Tenant, page: Annotated[ListPage, Depends()]) -> Json:
         """List stores."""
-        library = self._engine.library
-        read, look = partial(library.stores, tenant), partial(library.store, tenant)
+        read, look = partial(self._library.stores, tenant), partial(self._library.store, tenant)
         return page.of(read, look, partial(self._store, tenant))
 
     def store(self, tenant: Tenant, vector_store_id: str) -> Json:
         """One store."""
-        return self._store(tenant, self._engine.library.store(tenant, vector_store_id))
+        return self._store(tenant, self._library.store(tenant, vector_store_id))
 
     def update(self, tenant: Tenant, vector_store_id: str, body: StoreChange) -> Json:
         """Change a store's name, metadata and expiry."""
@@ -224,17 +213,17 @@ class LibraryEndpoints:
         for name, empty in (("metadata", {}), ("name", "")):
             if name in changes:
                 changes[name] = changes[name] or empty
-        return self._store(tenant, self._engine.library.update(tenant, vector_store_id, **changes))
+        return self._store(tenant, self._library.update(tenant, vector_store_id, **changes))
 
     def delete(self, tenant: Tenant, vector_store_id: str) -> Json:
         """Delete a store; its files stay."""
-        self._engine.library.delete(tenant, vector_store_id)
+        self._library.delete(tenant, vector_store_id)
         return {"id": vector_store_id, "object": "vector_store.deleted", "deleted": True}
 
     def search(self, tenant: Tenant, vector_store_id: str, body: SearchBody) -> Json:
         """The passages nearest to a query."""
         take_ignored(body, strict=True)
-        found = self._engine.library.search(
+        found = self._library.search(
             tenant,
             vector_store_id,
             body.query,
@@ -257,12 +246,10 @@ class LibraryEndpoints:
         kind = "vector_store.search_results.page"
         return {"object": kind, "search_query": body.query, "data": shown, "has_more": False, "next_page": None}
 
-    # ------------------------------------------------------------------------------------- files in stores
-
     def attach(self, tenant: Tenant, vector_store_id: str, body: AttachmentBody) -> Json:
         """Put a file into a store. It is read in the background; until then its status is `in_progress`."""
-        self._engine.library.attach(tenant, [body.to_core(vector_store_id)])
-        return self._attachment(self._engine.library.attachment(tenant, vector_store_id, body.file_id))
+        self._library.attach(tenant, [body.to_core(vector_store_id)])
+        return self._attachment(self._library.attachment(tenant, vector_store_id, body.file_id))
 
     def attachments(
         self,
@@ -272,50 +259,45 @@ class LibraryEndpoints:
         filter: core.State | None = None,
     ) -> Json:
         """List the files of a store."""
-        library = self._engine.library
-        library.store(tenant, vector_store_id)
-        read = partial(library.attachments, tenant, vector_store_id, filter)
-        look = partial(library.attachment, tenant, vector_store_id)
+        self._library.store(tenant, vector_store_id)
+        read = partial(self._library.attachments, tenant, vector_store_id, filter)
+        look = partial(self._library.attachment, tenant, vector_store_id)
         return page.of(read, look, self._attachment)
 
     def attachment(self, tenant: Tenant, vector_store_id: str, file_id: str) -> Json:
         """One file of a store."""
-        return self._attachment(self._engine.library.attachment(tenant, vector_store_id, file_id))
+        return self._attachment(self._library.attachment(tenant, vector_store_id, file_id))
 
     def passages(self, tenant: Tenant, vector_store_id: str, file_id: str) -> Json:
         """The chunks of a file of a store, as they stand in prompts."""
-        chunks = self._engine.library.passages(tenant, vector_store_id, file_id)
+        chunks = self._library.passages(tenant, vector_store_id, file_id)
         shown = [{"type": "text", "text": one.text, "page": one.page, "heading": one.heading} for one in chunks]
         return {"object": "vector_store.file_content.page", "data": shown, "has_more": False, "next_page": None}
 
     def detach(self, tenant: Tenant, vector_store_id: str, file_id: str) -> Json:
         """Take a file out of a store; the file stays."""
-        self._engine.library.detach(tenant, vector_store_id, file_id)
+        self._library.detach(tenant, vector_store_id, file_id)
         return {"id": file_id, "object": "vector_store.file.deleted", "deleted": True}
-
-    # ------------------------------------------------------------------------------------------ responses
 
     def response(self, tenant: Tenant, response_id: str) -> Json:
         """A response that was kept."""
-        kept: Json = json.loads(self._engine.library.response(tenant, response_id).body)
+        kept: Json = json.loads(self._library.response(tenant, response_id).body)
         return kept
 
     def items(self, tenant: Tenant, response_id: str, order: Order = "desc") -> Json:
         """The items it was asked, without the responses that it goes on from."""
-        items: list[Json] = json.loads(self._engine.library.response(tenant, response_id).items)
+        items: list[Json] = json.loads(self._library.response(tenant, response_id).items)
         data = [{"id": f"in_{i}_{response_id}", **item} for i, item in enumerate(items)]
         data = data[::-1] if order == "desc" else data
         return {"object": "list", "data": data, "first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}
 
     def forget(self, tenant: Tenant, response_id: str) -> Json:
         """Delete a response; those that go on from it cannot be gone on from any more."""
-        self._engine.library.remove_response(tenant, response_id)
+        self._library.remove_response(tenant, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
-    # -------------------------------------------------------------------------------------------- objects
-
     def _store(self, tenant: str, store: core.Store) -> Json:
-        counts, usage = (core.Counts(), 0) if store.expired else self._engine.library.counts(tenant, store.id)
+        counts, usage = (core.Counts(), 0) if store.expired else self._library.counts(tenant, store.id)
         status = "expired" if store.expired else "in_progress" if counts.in_progress else "completed"
         return {
             "id": store.id,
@@ -334,10 +316,8 @@ class LibraryEndpoints:
 
     def _attachment(self, one: core.Attachment) -> Json:
         code, message = one.error
-        sizes = {
-            "max_chunk_size_tokens": one.chunk_tokens or self._engine.library.chunk_tokens,
-            "chunk_overlap_tokens": 0,
-        }
+        most = one.chunk_tokens or self._library.chunk_tokens
+        sizes = {"max_chunk_size_tokens": most, "chunk_overlap_tokens": 0}
         return {
             "id": one.file,
             "object": "vector_store.file",

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from benchmarks import sessions
 from benchmarks.common.questions import excerpt
 from benchmarks.sessions import SCENARIOS, Turn
-from ragjax.serve import create_app
+from ragjax.serve.app import create_app
 from tests.support import tiny
 
 ANSWERS = [f"Answer {n}." for n in range(40)]

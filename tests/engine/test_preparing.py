@@ -258,7 +258,7 @@ def test_one_that_was_killed_goes_on_where_it_was(tmp_path: Path, monkeypatch: p
         with hold:
             assert engine._preparing is not None
             engine._preparing._over.set()
-            engine._loop._put_away = lambda: None  # type: ignore[method-assign]  # what memory holds is lost
+            engine._cache.flush = lambda: False  # type: ignore[method-assign]  # what memory holds is lost
     assert 10 <= len(first.fused) < 20
     engine, second = start()
     with engine:

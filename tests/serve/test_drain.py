@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from ragjax.engine import Engine
-from ragjax.serve import create_app
+from ragjax.serve.app import create_app
 from ragjax.serve.server import Drain, Server, Watchdog
 from tests.support import tiny
 from tests.support.audit import audit_cache

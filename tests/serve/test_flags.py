@@ -16,8 +16,8 @@ from ragjax import core
 from ragjax.commands.flags import flags_of
 from ragjax.core.options import FIRST
 from ragjax.retrieval.triple_files import read_triples
-from ragjax.serve import command, main
-from ragjax.serve.command import ServerOptions, app_options, parse_options, serve_parser
+from ragjax.serve import command
+from ragjax.serve.command import ServerOptions, app_options, main, parse_options, serve_parser
 from tests.support.devices import ROOT
 from tests.support.fakes import FakeEngine
 from tests.support.flags import page

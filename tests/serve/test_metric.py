@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ragjax import core
 from ragjax.cluster.fleet import ROUTING
-from ragjax.serve import create_app
+from ragjax.serve.app import create_app
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, Served, serving
 

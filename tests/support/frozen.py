@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 from ragjax import Answer, Document, Engine, Graph, Kind, Message, Prompt, Segment, StorageOptions
 from ragjax.engine.preprocessing import preprocess
 from ragjax.retrieval.triples import Triple
-from ragjax.serve import create_app
+from ragjax.serve.app import create_app
 from tests.support.audit import audit_engine
 
 DATA = Path(__file__).parents[1] / "data"

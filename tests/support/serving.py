@@ -21,7 +21,7 @@ import openai
 import uvicorn
 
 from ragjax import core
-from ragjax.serve import create_app
+from ragjax.serve.app import create_app
 from ragjax.serve.server import Limits, limited
 from tests.support.fakes import FakeEngine
 
@@ -127,11 +127,11 @@ from prometheus_client import Metric
 module = types.ModuleType("ragjax.engine")
 module.Engine = FakeEngine
 sys.modules["ragjax.engine"] = module
-from ragjax import serve
 close = FakeEngine.close
 FakeEngine.close = lambda self: (close(self), print("finished", self.finished, file=sys.stderr))
 {patch}
-sys.exit(serve.main(sys.argv[1:]))
+from ragjax.serve.command import main
+sys.exit(main(sys.argv[1:]))
 """
 
 

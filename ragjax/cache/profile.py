@@ -5,11 +5,9 @@ Between measurements as RAGCache has it (Algorithm 1, lines 6 to 9, arXiv:2404.1
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -21,27 +19,12 @@ class Profile:
     seconds: tuple[tuple[float, ...], ...]  # a row for each of `cached`, in it a positive figure for each of `new`
     measured_on: str = ""  # model, dtype and device, for people to read
 
-    def __post_init__(self) -> None:
-        for name, counts, least in (("cached", self.cached, 0), ("new", self.new, 1)):
-            if len(counts) < 2:
-                raise ValueError(f"{name}: {len(counts)} token counts; at least two are needed")
-            if counts[0] < least or any(low >= high for low, high in pairwise(counts)):
-                raise ValueError(f"{name}: token counts must ascend from at least {least}")
-        if self.cached[0] != 0:
-            raise ValueError(f"cached: starts at {self.cached[0]}, not at 0")
-        if len(self.seconds) != len(self.cached) or any(len(row) != len(self.new) for row in self.seconds):
-            raise ValueError(f"seconds: not {len(self.cached)} rows of {len(self.new)}")
-        if not all(math.isfinite(cost) and cost > 0 for row in self.seconds for cost in row):
-            raise ValueError("seconds: all must be positive and finite")
-
     def cost(self, cached: int, new: int) -> float:
         """T(cached, new) in seconds; 0 for nothing new. O(log size).
 
         Bilinear within the grid. Outside, the nearest slot's line goes on; but more tokens never cost less than the
         edge of the grid, and fewer than the smallest `new` never less than their share of its cost.
         """
-        if cached < 0 or new < 0:
-            raise ValueError(f"cached, new: {cached}, {new}; neither may be negative")
         if new == 0:
             return 0.0
         edge = min(cached, self.cached[-1]), min(max(new, self.new[0]), self.new[-1])

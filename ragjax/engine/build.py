@@ -350,8 +350,7 @@ def compression_of(options: EngineOptions, served: Iterable[Strategy]) -> Compre
 
 
 def _compile(runner: Runner, names: Sequence[Name], progress: bool) -> None:
-    with tqdm(total=len(names), desc="compiling", unit="program", disable=not progress) as bar:
-        runner.compile(names, progress=lambda _: bar.update())
+    runner.compile(tqdm(names, desc="compiling", unit="program", disable=not progress))
     runner.warm_up(names)
     if not runner.computes_numbers():
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -134,12 +134,10 @@ class Programs:
             self._there[key[:2]] = key[2], tuple(there) or self._grid.rows
         return self._there[key[:2]][1]
 
-    def compile(self, names: Iterable[Name], progress: Callable[[str], None] | None = None) -> None:
+    def compile(self, names: Iterable[Name]) -> None:
         for name in names:
             if name not in self.compiled:
                 self.compiled[name] = self._make(name)
-            if progress is not None:
-                progress(" ".join(map(str, name)))
 
     def get(self, *name: Any) -> Any:
         """The program of this name; it is made now if that was not done ahead, or failed."""
@@ -234,26 +232,30 @@ class Programs:
             case "stage" | "layered", (rows, entries, layers, *measure):
                 lowered = self._stage(rows, entries, layers, tuple(measure) or None, by_layer=kind == "layered")
             case "end", (rows, n):
-                x_TE = jax.ShapeDtypeStruct((rows, self._config.hidden_size), jnp.float32)
                 jitted = jax.jit(partial(stages.end, self._spec), out_shardings=self._everywhere)
-                lowered = jitted.lower(self._weights.ends, self._replicated(x_TE), self._indices(n))
+                x_TE = self._shape(rows, self._config.hidden_size, dtype=jnp.float32)
+                lowered = jitted.lower(self._weights.ends, x_TE, self._shape(n))
             case "allow", (n,):
-                bits_NW = jax.ShapeDtypeStruct((n, -(-self._config.vocab_size // 32)), jnp.uint32)
-                lowered = jax.jit(sampling.allow).lower(self._logits(n), self._replicated(bits_NW))
+                bits_NW = self._shape(n, -(-self._config.vocab_size // 32), dtype=jnp.uint32)
+                lowered = jax.jit(sampling.allow).lower(self._logits(n), bits_NW)
             case "sample", (n, adjusted):
                 shapes = stages.sample_shapes(n, self._config.vocab_size, adjusted)
                 lowered = jax.jit(stages.sample).lower(*self._replicated(shapes))
             case "logprobs", (n,):
-                lowered = jax.jit(sampling.logprobs).lower(self._logits(n), self._indices(n))
+                lowered = jax.jit(sampling.logprobs).lower(self._logits(n), self._shape(n))
             case "move", (n,):
                 jitted = jax.jit(move_slots, donate_argnums=0, out_shardings=self._pool_sharding)
-                lowered = jitted.lower(self._pool, *[self._indices(n)] * 3, self._rotation, self._layers)
+                lowered = jitted.lower(self._pool, *[self._shape(n)] * 3, self._rotation, self._layers)
             case "extract", (n,):
                 jitted = jax.jit(page_store.extract, out_shardings=self._pool_sharding)
-                lowered = jitted.lower(self._pool, self._indices(n), self._layers)
+                lowered = jitted.lower(self._pool, self._shape(n), self._layers)
             case "insert", (n,):
+                excerpt = jax.tree.map(
+                    lambda x: self._shape(self._weights.depth, n, *x.shape[2:], dtype=x.dtype, at=self._pool_sharding),
+                    self._pool,
+                )
                 jitted = jax.jit(page_store.insert, donate_argnums=0, out_shardings=self._pool_sharding)
-                lowered = jitted.lower(self._pool, self._indices(n), self._excerpt(n), self._layers)
+                lowered = jitted.lower(self._pool, self._shape(n), excerpt, self._layers)
             case "compact", (compression, tokens):
                 function = partial(compaction.compact, compression, scale=self._spec.scale, cap=self._spec.cap)
                 out = (self._pool_sharding, self._everywhere)
@@ -281,7 +283,7 @@ class Programs:
         """Places of a stage's layers in its pool, as a shape; None if it has no others."""
         depth = self._weights.depth
         alone = self._pool.k_LPKCD.shape[0] == depth
-        return None if alone else self._replicated(jax.ShapeDtypeStruct((depth,), jnp.int32))
+        return None if alone else self._shape(depth)
 
     def _stage(
         self, rows: int, entries: int, layers: int, measure: tuple[Measure, int] | None, *, by_layer: bool
@@ -313,18 +315,11 @@ class Programs:
             mass_LN = jax.ShapeDtypeStruct((layers, tokens), jnp.float32)
         return compaction.shapes_of(compression, layers, tokens, self._pool.page_size), query_LWHD, mass_LN
 
-    def _excerpt(self, n: int) -> Any:
-        def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-            shape = (self._weights.depth, n, *x.shape[2:])
-            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._pool_sharding)
-
-        return jax.tree.map(shape, self._pool)
-
     def _logits(self, n: int) -> Any:
-        return self._replicated(jax.ShapeDtypeStruct((n, self._config.vocab_size), jnp.float32))
+        return self._shape(n, self._config.vocab_size, dtype=jnp.float32)
 
-    def _indices(self, n: int) -> Any:
-        return self._replicated(jax.ShapeDtypeStruct((n,), jnp.int32))
+    def _shape(self, *size: int, dtype: Any = jnp.int32, at: NamedSharding | None = None) -> Any:
+        return jax.ShapeDtypeStruct(size, dtype, sharding=at or self._everywhere)
 
     def _begin_shapes(self, rows: int, entries: int) -> tuple[Any, Any]:
         begin = partial(stages.begin, self._spec, self._grid.shape(rows))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import timeit
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -147,8 +147,8 @@ class Runner(DevicePool):
     def waited_s(self) -> float:
         return self._programs.waited_s
 
-    def compile(self, names: Iterable[Name], progress: Callable[[str], None] | None = None) -> None:
-        self._programs.compile(names, progress)
+    def compile(self, names: Iterable[Name]) -> None:
+        self._programs.compile(names)
 
     def supply(self, planned: Iterable[Name]) -> Supply:
         """Make programs in a thread of its own from now on; steps take shapes whose programs are there."""

@@ -181,7 +181,7 @@ def test_closing_does_not_wait_for_a_program(gate: Gate) -> None:
 @pytest.mark.parametrize("early", [True, False])
 def test_an_engine_is_early_only_if_asked(early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Name] = []
-    monkeypatch.setattr(Runner, "compile", lambda runner, names, progress: compiled.extend(names))
+    monkeypatch.setattr(Runner, "compile", lambda runner, names: compiled.extend(names))
     monkeypatch.setattr(Runner, "warm_up", lambda *_: None)
     monkeypatch.setattr(Runner, "seconds", lambda *_: 0.01)
     monkeypatch.setattr(Programs, "try_make", lambda programs, name: programs.faults.update({name: MemoryError()}))

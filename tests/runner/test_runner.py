@@ -334,10 +334,9 @@ def test_measuring_changes_no_result(runner: Runner) -> None:
 def test_compile_compiles_everything() -> None:
     small = Grid(rows=((2, 2), (4, 1)), entries=(4,), logits=(2,))
     made = make_runner(replace(CONFIG, num_layers=2), grid=small)
-    names: list[str] = []
-    measures = {Measure.LOGITS, Measure.KEY_SCORE}
-    made.compile(made.programs(measures), names.append)
-    assert len(names) == len(made.programs(measures)) == 2 + 4 + 2 + 2 + 2 * len(BUCKETS)
+    names = made.programs({Measure.LOGITS, Measure.KEY_SCORE})
+    made.compile(names)
+    assert len(names) == 2 + 4 + 2 + 2 + 2 * len(BUCKETS)
     before = set(made._programs.compiled)
     tokens = tokens_of(21, 4)
     for begin, rows in ((0, 2), (2, 2)):

@@ -16,7 +16,8 @@ from ragjax.core import Answer, Step
 from ragjax.core.tiers import Load
 from ragjax.engine import Engine
 from ragjax.runner.runner import Runner, StepResult
-from ragjax.schedule.scheduler import Preload
+from ragjax.schedule import scheduler
+from ragjax.schedule.scheduler import reach
 from ragjax.store.transfer import KVTransfer
 from tests.support import tiny
 from tests.support.audit import audit_engine
@@ -62,7 +63,10 @@ def opened(
 
 
 def lead(monkeypatch: pytest.MonkeyPatch, choose: Callable[[], int]) -> None:
-    monkeypatch.setattr(Preload, "_lead", lambda self, state: choose())
+    def chosen(first: int, last: int, arrived: int, lead: int, stages: int) -> int:
+        return reach(first, last, arrived, choose(), stages)
+
+    monkeypatch.setattr(scheduler, "reach", chosen)
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import tokenizers
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks.latency.bare import LLAMA, TINY, hf_config
@@ -38,11 +40,26 @@ def write_random(config: ModelConfig, folder: Path) -> Path:
     _tokenizer().save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    _write_config(config, folder, END)
+    return folder
+
+
+def write_weights(config: ModelConfig, folder: Path, tensors: Mapping[str, NDArray[Any]]) -> Path:
+    """Write a Llama without its tokenizer, in bfloat16, unless it is there; its folder."""
+    if (folder / "config.json").is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: np.asarray(tensor).astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_config(config, folder, config.eos_ids[0])
+    return folder
+
+
+def _write_config(config: ModelConfig, folder: Path, end: int) -> None:
+    """Write it last: it says that the checkpoint is whole."""
     about: dict[str, Any] = {"model_type": config.family, "architectures": ["LlamaForCausalLM"]}
     about |= {"torch_dtype": "bfloat16", "rope_theta": config.rope_theta, "head_dim": config.head_dim}
-    # last, so that it says that the checkpoint is whole
-    (folder / "config.json").write_text(json.dumps(hf_config(config) | about | {"eos_token_id": END}), encoding="utf-8")
-    return folder
+    (folder / "config.json").write_text(json.dumps(hf_config(config) | about | {"eos_token_id": end}), encoding="utf-8")
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

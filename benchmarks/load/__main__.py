@@ -14,8 +14,9 @@ Systems: `full`; `prefix-lru`, a prefix tree on the device with LRU and no tier 
 `prefix-tiers`, with host memory, LACR, order and speculation; the reuse strategies; `contract`, the strategy that the
 quality contract picks at KL 0.1 (needs the report of `ragjax gate`). NAME:FIELD=VALUE is a system with
 another setting of the engine, `prefix-tiers:order=lpm` for instance; `--engine` sets one for all. Rivals:
-`llamacpp-q4_0`, `llamacpp-f16` (llama.cpp's server, a slot a client) and `openvino` (OpenVINO GenAI). They get the
-prompt's tokens, with retrieval done. All decode greedily, each answer to its last token (`--output`), whatever it says.
+`llamacpp-q4_0`, `llamacpp-f16` (llama.cpp's server, a slot a client), `openvino` (OpenVINO GenAI) and `vllm` (its build
+for CPUs, of a Llama). They get the prompt's tokens, with retrieval done. All decode greedily, each answer to its last
+token (`--output`), whatever it says.
 `--http` measures ragjax as a server too, where answers end where the model ends them.
 
 Rows: times are milliseconds from a request's arrival; `itl` is the time between two deliveries of text; `found_share`
@@ -52,7 +53,7 @@ from ragjax.commands.flags import from_zero, integer, positive
 from ragjax.core import ConfigError
 from ragjax.models import hub
 
-RIVALS = ("llamacpp-q4_0", "llamacpp-f16", "llamacpp-q4_0-reuse", "openvino")
+RIVALS = ("llamacpp-q4_0", "llamacpp-f16", "llamacpp-q4_0-reuse", "openvino", "vllm")
 REUSE_TOKENS = 64  # of `llamacpp-q4_0-reuse`: chunks that moved and are this long are shifted instead of computed
 REQUESTS, QUICK_REQUESTS = 120, 8
 WARM, QUICK_WARM = 60, 4
@@ -175,8 +176,11 @@ def targets_of(chosen: Namespace, workload: Workload) -> list[Target]:
 def rival_of(name: str, chosen: Namespace, model: Path, tokens: Prompts) -> Target:
     """A rival by name, with as many slots as there are clients at most (8 under open arrivals)."""
     clients = max([8, *(chosen.clients or ())])
+    gigabytes = max(1.0, chosen.device_cache_gb)
     if name == "openvino":
-        return server.openvino(name, model, tokens, clients=clients, gigabytes=max(1.0, chosen.device_cache_gb))
+        return server.openvino(name, model, tokens, clients=clients, gigabytes=gigabytes)
+    if name == "vllm":
+        return server.vllm(name, model, tokens, clients=clients, gigabytes=gigabytes, context=chosen.context)
     kind = name.split("-")[1].upper()
     reuse = REUSE_TOKENS if name.endswith("-reuse") else 0
     return server.LlamaServer(name, model, kind, tokens, slots=clients, context=chosen.context, reuse=reuse)

@@ -25,6 +25,7 @@ import httpx
 from benchmarks.common import envs
 from benchmarks.common.envs import RivalError
 from benchmarks.common.samples import STORE
+from benchmarks.latency.checkpoint import write_weights
 from benchmarks.load.client import Delivery
 from benchmarks.load.system import index_folder, served
 from benchmarks.load.workload import Ask, Workload
@@ -33,6 +34,7 @@ from ragjax.commands.flags import DEFAULTS, flags_of, spelled
 from ragjax.core import Chunk, EngineOptions, Hit, Message
 from ragjax.engine.knowledge import base_opener
 from ragjax.models.tokenizer import Tokenizer
+from ragjax.models.weights import open_checkpoint
 from ragjax.prompting.chat import chat_prompt, graph_prompt
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import KnowledgeBase
@@ -307,6 +309,16 @@ def openvino(name: str, model: Path, tokens: Tokens, *, clients: int, gigabytes:
     return Piped(name, command, tokens, {"strategy": "prefix", "policy": "lru"})
 
 
+def vllm(name: str, model: Path, tokens: Tokens, *, clients: int, gigabytes: float, context: int) -> Piped:
+    """The build of vLLM for CPUs: continuous batching, prefix cache, all cores, the weights in bfloat16."""
+
+    def command() -> Sequence[str | Path]:
+        worker = envs.WORKERS / "vllm_server.py"
+        return [envs.python("vllm"), worker, in_bfloat16(model), str(gigabytes), str(clients), str(context)]
+
+    return Piped(name, command, tokens, {"strategy": "prefix", "policy": "lru"})
+
+
 NAME = "llamaserver"
 TARGETS = ("llama-server", "llama-quantize")
 SETTINGS = (
@@ -376,6 +388,13 @@ def requantized(model: Path, kind: str) -> Path:
             raise RivalError(f"llama-quantize failed:\n{(done.stdout + done.stderr)[-envs.TAIL :]}")
         part.rename(target)
     return target
+
+
+def in_bfloat16(model: Path) -> Path:
+    """A Llama's weights as a Hugging Face folder in bfloat16, written once."""
+    checkpoint = open_checkpoint(model)
+    folder = envs.HOMES / "models" / f"{model.stem.rsplit('.', 1)[0]}-bfloat16"
+    return write_weights(checkpoint.config, folder, checkpoint.tensors)
 
 
 class Prompts:

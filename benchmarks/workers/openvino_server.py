@@ -7,16 +7,14 @@ Continuous batching with the prefix cache on. Runs in the environment `openvino`
 
 from __future__ import annotations
 
-import json
-import os
 import queue
 import sys
-import threading
 from typing import Any
 
 import numpy as np
 import openvino
 import openvino_genai
+import wire
 
 FINISHED = "FINISHED"
 
@@ -35,24 +33,11 @@ def load(
     return openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", settings)
 
 
-def read(asked: queue.Queue[dict[str, Any] | None]) -> None:
-    for line in sys.stdin:
-        asked.put(json.loads(line))
-    asked.put(None)
-
-
 def main() -> None:
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-
-    def say(event: dict[str, Any]) -> None:
-        answers.write(json.dumps(event) + "\n")
-        answers.flush()
-
+    say = wire.answering()
     pipeline = load(*sys.argv[1:])
     say({"ready": {"openvino-genai": openvino_genai.__version__, "openvino computes in": sys.argv[3]}})
-    asked: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    threading.Thread(target=read, args=(asked,), daemon=True).start()
+    asked = wire.arriving()
     running: dict[int, tuple[Any, int, int]] = {}
     while True:
         while running or not asked.empty() or not running:

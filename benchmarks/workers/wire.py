@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,15 +15,35 @@ Operation = Callable[..., Mapping[str, Any]]
 
 
 def serve(operations: Mapping[str, Operation]) -> None:
-    """Answer requests `{"op": name, …arguments}` until the input ends.
+    """Answer requests `{"op": name, …arguments}` until the input ends."""
+    say = answering()
+    for line in sys.stdin:
+        say(_answer(operations, json.loads(line)))
 
-    What the operations print goes to standard error, so that answers alone reach standard output.
-    """
+
+def answering() -> Callable[[Mapping[str, Any]], None]:
+    """What writes an answer. What else is printed from now on goes to standard error."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    for line in sys.stdin:
-        answers.write(json.dumps(_answer(operations, json.loads(line))) + "\n")
+
+    def say(answer: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
         answers.flush()
+
+    return say
+
+
+def arriving() -> queue.Queue[dict[str, Any] | None]:
+    """Requests as they come in, at any time; None when the input ends."""
+    asked: queue.Queue[dict[str, Any] | None] = queue.Queue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            asked.put(json.loads(line))
+        asked.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return asked
 
 
 def _answer(operations: Mapping[str, Operation], request: dict[str, Any]) -> Mapping[str, Any]:

@@ -17,7 +17,8 @@ import wire
 def load(model: str, gigabytes: str, most: str, context: str) -> Any:
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(float(gigabytes))))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    sys.modules["torchvision"] = None  # type: ignore[assignment] # text needs none, and one of another build ends torch
+    for unneeded in ("torchvision", "torchaudio", "torchcodec"):  # one of another build than torch's ends the start
+        sys.modules[unneeded] = None  # type: ignore[assignment]
     import vllm
 
     asked = vllm.EngineArgs(

@@ -55,7 +55,7 @@ class Watch:
     def __enter__(self) -> Watch:
         execution = self._execution
         runner: Any = self._engine._runner
-        land, choose, step = execution.land, execution._choose, runner.step
+        land, launch, step = execution.land, execution.launch, runner.step
 
         def stepped(arrays: Any) -> StepResult:
             began = time.perf_counter()
@@ -63,12 +63,12 @@ class Watch:
             self._dispatched, self._began = time.perf_counter(), began
             return outcome
 
-        def chosen(batch: Batch, outcome: StepResult) -> Any:
+        def launched(batch: Batch) -> None:
+            launch(batch)
             if not self._counts(batch):
                 self._began = self._ready = 0.0
             elif self._ready:
                 self._note("exposed_ms", self._ready, self._began)
-            return choose(batch, outcome)
 
         def landed() -> bool:
             if execution._flight is None or not self._began:
@@ -81,11 +81,11 @@ class Watch:
             self._note("step_ms", self._began, self._ready)
             return bool(land())
 
-        execution.land, execution._choose, runner.step = landed, chosen, stepped
+        execution.land, execution.launch, runner.step = landed, launched, stepped
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._execution.land, self._execution._choose, self._engine._runner.step
+        del self._execution.land, self._execution.launch, self._engine._runner.step
 
     def _counts(self, batch: Batch) -> bool:
         return len(batch.parts) == self._clients and all(part.rows.sampled for part in batch.parts)

@@ -51,7 +51,7 @@ REFUSED = {
     "kernels": {"--seconds 0": "greater than 0", "--platform tpu": "invalid choice: 'tpu'"},
     "load": {
         "--workload questions": "--data DIR is needed",
-        "--data . --systems vllm": "unknown system 'vllm'",
+        "--data . --systems sglang": "unknown system 'sglang'",
         "--data . --engine turbo=1": "fields are",
         "--data . --workload trace": "needs --arrivals",
         "--data . --requests 1": "whole number from 2",

@@ -22,7 +22,7 @@ def serve(operations: Mapping[str, Operation]) -> None:
 
 
 def answering() -> Callable[[Mapping[str, Any]], None]:
-    """What writes an answer. What else is printed from now on goes to standard error."""
+    """Return what writes an answer. All else that is printed from now on goes to standard error."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 

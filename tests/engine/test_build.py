@@ -9,7 +9,7 @@ import pytest
 
 from ragjax.core import ConfigError, EngineOptions, Grid
 from ragjax.engine import Engine
-from ragjax.engine.build import _check_deterministic, _compile, _packed_form, measured_profile
+from ragjax.engine.build import PAGE_SIZE, _check_deterministic, _compile, _grid, _packed_form, measured_profile
 from ragjax.models.packed import PackedForm
 from ragjax.reuse.exact import Full, Prefix
 from tests.support import tiny
@@ -30,6 +30,13 @@ def test_strategies_come_by_name(given: Any) -> None:
 def test_64_bits_are_refused() -> None:
     with jax.enable_x64(True), pytest.raises(ConfigError, match="ragjax does not run with jax_enable_x64"):
         Engine.load("none")
+
+
+def test_on_a_cpu_eight_full_contexts_fit_every_step() -> None:
+    """With less room beside a prompt that is computed, requests that decode would take turns."""
+    context = 4096
+    grid = _grid(tiny.CONFIG, context, "cpu", 1)
+    assert min(grid.entries_of(shape)[-1] for shape in grid.rows) >= 8 * context // PAGE_SIZE
 
 
 def test_prefill_times_come_from_two_steps() -> None:

@@ -391,8 +391,14 @@ def requantized(model: Path, kind: str) -> Path:
 
 
 def in_bfloat16(model: Path) -> Path:
-    """A Llama's weights as a Hugging Face folder in bfloat16, written once."""
+    """A Llama's weights as a Hugging Face folder in bfloat16, written once.
+
+    Raises:
+        RivalError: if the model is no Llama.
+    """
     checkpoint = open_checkpoint(model)
+    if checkpoint.config.family != "llama":
+        raise RivalError(f"{model} is a {checkpoint.config.family}: vllm is compared on a Llama; leave it out")
     folder = envs.HOMES / "models" / f"{model.stem.rsplit('.', 1)[0]}-bfloat16"
     return write_weights(checkpoint.config, folder, checkpoint.tensors)
 

@@ -85,7 +85,7 @@ def _verify(stores: Sequence[DiskStore], foreign: Mapping[str, str]) -> int:
 
 
 def _gc(stores: Sequence[DiskStore], foreign: Mapping[str, str], limit: int) -> int:
-    """Of all stores together, what was accessed longest ago leaves until `limit` bytes are kept."""
+    """Remove what was accessed longest ago, in all stores together, until `limit` bytes are kept."""
     ages = [store.ages() for store in stores]
     kept = [sum(size for _, size in rows) for rows in ages]
     for _, owner, size in sorted((when, owner, size) for owner, rows in enumerate(ages) for when, size in rows):

@@ -38,7 +38,7 @@ class KNorm(Scorer):
 
 
 class H2O(Scorer):
-    """What all rows attended to, and the most recent tokens (H2O, arXiv 2306.14048, section 4).
+    """Scores by the attention of all rows, and by recency (H2O, arXiv 2306.14048, section 4).
 
     s_n = sum over all rows of attention to n; the mean over the query heads. Half of the budget is the most recent
     tokens, half the heavy hitters, as in the paper's experiments and github.com/FMInference/H2O (heavy_ratio =

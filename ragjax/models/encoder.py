@@ -68,6 +68,8 @@ def _read_weights(config: EncoderConfig, tensors: Mapping[str, NDArray[Any]], na
     prefix = next((prefix for prefix in _PREFIXES if any(name.startswith(prefix) for name in tensors)), "")
     own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     shapes = _shapes(config)
+    if missing := shapes.keys() - own.keys():
+        raise ValueError(f"{min(missing)} is missing")
     if left := own.keys() - shapes.keys() - set(_UNUSED_TENSORS):
         raise ValueError(f"{min(left)} has no place in the encoder")
     weights = {}

@@ -171,7 +171,7 @@ class Arrivals:
 
 
 def _wanted(job: Load) -> dict[bytes, tuple[int, Record | None]]:
-    """Of each entry on disk, in which several of the job's pieces may lie, the tokens that are read, and its record."""
+    """Tokens that are read of each entry on disk, and its record; several pieces of the job may lie in one entry."""
     found: dict[bytes, tuple[int, Record | None]] = {}
     for piece in job.pieces:
         if isinstance(piece.entry, bytes):

@@ -124,10 +124,15 @@ class Layer(nnx.Module):
         self.gate_up = _weight(init(*n, 2, f, e), *["experts"] * len(n), "gate", "mlp", "embed")
         self.down = _weight(init(*n, e, f), *["experts"] * len(n), "embed", "mlp")
 
-    def project(self, x_TE: jax.Array, cos_TR: jax.Array, sin_TR: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [T, H, D] and keys [T, K, D] rotated at their positions, and values [T, K, D], float32."""
+    def project(
+        self, x_TE: jax.Array, cos_TR: jax.Array, sin_TR: jax.Array, live: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [T, H, D] and keys [T, K, D] rotated at their positions, and values [T, K, D], float32.
+
+        live: how many rows are not padding, which comes last, int32 (None: all). Products may leave padding out.
+        """
         k, n, d, _ = self.qkv.shape
-        qkv_TKND = self.multiply("qkv", x_TE, self.attention_norm[...]).reshape(-1, k, n, d)
+        qkv_TKND = self.multiply("qkv", x_TE, self.attention_norm[...], live).reshape(-1, k, n, d)
         if self.qkv_bias is not None:
             qkv_TKND = qkv_TKND + self.qkv_bias[...]
         q_TKGD, k_TKD, v_TKD = qkv_TKND[:, :, :-2], qkv_TKND[:, :, -2], qkv_TKND[:, :, -1]
@@ -140,48 +145,51 @@ class Layer(nnx.Module):
         q_THD = rotate(q_TKGD.reshape(-1, k * (n - 2), d), cos_TR[:, None], sin_TR[:, None])
         return q_THD, rotate(k_TKD, cos_TR[:, None], sin_TR[:, None]), v_TKD
 
-    def multiply(self, name: str, x_TI: jax.Array, norm_I: jax.Array | None = None) -> jax.Array:
+    def multiply(
+        self, name: str, x_TI: jax.Array, norm_I: jax.Array | None = None, live: jax.Array | None = None
+    ) -> jax.Array:
         """Product with one of the fused matrices over all its inputs, float32 [T, O]: its outputs flat.
 
         norm_I: scale of the norm of the rows before it.
         """
         weight: jax.Array | PackedMatrix = getattr(self, name)[...]
         if isinstance(weight, PackedMatrix):
-            return packed_product(x_TI, weight, x_TI.shape[1], None if norm_I is None else (norm_I, self.eps))
+            norm = None if norm_I is None else (norm_I, self.eps)
+            return packed_product(x_TI, weight, x_TI.shape[1], norm, live)
         x_TI = x_TI if norm_I is None else rms_norm(x_TI, norm_I, self.eps)
         weight_OI = weight.reshape(-1, x_TI.shape[1])
         if self.widen and x_TI.shape[0] >= MANY:
             weight_OI = weight_OI.astype(jnp.float32)
         return dense(x_TI, weight_OI)
 
-    def finish(self, x_TE: jax.Array, out_THD: jax.Array) -> jax.Array:
-        """Output projection and MLP, added to the residual stream, float32 [T, E]."""
+    def finish(self, x_TE: jax.Array, out_THD: jax.Array, live: jax.Array | None = None) -> jax.Array:
+        """Output projection and MLP, added to the residual stream, float32 [T, E]. live: as of `project`."""
         _, k, g, d = self.out.shape
-        attended_TE = self.multiply("out", out_THD.reshape(-1, k * g * d))
+        attended_TE = self.multiply("out", out_THD.reshape(-1, k * g * d), live=live)
         if self.attention_post_norm is not None:
             attended_TE = rms_norm(attended_TE, self.attention_post_norm[...], self.eps)
         x_TE = x_TE + attended_TE
-        made_TE = self._mlp(x_TE)
+        made_TE = self._mlp(x_TE, live)
         if self.mlp_post_norm is not None:
             made_TE = rms_norm(made_TE, self.mlp_post_norm[...], self.eps)
         return x_TE + made_TE
 
-    def _mlp(self, x_TE: jax.Array) -> jax.Array:
+    def _mlp(self, x_TE: jax.Array, live: jax.Array | None) -> jax.Array:
         if self.router is not None:
             normed_TE = rms_norm(x_TE, self.mlp_norm[...], self.eps)
             prob_TN = jax.nn.softmax(dense(normed_TE, self.router[...]), axis=-1)
             return mix_experts(normed_TE, prob_TN, self.gate_up[...], self.down[...], self.chosen, self.share_out)
         gate_up, down = self.gate_up[...], self.down[...]
         if isinstance(gate_up, PackedMatrix) and isinstance(down, PackedMatrix) and not self.gelu:
-            made_TE = packed_mlp(x_TE, gate_up, down, (self.mlp_norm[...], self.eps))
+            made_TE = packed_mlp(x_TE, gate_up, down, (self.mlp_norm[...], self.eps), live)
             if made_TE is not None:
                 return made_TE
-        gate_up_TN2F = self.multiply("gate_up", x_TE, self.mlp_norm[...]).reshape(
+        gate_up_TN2F = self.multiply("gate_up", x_TE, self.mlp_norm[...], live).reshape(
             len(x_TE), -1, 2, self.gate_up.shape[-2]
         )
         gate_TF, up_TF = (gate_up_TN2F[:, :, part].reshape(len(x_TE), -1) for part in (0, 1))
         gate_TF = jax.nn.gelu(gate_TF, approximate=True) if self.gelu else jax.nn.silu(gate_TF)
-        return self.multiply("down", gate_TF * up_TF)
+        return self.multiply("down", gate_TF * up_TF, live=live)
 
 
 class Decoder(nnx.Module):

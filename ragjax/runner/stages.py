@@ -74,13 +74,15 @@ class SharedRows:
 class StageInputs:
     """Output of `begin` for every stage: RoPE angles [T, R], the slot [T] of each row, and its keys.
 
-    blocks: lists of each part of the step. sharing: of a step that has rows in blocks of one.
+    live: how many rows are not padding at the end. blocks: lists of each part of the step. sharing: of a step that has
+    rows in blocks of one.
     """
 
     cos_TR: jax.Array
     sin_TR: jax.Array
     slot_T: jax.Array
     rows: Rows
+    live: jax.Array
     entries: PageTable
     blocks: tuple[Blocks, ...]
     sharing: SharedRows | None
@@ -124,7 +126,8 @@ def begin(
     slot_T = jnp.where(rows.index_T >= 0, step["slot_T"], nowhere_T)
     blocks = tuple(visible_blocks(_part(rows, at), entries, block) for at, block in _places(shape))
     sharing = _sharing(shape, rows, entries, step["sharer_O"]) if shape.sharing[0] else None
-    return x_TE, StageInputs(cos_TR, sin_TR, slot_T, rows, entries, blocks, sharing)
+    live = jnp.where(rows.index_T >= 0, jnp.arange(1, 1 + len(rows.index_T), dtype=jnp.int32), 0).max()
+    return x_TE, StageInputs(cos_TR, sin_TR, slot_T, rows, live, entries, blocks, sharing)
 
 
 def _sharing(shape: RowShape, rows: Rows, entries: PageTable, sharer_O: jax.Array) -> SharedRows:
@@ -165,11 +168,11 @@ def stage(
     def layer(x_TE: jax.Array, pool: Pages, state: Parameters, index: Any) -> tuple[jax.Array, Pages, jax.Array]:
         block = nnx.merge(spec.layer, state)
         block.widen = spec.widen
-        q_THD, k_TKD, v_TKD = block.project(x_TE, inputs.cos_TR, inputs.sin_TR)
+        q_THD, k_TKD, v_TKD = block.project(x_TE, inputs.cos_TR, inputs.sin_TR, inputs.live)
         index = jnp.asarray(index, jnp.int32)
         chosen = chosen_L[index] if measure else jnp.zeros((), jnp.bool_)
         out_THD, pool, found = attend(q_THD, k_TKD, v_TKD, pool, index, inputs, rotation, chosen, arrays, place)
-        return block.finish(x_TE, out_THD), pool, found
+        return block.finish(x_TE, out_THD, inputs.live), pool, found
 
     if spec.scanned:
         # a packed matrix is read in its stack: XLA would copy it out

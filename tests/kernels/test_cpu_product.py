@@ -80,9 +80,8 @@ def by_form(form: str, codes: Codes, x_TI: NDArray[np.float32], norm: NDArray[np
     name = f"{product.kernel_name(packing, norm is not None)}_{form}"
     scale = np.zeros(1, np.float32) if norm is None else np.append(norm, np.float32(EPS))
     weight = jnp.asarray(pack(replace(codes, packing=packing)))
-    made: jax.Array = jax.jit(jax.ffi.ffi_call(name, (out, scratch)))(x_TI, scale, weight[None], np.zeros(1, np.int32))[
-        0
-    ]
+    about = np.array([0, len(x_TI)], np.int32)
+    made: jax.Array = jax.jit(jax.ffi.ffi_call(name, (out, scratch)))(x_TI, scale, weight[None], about)[0]
     return made
 
 
@@ -241,9 +240,32 @@ def test_forms_of_the_mlp_agree_to_the_bit(packings: tuple[Packing, Packing]) ->
         sizes = (product.digits_for(packings[0], machine), inputs), (product.digits_for(packings[1], machine), hidden)
         scratch = [jax.ShapeDtypeStruct((digits.bytes(rows, size),), jnp.uint8) for digits, size in sizes]
         call = jax.ffi.ffi_call(name, (jax.ShapeDtypeStruct((rows, inputs), jnp.float32), *scratch))
-        layer = np.zeros(1, np.int32)
-        found.append(np.asarray(jax.jit(call)(x_TE, scale, pack(gate_up)[None], layer, pack(down)[None])[0]))
+        about = np.array([0, rows], np.int32)
+        found.append(np.asarray(jax.jit(call)(x_TE, scale, pack(gate_up)[None], about, pack(down)[None])[0]))
     assert all((one == found[0]).all() for one in found)
+
+
+@pytest.mark.parametrize("tiled", [False, pytest.param(True, marks=needs_amx)])
+@pytest.mark.parametrize("live", [0, 1, 16, 33, 69, 70])
+def test_padding_gives_zeros_and_changes_no_other_row(live: int, tiled: bool) -> None:
+    """Whatever stands in it."""
+    packing = replace(PAIR[0], tiled=tiled)
+    op.register_packed([], FOLDER, [(packing, packing)])
+    matrices = weight_of(random_codes(packing, 2 * 96, 64, 1)), weight_of(random_codes(packing, 64, 96, 2))
+    x_TE, scale = np.random.default_rng(4).normal(size=(70, 64)).astype(np.float32), (np.full(64, 0.1, np.float32), EPS)
+
+    def made(x_TE: NDArray[np.float32], live: int | None) -> list[NDArray[np.float32]]:
+        rows, count = jnp.asarray(x_TE), None if live is None else jnp.int32(live)
+        found = [op.packed_product(rows, matrices[0], 64, norm, count) for norm in (None, scale)]
+        mlp = op.packed_mlp(rows, *matrices, scale, count)
+        assert mlp is not None
+        return [np.asarray(x) for x in (*found, mlp)]
+
+    whole = made(x_TE, None)
+    x_TE[live:] = np.nan
+    for part, all_TO in zip(made(x_TE, live), whole, strict=True):
+        np.testing.assert_array_equal(part[:live], all_TO[:live])
+        assert not part[live:].any()
 
 
 libraries: list[KernelLibrary] = []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from ragjax.kernels.cpu.code import F16, F32, I8, I16, I32, Code, Pointer, Value, vector
+from ragjax.kernels.cpu.code import F16, F32, I8, I16, I32, I64, Code, Pointer, Value, vector
 from ragjax.kernels.cpu.foreign import CallFrame, KernelPhase
 from ragjax.kernels.cpu.numbers import ROUND
 from ragjax.kernels.cpu.packing import PANEL, Packing
@@ -14,7 +14,21 @@ from ragjax.kernels.cpu.packing import PANEL, Packing
 TOGETHER = 16
 """Rows whose numbers lie together."""
 
-X, SCALE = 0, 1  # of the buffers of a call: the rows, and the norm's scale
+X, SCALE, LAYER = 0, 1, 3
+"""Of the buffers: the rows, the norm's scale, and two numbers, the matrix's place in its stack and the live rows."""
+
+
+def live_rows(frame: CallFrame) -> Value:
+    """The number of rows that hold tokens. Those behind them are padding, whose results are zeros."""
+    return frame.data(LAYER, I32)[1].cast(I64)
+
+
+def clear_padding(code: Code, frame: CallFrame, out: int, begin: Value, end: Value) -> None:
+    """Set the results of padding rows in [begin, end) to zero; out: the buffer, float32 [T, N]."""
+    outputs = frame.size(out, 1)
+    first = code.largest(begin, live_rows(frame))
+    for at in code.range(first * outputs, end * outputs):
+        frame.data(out, F32)[at] = code.constant(F32, 0)
 
 
 @dataclass(frozen=True)
@@ -58,8 +72,8 @@ class Digits:
         return -(-rows // TOGETHER) * (inputs // self.block) * self.block_bytes
 
 
-def quantize_rows(digits: Digits, *, normed: bool, to: int) -> KernelPhase:
-    """Rows [T, K] as whole numbers, into the buffer `to`.
+def quantize_rows(digits: Digits, *, normed: bool, to: int, out: int) -> KernelPhase:
+    """Rows [T, K] as whole numbers, into the buffer `to`; results of padding, in the buffer `out`, become zeros.
 
     normed: after the root-mean-square norm with a scale [K + 1], eps last.
     """
@@ -69,8 +83,10 @@ def quantize_rows(digits: Digits, *, normed: bool, to: int) -> KernelPhase:
         return (frame.size(X, 0) + TOGETHER - 1) / TOGETHER
 
     def body(code: Code, frame: CallFrame, tile: Value) -> None:
-        for row in code.range(tile * TOGETHER, code.least((tile + 1) * TOGETHER, frame.size(X, 0))):
+        begin, end = tile * TOGETHER, code.least((tile + 1) * TOGETHER, frame.size(X, 0))
+        for row in code.range(begin, code.least(end, live_rows(frame))):
             of_row(code, frame, row)
+        clear_padding(code, frame, out, begin, end)
 
     def of_row(code: Code, frame: CallFrame, row: Value) -> None:
         wide = vector(F32, lanes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ragjax.kernels.cpu import tiles
 from ragjax.kernels.cpu.code import BF16, F32, I8, Code, Pointer, Value, vector
-from ragjax.kernels.cpu.digits import TOGETHER, SpanScale, X, quantize_rows, sizes_of
+from ragjax.kernels.cpu.digits import TOGETHER, SpanScale, X, live_rows, quantize_rows, sizes_of
 from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelPhase, Machine
 from ragjax.kernels.cpu.numbers import LOG2E, power
 from ragjax.kernels.cpu.packing import PANEL, Packing
@@ -43,7 +43,7 @@ def gated_mlp(gate_up: Packing, down: Packing, machine: Machine, name: str) -> K
     def second(frame: CallFrame) -> ProductCall:
         out, outputs = frame.data(_OUT, F32), frame.size(_OUT, 1)
         stack, hidden = PackedStack(frame, _DOWN), frame.data(_HIDDEN, I8)
-        return ProductCall(frame.size(X, 0), blocks_of(frame), hidden, stack, out, outputs)
+        return ProductCall(live_rows(frame), blocks_of(frame), hidden, stack, out, outputs)
 
     def count(code: Code, frame: CallFrame) -> Value:
         return tiles_of(blocks_of(frame))
@@ -53,10 +53,10 @@ def gated_mlp(gate_up: Packing, down: Packing, machine: Machine, name: str) -> K
         numbers, hidden = frame.data(_DIGITS, I8), frame.data(_HIDDEN, I8)
         panel_sums, sums = PanelSums(code, gate_up, digits, machine), code.room(F32, 2 * panels * GROUP * PANEL)
         width = parts_of(blocks)
-        panel_sums.open(frame.size(X, 0))
+        panel_sums.open(live_rows(frame))
         for b in code.range(tile * width, code.least(tile * width + width, blocks)):
-            for first in code.range(0, frame.size(X, 0), GROUP):
-                rows = code.least(frame.size(X, 0) - first, GROUP)
+            for first in code.range(0, live_rows(frame), GROUP):
+                rows = code.least(live_rows(frame) - first, GROUP)
                 for number in code.range(0, 2 * panels):  # the block's panels of the gate, then those of up
                     panel = (number / panels * blocks + b) * panels + number % panels
                     inputs = frame.size(X, 1) / gate_up.block
@@ -68,10 +68,10 @@ def gated_mlp(gate_up: Packing, down: Packing, machine: Machine, name: str) -> K
                     parts = [_gated(code, own.at(place), panels * GROUP * PANEL, lanes) for place in places]
                     place = hidden.at((of_row / TOGETHER * blocks + b) * digits_of_hidden.block_bytes)
                     SpanScale(code, digits_of_hidden, sizes_of(code, parts)).write(parts, place, of_row % TOGETHER)
-        panel_sums.close(frame.size(X, 0))
+        panel_sums.close(live_rows(frame))
 
     last = product_phase(down, digits_of_hidden, machine, second)
-    return Kernel(name, 5, (quantize_rows(digits, normed=True, to=_DIGITS), KernelPhase(count, body), last))
+    return Kernel(name, 5, (quantize_rows(digits, normed=True, to=_DIGITS, out=_OUT), KernelPhase(count, body), last))
 
 
 def serves(inputs: int, hidden: int) -> bool:
@@ -85,12 +85,12 @@ def tiled_mlp(gate_up: Packing, down: Packing, name: str) -> Kernel:
     def first(frame: CallFrame) -> ProductCall:
         hidden = frame.data(_HIDDEN, F32)
         cast, units = frame.data(_DIGITS, I8), frame.size(X, 1) / 32
-        return ProductCall(frame.size(X, 0), units, cast, PackedStack(frame, _GATE_UP), hidden, frame.size(X, 1))
+        return ProductCall(live_rows(frame), units, cast, PackedStack(frame, _GATE_UP), hidden, frame.size(X, 1))
 
     def second(frame: CallFrame) -> ProductCall:
         hidden, units = frame.data(_HIDDEN, I8), PackedStack(frame, _GATE_UP).panels / 4
         out, stack = frame.data(_OUT, F32), PackedStack(frame, _DOWN)
-        return ProductCall(frame.size(X, 0), units, hidden, stack, out, frame.size(_OUT, 1))
+        return ProductCall(live_rows(frame), units, hidden, stack, out, frame.size(_OUT, 1))
 
     def parts(code: Code, frame: CallFrame) -> Value:
         return tiles_of(first(frame).stack.panels / 2)
@@ -114,7 +114,7 @@ def tiled_mlp(gate_up: Packing, down: Packing, name: str) -> Kernel:
                     _gate(code, room.sums.at(r * 2 * ROWS * PANEL), frame.data(_HIDDEN, I8).at(place))
         room.tiles.close()
 
-    cast, last = tiles.cast_rows(normed=True, to=_DIGITS), tiles.product_phase(down, second)
+    cast, last = tiles.cast_rows(normed=True, to=_DIGITS, out=_OUT), tiles.product_phase(down, second)
     return Kernel(name, 5, (cast, KernelPhase(parts, body), last))
 
 

@@ -116,27 +116,36 @@ def _name(packing: Packing, normed: bool) -> str:
 
 
 def packed_product(
-    x_TI: jax.Array, weight: PackedMatrix, inputs: int, norm: tuple[jax.Array, float] | None
+    x_TI: jax.Array,
+    weight: PackedMatrix,
+    inputs: int,
+    norm: tuple[jax.Array, float] | None,
+    live: jax.Array | None = None,
 ) -> jax.Array:
     """Product of rows with a matrix whose last axes hold `inputs`, float32 [T, outputs].
 
-    norm: scale [I] and eps of a root-mean-square norm of the rows before it (arXiv 1910.07467).
+    norm: scale [I] and eps of a root-mean-square norm of the rows before it (arXiv 1910.07467). live: how many of the
+    rows are not padding, int32; the others, behind them, cost nothing and give zeros (None: all are live).
     """
     rows, outputs = x_TI.shape[0], math.prod(weight.shape) // inputs
     packing = _for_rows(weight.packing, rows)
     out = jax.ShapeDtypeStruct((rows, outputs), jnp.float32)
     scale = jnp.zeros(1) if norm is None else jnp.append(norm[0], jnp.float32(norm[1]))
     call = jax.ffi.ffi_call(_name(packing, norm is not None), (out, _scratch(packing, rows, inputs)))
-    made: jax.Array = call(x_TI.astype(jnp.float32), scale, *_stack_of(weight))[0]
+    made: jax.Array = call(x_TI.astype(jnp.float32), scale, *_stack_of(weight, rows, live))[0]
     return made
 
 
 def packed_mlp(
-    x_TE: jax.Array, gate_up: PackedMatrix, down: PackedMatrix, norm: tuple[jax.Array, float]
+    x_TE: jax.Array,
+    gate_up: PackedMatrix,
+    down: PackedMatrix,
+    norm: tuple[jax.Array, float],
+    live: jax.Array | None = None,
 ) -> jax.Array | None:
     """The gated MLP with silu of rows, float32 [T, E], in one call; None where products of their own serve.
 
-    norm: as of `packed_product`, of the rows before the gate.
+    norm, live: as of `packed_product`, of the rows before the gate.
     """
     from ragjax.kernels.cpu import mlp
 
@@ -148,7 +157,7 @@ def packed_mlp(
     out = jax.ShapeDtypeStruct((rows, inputs), jnp.float32)
     scratch = _scratch(first, rows, inputs), _scratch(second, rows, hidden)
     scale = jnp.append(norm[0], jnp.float32(norm[1]))
-    (gate_up_data, layer), (down_data, _) = _stack_of(gate_up), _stack_of(down)
+    (gate_up_data, layer), (down_data, _) = (_stack_of(matrix, rows, live) for matrix in (gate_up, down))
     call = jax.ffi.ffi_call(_mlp_name(first, second), (out, *scratch))
     made: jax.Array = call(x_TE.astype(jnp.float32), scale, gate_up_data, layer, down_data)[0]
     return made
@@ -168,10 +177,11 @@ def _scratch(packing: Packing, rows: int, inputs: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((product.digits_for(packing, Machine.here()).bytes(rows, inputs),), jnp.uint8)
 
 
-def _stack_of(weight: PackedMatrix) -> tuple[jax.Array, jax.Array]:
-    """The stack that a matrix is in, uint8 [L, panels, bytes], and which of it it is, int32 [1]."""
-    layer = jnp.zeros(1, jnp.int32) if weight.layer is None else weight.layer.reshape(1)
-    return weight.data.reshape(-1, *weight.data.shape[-2:]), layer
+def _stack_of(weight: PackedMatrix, rows: int, live: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The stack that a matrix is in, uint8 [L, panels, bytes]; its place there and the live rows, int32 [2]."""
+    layer = jnp.int32(0) if weight.layer is None else weight.layer
+    about = jnp.stack([layer.reshape(()), jnp.int32(rows) if live is None else live])
+    return weight.data.reshape(-1, *weight.data.shape[-2:]), about
 
 
 def packed_rows(index_T: jax.Array, weight: PackedMatrix) -> jax.Array:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ragjax.kernels.cpu.code import F16, F32, I8, I16, I32, I64, Code, Pointer, Value, vector
-from ragjax.kernels.cpu.digits import TOGETHER, Digits, X, add_block, packed_factors, quantize_rows
+from ragjax.kernels.cpu.digits import LAYER, TOGETHER, Digits, X, add_block, live_rows, packed_factors, quantize_rows
 from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelPhase, Machine
 from ragjax.kernels.cpu.packing import PANEL, Packing
 from ragjax.kernels.cpu.whole_tiles import LEAST_ROWS, TileSums
@@ -27,7 +27,7 @@ GROUP = 128
 AHEAD = 2048
 """Bytes of a matrix that are asked for before they are needed; the CPU itself stops at each page of memory."""
 
-_WEIGHT, _LAYER, _OUT, _DIGITS = range(2, 6)  # of the buffers
+_WEIGHT, _, _OUT, _DIGITS = range(2, 6)  # of the buffers
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,14 @@ def form_for(machine: Machine) -> Form:
 
 
 class PackedStack:
-    """A matrix of a call: uint8 [L, panels, bytes], the buffer `number`, and which of L it is, int32 [1]."""
+    """A matrix of a call: uint8 [L, panels, bytes], the buffer `number`; its place in L is in the buffer `LAYER`."""
 
     def __init__(self, frame: CallFrame, number: int = _WEIGHT):
         self._frame, self._number = frame, number
         self.panels = frame.size(number, 1)
 
     def at(self, panel: Value) -> Pointer:
-        layer = self._frame.data(_LAYER, I32)[0].cast(I64)
+        layer = self._frame.data(LAYER, I32)[0].cast(I64)
         return self._frame.data(self._number, I8).at((layer * self.panels + panel) * self._frame.size(self._number, 2))
 
 
@@ -152,10 +152,13 @@ def product(packing: Packing, machine: Machine, *, normed: bool) -> Kernel:
     def of_call(frame: CallFrame) -> ProductCall:
         blocks, numbers = frame.size(X, 1) / packing.block, frame.data(_DIGITS, I8)
         out, outputs = frame.data(_OUT, F32), frame.size(_OUT, 1)
-        return ProductCall(frame.size(X, 0), blocks, numbers, PackedStack(frame), out, outputs)
+        return ProductCall(live_rows(frame), blocks, numbers, PackedStack(frame), out, outputs)
 
     digits = digits_for(packing, machine)
-    phases = quantize_rows(digits, normed=normed, to=_DIGITS), product_phase(packing, digits, machine, of_call)
+    phases = (
+        quantize_rows(digits, normed=normed, to=_DIGITS, out=_OUT),
+        product_phase(packing, digits, machine, of_call),
+    )
     return Kernel(kernel_name(packing, normed), 4, phases)
 
 

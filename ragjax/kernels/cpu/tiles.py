@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from ragjax.kernels.cpu.amx import Tiles, narrow, paired
 from ragjax.kernels.cpu.code import F32, I8, I32, Code, Pointer, Value, vector
-from ragjax.kernels.cpu.digits import SCALE, X, packed_factors, root_mean_square
+from ragjax.kernels.cpu.digits import SCALE, X, clear_padding, live_rows, packed_factors, root_mean_square
 from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelPhase
 from ragjax.kernels.cpu.packing import PANEL, Packing
 from ragjax.kernels.cpu.product import PackedStack, ProductCall, parts_of, tiles_of
@@ -32,8 +32,8 @@ def cast_bytes(rows: int, inputs: int) -> int:
     return -(-rows // ROWS) * (inputs // 32) * UNIT_BYTES
 
 
-def cast_rows(*, normed: bool, to: int = _CAST) -> KernelPhase:
-    """Rows [T, K] as tiles of bfloat16, into the buffer `to`.
+def cast_rows(*, normed: bool, to: int = _CAST, out: int = _OUT) -> KernelPhase:
+    """Rows [T, K] as tiles of bfloat16, into the buffer `to`; results of padding, in the buffer `out`, become zeros.
 
     normed: after the root-mean-square norm with a scale [K + 1], eps last.
     """
@@ -46,7 +46,8 @@ def cast_rows(*, normed: bool, to: int = _CAST) -> KernelPhase:
         inputs = frame.size(X, 1)
         scale = frame.data(SCALE, F32)
         target = frame.data(to, I8).at(tile * (inputs / 32) * UNIT_BYTES)
-        for row in code.range(tile * ROWS, code.least((tile + 1) * ROWS, frame.size(X, 0))):
+        begin, end = tile * ROWS, code.least((tile + 1) * ROWS, frame.size(X, 0))
+        for row in code.range(begin, code.least(end, live_rows(frame))):
             x = frame.data(X, F32).at(row * inputs)
             own = target.at(row % ROWS * 64)
             factor = root_mean_square(code, x, inputs, scale[inputs]) if normed else None
@@ -58,6 +59,7 @@ def cast_rows(*, normed: bool, to: int = _CAST) -> KernelPhase:
                         part = part * factor * scale.load(unit * 32 + half * 16, wide)
                     parts.append(part)
                 own[unit * UNIT_BYTES] = narrow(code, *parts)
+        clear_padding(code, frame, out, begin, end)
 
     return KernelPhase(tiles, body)
 
@@ -67,7 +69,7 @@ def product(packing: Packing, name: str, *, normed: bool) -> Kernel:
 
     def of_call(frame: CallFrame) -> ProductCall:
         cast, out = frame.data(_CAST, I8), frame.data(_OUT, F32)
-        return ProductCall(frame.size(X, 0), frame.size(X, 1) / 32, cast, PackedStack(frame), out, frame.size(_OUT, 1))
+        return ProductCall(live_rows(frame), frame.size(X, 1) / 32, cast, PackedStack(frame), out, frame.size(_OUT, 1))
 
     return Kernel(name, 4, (cast_rows(normed=normed), product_phase(packing, of_call)))
 

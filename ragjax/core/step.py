@@ -67,7 +67,7 @@ class Grid:
 
     rows: tuple[RowShape, ...] = (
         *(RowShape(2, 2), RowShape(7, 7), RowShape(8, 1), RowShape(16, 1)),
-        *(RowShape(16 + 64, 32, 16), RowShape(16 + 128, 64, 16), RowShape(16 + 256, 128, 16)),
+        *(RowShape(16 + 64, 32, 16), RowShape(16 + 256, 128, 16)),
         *(RowShape(32, 32), RowShape(128, 32), RowShape(512, 128)),
     )
     entries: tuple[int, ...] = (256,)

@@ -189,10 +189,11 @@ class Runner(DevicePool):
         """Seconds of a step with so many rows: the minimum of some runs.
 
         pages: that each row reads, in blocks of one; all are page 0, whose tokens count on from page to page. With 0
-            the rows are padding.
+            the rows are padding, but for the last: padding at the end may cost nothing.
         """
         entries = self.grid.entries_of(self.grid.shape(rows))[0]
         arrays: dict[str, Any] = {**self._programs.padding(STEP_ARRAYS, rows, entries)}
+        arrays["index_T"][-1] = 0
         if pages:
             keys = pages * self.page_size
             arrays["request_T"], arrays["index_T"] = np.arange(rows, dtype=np.int32), np.full(rows, keys, np.int32)

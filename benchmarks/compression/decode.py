@@ -128,5 +128,5 @@ def pages(engine: Engine, asked: Prompt, compression: str) -> int:
     try:
         engine.answer_prompt(asked, strategy="full", compression=compression, max_tokens=COUNTED_TOKENS)
     finally:
-        engine._runner.step = step  # type: ignore[method-assign]
+        del engine._runner.step  # type: ignore[method-assign]
     return min(seen)

@@ -9,21 +9,6 @@ is the paired difference from the scorer without a graph. Intervals are 95% boot
 the mean over layers, `bytes` what they take in bfloat16, `redundancy` the mean cosine of pairs of kept keys
 (GraphKV's Fig. 2d). `f1`, `rouge_l` and `answered` (the share that holds a reference; on the needles `needle`) are
 those of the answer over what is kept, `answered_full` that over all KV.
-
-`--part decode` asks an engine: `--clients` requests decode together, each behind a prompt of its own of `--context`
-tokens; `decode_tokens_per_s` is the sum of their rates, the median of three runs, `faster` the ratio to no compression,
-in turns.
-
-`--part memory` counts the pages that a request of random tokens holds while it decodes its first tokens; `arrays` says
-whether the pool is one pair of arrays or has a pair for each stage of layers, `share` is of the pages without
-compression. Nothing is timed.
-
-`--part rest` asks an engine over chunks in each encoding at rest. `bytes_share` is what the chunks take at rest over
-what they take in the engine's dtype. `kl` is over the positions that predict the first 12 tokens of the reference
-answer, `over_blend` the paired difference from `blend` at 15% over exact KV, `over_raw` that from the same strategy
-over exact KV.
-
-`--part codec` times the encodings at rest alone: 10^6 bytes of bfloat16 KV a second of one thread, normal numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +16,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -39,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import report
-from benchmarks.common.report import Benchmark, Parser, Row, Session
-from benchmarks.compression import decode, rest
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.compression.case import DEMO_SET, NEEDLE, Case, cases
 from benchmarks.compression.laboratory import Kept, Laboratory, Prefill
 from benchmarks.quality import score
@@ -66,17 +50,11 @@ DEFAULT_GRAPHS = ["none", "ordered", "mutual"]
 COLUMNS = (
     "method", "graph", "budget", "set", "n", "context_tokens", "kept_tokens", "bytes", "kl", "kl_lo", "kl_hi", "top1",
     "same", "kl_change", "kl_change_lo", "kl_change_hi", "f1", "rouge_l", "needle", "answered", "answered_full",
-    "redundancy", "decode_tokens_per_s", "faster",
+    "redundancy",
 )  # fmt: skip
-COLUMNS_OF: Mapping[str, Sequence[str]] = {
-    "quality": COLUMNS, "decode": COLUMNS, "memory": decode.MEMORY_COLUMNS, "rest": rest.COLUMNS,
-    "codec": rest.CODEC_COLUMNS,
-}  # fmt: skip
 
 
 def options(flags: Parser) -> None:
-    flags.add("--part", choices=tuple(COLUMNS_OF), default="quality", help="what to measure")
-    flags.add("--clients", type=integer(1), default=8, help="requests that decode together")
     flags.add("--data", type=report.existing_folder, metavar="DIR", help="folder of question sets")
     flags.add("--sets", type=report.listed, default=["musique"], help="sets of DIR, by comma")
     flags.add("--methods", type=report.among(METHODS, "method"), default=list(METHODS), help="by comma")
@@ -88,24 +66,7 @@ def options(flags: Parser) -> None:
     flags.add("--tokens", type=integer(2), default=16, help="of an answer, at most")
 
 
-def check(flags: Parser, chosen: Namespace) -> None:
-    if chosen.part == "rest" and chosen.data is None:
-        flags.error("--part rest needs --data")
-
-
-def measure(chosen: Namespace, _: Session) -> Iterable[Row]:
-    if chosen.part == "decode":
-        return decode.rows(chosen)
-    if chosen.part == "memory":
-        return decode.memory_rows(chosen)
-    if chosen.part == "codec":
-        return rest.codec_rows()
-    if chosen.part == "rest":
-        return (row for name in chosen.sets for row in rest.rows(chosen, name))
-    return quality(chosen)
-
-
-def quality(chosen: Namespace) -> Iterator[Row]:
+def measure(chosen: Namespace, _: Session) -> Iterator[dict[str, Any]]:
     local = resolve(chosen.model)
     tokenizer = Tokenizer.load(local.path)
     dtype: Any = np.dtype(np.float32 if chosen.dtype == "float32" else ml_dtypes.bfloat16)
@@ -204,10 +165,7 @@ def _log_softmax(x_TV: NDArray[np.float64]) -> NDArray[np.float64]:
     return found
 
 
-BENCHMARK = Benchmark(
-    "compress", __doc__, lambda chosen: COLUMNS_OF[chosen.part], measure, options, model=True, check=check
-)
-main = BENCHMARK.main
+main = Benchmark("compress", __doc__, COLUMNS, measure, options, model=True).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -82,12 +82,6 @@ def existing_folder(text: str) -> Path:
     return Path(text)
 
 
-def existing_file(text: str) -> Path:
-    if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"no such file: {text}")
-    return Path(text)
-
-
 def among(known: Iterable[str], what: str) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = text.split(",") if text else []

@@ -1,8 +1,8 @@
-"""Figures like DepCache's, of `graphrag`'s, `grounding`'s and `finetuning`'s rows; none is drawn without rows."""
+"""Figures like DepCache's, of `graphrag`'s rows; none is drawn without rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.common.plot import Figures, Panel, Panels, bars, label, lines
@@ -47,26 +47,16 @@ def _lengths(rows: Sequence[Row]) -> Iterator[Panel]:
         )])  # fmt: skip
 
 
-def _per_set(part: str, *values: str, named: Callable[[Row], str] = _named) -> Panels:
+def _per_set(part: str, *values: str) -> Panels:
     def panels(rows: Sequence[Row]) -> Iterator[Panel]:
         for name, found in _of(rows, part).items():
-            yield from filter(None, (bars(found, name, y, list(map(named, found))) for y in values))
+            yield from filter(None, (bars(found, name, y, list(map(_named, found))) for y in values))
 
     return panels
 
 
-def _arm(r: Row) -> str:
-    text = f"{r['method']}, {'tuned' if r['tuned'] == 'yes' else 'untuned'}"
-    return f"{text}, unmoved KV" if r["repositioned"] == "no" else text
-
-
 FIGURES: Figures = {
     "depcache_3": ("Pairs of tokens that attend to each other, of self-attention's", _redundancy),
-    "depcache_5": ("Time to first token: no RAG, RAG, GraphRAG", _per_set("grounding", "ttft_ms", "accuracy")),
     "depcache_10": ("Time to first token over a stream of requests", _per_set("workload", "ttft_ms", "hit_rate")),
     "depcache_12": ("Time to first token by prompt length", _lengths),
-    "depcache_14": (
-        "Accuracy with and without fine-tuning and repositioning",
-        _per_set("finetuning", "accuracy", named=_arm),
-    ),
 }

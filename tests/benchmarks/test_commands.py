@@ -10,44 +10,20 @@ import pytest
 from benchmarks import cost, demo
 
 REFUSED = {
-    "cluster": {
-        "--rate 1": "--rate is a flag of --part replicas",
-        "--workloads zipf": "--workloads is a flag of --part replicas",
-        "--part replicas --workloads zipf,nonsense": "argument --workloads",
-        "--warm 1": "--warm is a flag of --part replicas",
-        "--part replicas --rate 1 --clients 2": "not allowed with",
-        "--ray-address localhost:1": "--ray-address is a flag of --part replicas",
-        "--part replicas --plot x.png": "--plot is a flag of --part simulation",
-    },
+    "cluster": {"--workloads zipf,nonsense": "argument --workloads", "--rate 1 --clients 2": "not allowed with"},
     "compress": {
         "--methods zip": "unknown method 'zip'",
         "--graphs zip": "unknown graph 'zip'",
         "--budgets 8": "whole number from 33",
-        "--part zip": "invalid choice",
     },
     "cost": {"--out cost.json --longest 32": "--longest: must be a whole number from 33"},
-    "decode": {
-        "--lookup 7": "whole number from 1 to 6",
-        "--clients 0": "whole number from 1",
-        "--tokens 1": "whole number from 2",
-    },
     "demo": {
         "--strategy full,fastest": "unknown strategy 'fastest'",
         "--limit 0": "whole number from 1",
         "--limit -70": "whole number from 1",
     },
     "e2e": {"--qui": "--qui", "--platform tpu": "invalid choice: 'tpu'", "--out a --json b": "give one of them"},
-    "figures": {
-        "": "required",
-        "--figure fusionrag_99": "invalid choice",
-        "--figure fusionrag_13": "give --data DIR",
-        "--figure fusionrag_14a --data .": "leave out --data",
-        "--figure fusionrag_13 --list": "not allowed",
-        f"--figure fusionrag_13 --rows {__file__}": "--rows goes with",
-        f"--figure fusionrag_13 --rows {__file__} --plot x.png --quick": "--rows goes with",
-    },
     "graphrag": {"--data d --limit 0": "--limit: must be a whole number from 1"},
-    "grounding": {"--data d --limit 0": "--limit: must be a whole number from 1"},
     "kernels": {"--seconds 0": "greater than 0", "--platform tpu": "invalid choice: 'tpu'"},
     "load": {
         "--workload questions": "--data DIR is needed",
@@ -95,12 +71,6 @@ REFUSED = {
     },
     "repair": {"--runs 0": "whole number from 1", "--strategies nothing": "unknown strategy 'nothing'"},
     "restart": {"--limit 0": "--limit: must be a whole number from 1"},
-    "scale": {"--nodes 9": "--nodes: must be a whole number from 10"},
-    "speculate": {
-        "--data . --stage-ms 5,x": "give milliseconds above 0",
-        "--data . --stages 1": "from 2",
-        "--data . --indexes flat,other": "unknown index 'other'",
-    },
     "ttft": {"--qui": "--qui"},
 }
 """Flags of each command, and words of the error."""

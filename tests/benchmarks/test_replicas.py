@@ -1,4 +1,4 @@
-"""benchmarks.cluster --part replicas: what is asked, what is read of metrics, and the rows, over a server of fakes."""
+"""benchmarks.cluster: what is asked, what is read of metrics, and the rows, over a server of fakes."""
 
 from __future__ import annotations
 
@@ -148,5 +148,5 @@ def test_a_case_is_measured_from_its_loads_to_the_new_replicas_curve(pair: Pair,
 
 def test_without_ray_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["--part", "replicas"]) == 1
+    assert main([]) == 1
     assert "pip install '.[ray]' in ragjax's folder" in capsys.readouterr().err

@@ -67,7 +67,7 @@ def test_commands_import_rooms_and_never_each_other(module: str) -> None:
     [
         ("benchmarks.repair", "from benchmarks.ttft import workload"),
         ("benchmarks.repair", "def late():\n    from benchmarks import ttft"),
-        ("benchmarks.grounding", "from benchmarks.quality.__main__ import options"),
+        ("benchmarks.graphrag", "from benchmarks.quality.__main__ import options"),
         ("benchmarks.common.report", "import benchmarks.demo"),
         ("benchmarks.common.report", "from benchmarks.latency.prompt import TEXTS"),
         ("benchmarks.quality.score", "from benchmarks.graph import question"),

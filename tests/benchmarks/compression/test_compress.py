@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,10 @@ import numpy as np
 import pytest
 
 from benchmarks import compress
-from benchmarks.compression import decode, rest
 from benchmarks.compression.case import NEEDLE, Case, cases
-from benchmarks.compression.decode import decode_rate
 from benchmarks.compression.laboratory import Laboratory
-from ragjax.core import Answer, ConfigError, Timings
+from ragjax.core import ConfigError
 from ragjax.core.compression import Compression, GraphKV
-from ragjax.engine import Engine
 from tests.support import tiny
 from tests.support.forward import dense_logits
 
@@ -97,62 +93,3 @@ def test_needles_stand_at_their_depths(tmp_path: Path) -> None:
     places = [text.index("The key is 7.") / len(text) for text in texts]
     assert places[0] < places[1] < places[2]
     assert all(text.rstrip().endswith("assistant") or "Which?" in text for text in texts)
-
-
-def test_rates_add_up() -> None:
-    timings = Timings(ttft=100.0, total=600.0)
-    answer = Answer("", "length", tuple(range(11)), 1, 0, "prefix", None, (), timings)
-    assert decode_rate([answer, answer]) == pytest.approx(40)
-
-
-@pytest.mark.slow
-def test_pages_of_a_request_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "load", lambda _: tiny.engine(pages=100, lookup=0))
-    chosen = compress.BENCHMARK.parse(
-        ["--part", "memory", "--context", "160", "--budgets", "48", "--methods", "snapkv,pyramidkv"]
-    )
-    rows = list(decode.memory_rows(chosen))
-    assert all(set(row) == set(decode.MEMORY_COLUMNS) for row in rows)
-    whole, snapkv, pyramidkv = rows[:3]
-    assert whole["pages"] in (160 // tiny.PAGE, 160 // tiny.PAGE + 1) and whole["share"] == 1
-    assert snapkv["pages"] == 48 // tiny.PAGE + 1
-    assert snapkv["pages"] <= pyramidkv["pages"] < whole["pages"]
-    assert snapkv["bytes"] == snapkv["pages"] * tiny.PAGE * tiny.CONFIG.kv_bytes_per_token(4)
-
-
-@pytest.mark.slow
-def test_chunks_encoded_at_rest_are_measured_beside_exact_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def options(*flags: str) -> argparse.Namespace:
-        return compress.BENCHMARK.parse(
-            ["--part", "rest", "--data", str(tmp_path), "--limit", "2", "--tokens", "4", *flags]
-        )
-
-    folder = tmp_path / "text" / "small"
-    folder.mkdir(parents=True)
-    texts = [
-        {"id": f"p{i}", "title": f"T{i}", "text": f"The ferry number {i} leaves at {i} o'clock in the morning."}
-        for i in range(4)
-    ]
-    lines = [
-        {
-            "id": f"q{i}",
-            "question": f"When leaves ferry {i}?",
-            "answers": [f"{i} o'clock"],
-            "passages": texts[i : i + 3],
-        }
-        for i in range(2)
-    ]
-    (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    monkeypatch.setattr(rest, "packaged_encoder", tiny.HashedEncoder)
-    monkeypatch.setattr(
-        Engine, "load", lambda *_, storage, **__: tiny.engine(host_bytes=1 << 22, at_rest=storage.at_rest)
-    )
-    ways = [way for way in rest.WAYS if way.strategy in ("naive", "blend")]
-    found = {(row["strategy"], row["at_rest"]): row for row in rest.rows(options(), "small", ways)}
-    assert found.keys() == {("blend", "raw"), ("naive", "raw"), ("naive", "int8"), ("naive", "int4")}
-    assert all(row.keys() <= set(rest.COLUMNS) for row in found.values())
-    naive, int8, int4 = (found["naive", kind] for kind in ("raw", "int8", "int4"))
-    assert naive["bytes_share"] == 1.0 and naive["n"] == 2 and "over_raw" not in naive
-    assert int4["bytes_share"] < int8["bytes_share"] < 0.5 and naive["kl"] != int8["kl"]
-    assert found["blend", "raw"].get("over_blend") is None
-    assert int4["over_raw"] == pytest.approx(int4["kl"] - naive["kl"]) and abs(int4["over_raw"]) > 0

@@ -118,13 +118,11 @@ def reader(hint: Any) -> Callable[[str], Any]:
     return read
 
 
-def add_engine_flags(
-    parser: Parser, names: Iterable[str], needed: Iterable[str] = (), defaults: EngineOptions = DEFAULTS
-) -> None:
+def add_engine_flags(parser: Parser, names: Iterable[str], needed: Iterable[str] = ()) -> None:
     """Add the flags of some fields of `EngineOptions` and `StorageOptions`. needed: those that have to be given."""
     wanted, must = set(names), set(needed)
-    parser.add_fields(defaults, wanted, must, sections=False)
-    parser.add_fields(defaults.storage, wanted, must, sections=False)
+    for options in (DEFAULTS, DEFAULTS.storage):
+        parser.add_fields(options, wanted, must, sections=False)
 
 
 def engine_options(options: argparse.Namespace) -> EngineOptions:

@@ -182,11 +182,8 @@ def _parsed(arguments: str) -> object:
 
 def _short(call: str) -> str:
     """The id of a call in nine letters and digits, which Mistral's templates insist on."""
-    return (
-        call
-        if call == CALL_ID or re.fullmatch("[a-zA-Z0-9]{9}", call)
-        else hashlib.sha256(call.encode()).hexdigest()[:9]
-    )
+    fits = call == CALL_ID or re.fullmatch("[a-zA-Z0-9]{9}", call)
+    return call if fits else hashlib.sha256(call.encode()).hexdigest()[:9]
 
 
 class _Generation(Extension):

@@ -285,17 +285,13 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens_T: jax.Array) -> jax.Array:
         """Token embeddings, float32 [T, E]."""
+        vocabulary, scale = self.config.vocab_size, self.config.embedding_scale
+        text_TE = self._row(tokens_T if self.soft is None else jnp.minimum(tokens_T, vocabulary - 1))
+        text_TE = text_TE if scale == 1.0 else text_TE * scale
         if self.soft is None:
-            return self._embed_text(tokens_T)
-        vocabulary = self.config.vocab_size
-        text_TE = self._embed_text(jnp.minimum(tokens_T, vocabulary - 1))
+            return text_TE
         soft_TE = jnp.take(self.soft[...], jnp.maximum(tokens_T - vocabulary, 0), axis=0, mode="clip")
         return jnp.where(tokens_T[:, None] < vocabulary, text_TE, soft_TE)
-
-    def _embed_text(self, tokens_T: jax.Array) -> jax.Array:
-        scale = self.config.embedding_scale
-        text_TE = self._row(tokens_T)
-        return text_TE if scale == 1.0 else text_TE * scale
 
     def _row(self, tokens_T: jax.Array) -> jax.Array:
         table_VE: jax.Array | PackedMatrix = self.embedding[...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -272,9 +272,8 @@ def open_gguf(path: Path) -> Checkpoint:
     found: dict[str, Stored] = {}
     for name, tensor in stored.items():
         target = _name_of(name, names, path)
-        load: Callable[[], Array] = partial(_read_tensor, path, tensor, name)
-        if (count := heads.get(target.split(".")[-2])) is not None:
-            load = partial(_read_rows, path, tensor, name, count)
+        count = heads.get(target.split(".")[-2])
+        load = partial(_read_tensor, path, tensor, name, count)
         kind = GGMLQuantizationType(tensor.kind).name
         packable = kind in PACKINGS and len(tensor.shape) == 2
         read = partial(_read_codes, path, tensor, kind, count)
@@ -296,15 +295,17 @@ def _name_of(name: str, layer_names: Mapping[str, str], path: Path) -> str:
     return f"model.layers.{match[1]}.{layer_names[match[2]]}.{match[3]}"
 
 
-def _read_tensor(path: Path, tensor: TensorEntry, name: str) -> NDArray[np.float32]:
+def _read_tensor(path: Path, tensor: TensorEntry, name: str, heads: int | None = None) -> NDArray[np.float32]:
+    """Read a tensor as float32. heads: whose rows are brought from GGUF's order (`unpermute_rope_rows`)."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
     kind = GGMLQuantizationType(tensor.kind)
     try:
-        return dequantize(_raw(path, tensor), kind).reshape(tensor.shape).astype(np.float32, copy=False)
+        read = dequantize(_raw(path, tensor), kind).reshape(tensor.shape).astype(np.float32, copy=False)
     except NotImplementedError as error:
         raise ConfigError(f"{path}: tensor {name} has type {kind.name}, which cannot be dequantised") from error
+    return read if heads is None else unpermute_rope_rows(read, heads)
 
 
 def _raw(path: Path, tensor: TensorEntry) -> NDArray[np.uint8]:
@@ -314,10 +315,6 @@ def _raw(path: Path, tensor: TensorEntry) -> NDArray[np.uint8]:
 def _read_codes(path: Path, tensor: TensorEntry, kind: str, heads: int | None) -> Codes:
     codes = read_codes(_raw(path, tensor), kind)
     return codes if heads is None else codes.rows(unpermute_rope_rows(np.arange(tensor.shape[0]), heads))
-
-
-def _read_rows(path: Path, tensor: TensorEntry, name: str, heads: int) -> Array:
-    return unpermute_rope_rows(_read_tensor(path, tensor, name), heads)
 
 
 def unpermute_rope_rows(weight: Array, heads: int) -> Array:

@@ -126,13 +126,13 @@ class Adapter:
         wanted = pair_shapes(name, weight_LOI.shape, self.rank)
         if found != wanted:
             raise ConfigError(f"the adapter's {name} has shapes {found}, and the model asks for {wanted}")
-        pairs = [{part: value[i] for part, value in self.pairs[name].items()} for i in range(len(weight_LOI))]
-        return jnp.stack([self._merged(w, p) for w, p in zip(weight_LOI, pairs, strict=True)])
-
-    def _merged(self, weight: jax.Array, pair: Pair) -> jax.Array:
-        change = jnp.tensordot(jnp.asarray(pair["b"]), jnp.asarray(pair["a"]), axes=1, precision="highest")
-        merged: jax.Array = weight.astype(jnp.float32) + jnp.float32(self.alpha / self.rank) * change
-        return merged
+        factor, (a_LRI, b_LOR) = jnp.float32(self.alpha / self.rank), (self.pairs[name][part] for part in "ab")
+        changes = (
+            jnp.tensordot(jnp.asarray(b), jnp.asarray(a), axes=1, precision="highest")
+            for a, b in zip(a_LRI, b_LOR, strict=True)
+        )
+        merged = (w.astype(jnp.float32) + factor * change for w, change in zip(weight_LOI, changes, strict=True))
+        return jnp.stack(list(merged))
 
     def apply(self, decoder: Decoder) -> None:
         for name in self.pairs:

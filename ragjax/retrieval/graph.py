@@ -147,16 +147,16 @@ class KnowledgeGraph:
         return tuple(Subgraph(name, maximal(found)) for name, found in chosen if found)
 
     def _known(self, entities: Iterable[str]) -> list[str]:
-        return list(dict.fromkeys(entity for name in entities for entity in self._meant(name)))
-
-    def _meant(self, name: str) -> tuple[str, ...]:
-        if name in self._facts:
-            return (name,)
-        if named := [entity for entity in self._lexicon.named(name) if entity in self._facts]:
-            return tuple(named)
-        near = ", ".join(repr(entity) for entity, _ in self._facts.nearest(name, 3))
-        hint = f"the nearest are {near}" if near else "the graph is empty: import triples first"
-        raise RequestError(f"entity {name!r} is not in the graph; {hint}", param="rag.graph.entities", code="not_found")
+        found: dict[str, None] = {}
+        for name in entities:
+            meant = [name] if name in self._facts else [e for e in self._lexicon.named(name) if e in self._facts]
+            if not meant:
+                near = ", ".join(repr(entity) for entity, _ in self._facts.nearest(name, 3))
+                hint = f"the nearest are {near}" if near else "the graph is empty: import triples first"
+                reason = f"entity {name!r} is not in the graph; {hint}"
+                raise RequestError(reason, param="rag.graph.entities", code="not_found")
+            found |= dict.fromkeys(meant)
+        return list(found)
 
     def _walks(self, entity: str, hops: int, fanout: int) -> list[Steps]:
         """Paths from an entity of up to `hops` hops, the shorter before the longer."""

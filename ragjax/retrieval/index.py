@@ -170,7 +170,7 @@ class VectorIndex:
             with self._lock, _one_thread():  # held by stages alone, so that a writer gets in between
                 begun = begun or (self._version, self._cut(query_1E, k, n))
                 same = begun[0] == self._version
-                stage = next(begun[1]) if same else IndexStage.from_results(self._search_one(query_1E, k), final=True)
+                stage = next(begun[1]) if same else IndexStage(*self._search_one(query_1E, k), final=True)
             yield stage
             final = stage.final
 
@@ -205,8 +205,8 @@ class VectorIndex:
             return
         for part in range(1, n) if self.kind is IndexKind.HNSW else ():
             scores_1K, ids_1K = self._walk(query_1E, k, math.ceil(_candidates(k) * part / n))
-            yield IndexStage.from_results(by_score(scores_1K[0], ids_1K[0]))
-        yield IndexStage.from_results(self._search_one(query_1E, k), final=True)
+            yield IndexStage(*by_score(scores_1K[0], ids_1K[0]))
+        yield IndexStage(*self._search_one(query_1E, k), final=True)
 
     def _search_one(self, query_1E: Vectors, k: int) -> Found:
         def search(wide: int) -> Found:
@@ -347,15 +347,11 @@ def _list_contents(index: Any) -> tuple[Ids, Vectors]:
 
 @dataclass(frozen=True)
 class IndexStage:
-    """Results of a search after a stage: ids int64 [K] and scores float32 [K], as `VectorIndex.search` gives them."""
+    """Results of a search after a stage: scores float32 [K] and ids int64 [K] that `VectorIndex.search` would give."""
 
-    ids: Ids
     scores: Vectors
-    final: bool
-
-    @classmethod
-    def from_results(cls, found: Found, *, final: bool = False) -> IndexStage:
-        return cls(found[1], found[0], final)
+    ids: Ids
+    final: bool = False
 
 
 def settle(search: Callable[[int], Found], k: int, most: int) -> Found:
@@ -391,4 +387,4 @@ def list_stages(index: Any, query_1E: Vectors, k: int, n: int) -> Iterator[Index
         more = settle(search, k, index.ntotal)
         scores_K, ids_K = by_score(np.concatenate([best[0], more[0]]), np.concatenate([best[1], more[1]]))
         best = scores_K[:k], ids_K[:k]
-        yield IndexStage.from_results(best, final=number == len(groups))
+        yield IndexStage(*best, final=number == len(groups))

@@ -411,23 +411,17 @@ class KnowledgeBase:
         return (SearchStage(tuple(hit for _, hit in best), final) for best, final in found)
 
     def _vector(self, query: Query) -> Vectors:
-        texts = query.questions
-        vector_NE: Vectors = np.stack([self._vector_of(query.tenant, text) for text in texts])
-        if len(texts) == 1:
-            own: Vectors = vector_NE[0]
-            return own
-        total_E = (FADING ** np.arange(len(texts))) @ vector_NE
-        found: Vectors = (total_E / np.linalg.norm(total_E)).astype(np.float32)
-        return found
-
-    def _vector_of(self, tenant: str, text: str) -> Vectors:
-        """The vector of one question; each is embedded by itself, so that it is the same in every turn."""
-        known = self._vectors.get((tenant, text))
-        if known is not None:
-            return known
-        vector: Vectors = self._encoder.encode([text], query=True)[0]
-        self._vectors.keep((tenant, text), vector)
-        return vector
+        rows: list[Vectors] = []
+        for text in query.questions:  # each is embedded by itself, so that it is the same in every turn
+            known = self._vectors.get((query.tenant, text))
+            if known is None:
+                known = self._encoder.encode([text], query=True)[0]
+                self._vectors.keep((query.tenant, text), known)
+            rows.append(known)
+        if len(rows) == 1:
+            return rows[0]
+        total_E = (FADING ** np.arange(len(rows))) @ np.stack(rows)
+        return np.asarray(total_E / np.linalg.norm(total_E), np.float32)
 
     def _searchable(self, query: Query, k: int) -> int:
         """Number of chunks to search for: faiss makes room for k results, however few there are."""

@@ -51,7 +51,9 @@ def _bm25(texts: Sequence[str], weights: Mapping[str, float]) -> NDArray[np.floa
     """The score of each text, float64 [N]; words that only some of the texts have count more."""
     if not texts or not weights:
         return np.zeros(len(texts))
-    forms = {form: i for i, word in enumerate(weights) for form in _forms(word)}
+    # to look for the spellings of a word is faster than to cut every text into words
+    spelled = ((i, word, (word, *(word + ending for ending, _ in _ENDINGS))) for i, word in enumerate(weights))
+    forms = {form: i for i, word, of_word in spelled for form in of_word if _stem(form) == word}
     count_NW, length_N = np.zeros((len(texts), len(weights))), np.ones(len(texts))
     for n, text in enumerate(texts):
         found = _WORD.findall(text.lower())
@@ -64,11 +66,6 @@ def _bm25(texts: Sequence[str], weights: Mapping[str, float]) -> NDArray[np.floa
     damping_N1 = (_K1 * (1 - _B + _B * length_N / length_N.mean()))[:, None]
     score_N: NDArray[np.float64] = (count_NW * (_K1 + 1) / (count_NW + damping_N1)) @ (rarity_W * [*weights.values()])
     return score_N
-
-
-def _forms(word: str) -> list[str]:
-    """The spellings in a text that stand for a word: to look for them is faster than to cut every text into words."""
-    return [form for form in (word, *(word + ending for ending, _ in _ENDINGS)) if _stem(form) == word]
 
 
 def _stem(word: str) -> str:

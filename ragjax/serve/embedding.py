@@ -105,20 +105,19 @@ class RerankBody(RefusingBody):
 class EmbeddingQueue:
     """Embeds the texts of requests, one request after another, in a thread of its own; the tenants take turns.
 
-    So embeddings take no thread that chats need. most: requests of a tenant that may wait.
+    So embeddings take no thread that chats need.
     """
 
-    def __init__(self, engine: Service, most: int = WAITING):
+    def __init__(self, engine: Service):
         self._engine = engine
-        self._most = most
         self._thread = ThreadPoolExecutor(1, "ragjax-embed")
         self._turns = Turns()
         self._last_s = 0.0  # what the last request took
 
     async def embed(self, tenant: str, body: EmbeddingBody) -> core.Embedded:
         """The vectors. Cancelled while it waits it never begins, and later it ends at the next batch of texts."""
-        if len(self._turns.waiting[tenant]) >= self._most:
-            message = f"{self._most} requests of embeddings wait; try again later"
+        if len(self._turns.waiting[tenant]) >= WAITING:
+            message = f"{WAITING} requests of embeddings wait; try again later"
             raise core.OverloadError(message, retry_after=self._last_s)
         cancellation = Cancellation()
         async with self._turns.turn(tenant):

@@ -80,7 +80,10 @@ def connect(directory: Path | None, settings: dict[str, str]) -> sqlite3.Connect
         database.execute("begin exclusive")
         _check_settings(database, place or ":memory:", settings)
         compare_schema(database, _SCHEMA)
-        _verify(database)
+        rows = database.execute(f"select number, checksum, {_CONTENT} from chunks left join checksums using (number)")
+        for number, known, *content in rows:
+            if known != _checksum(content):
+                raise sqlite3.DatabaseError(f"chunk {number} is not as it was written")
         database.execute(_SIZES)  # what can be counted again is not kept on disk
         database.execute(f"insert into sizes {_MEASURED} group by document_id")
         database.execute("commit")
@@ -101,13 +104,6 @@ def _check_settings(database: sqlite3.Connection, place: str | Path, settings: d
                 f"{place}: was made with {name} {stored.get(name)!r}, not {value!r}; choose another directory, "
                 f"or delete this one and add the documents again{_FLAGS.get(name, '').format(stored.get(name))}"
             )
-
-
-def _verify(database: sqlite3.Connection) -> None:
-    rows = database.execute(f"select number, checksum, {_CONTENT} from chunks left join checksums using (number)")
-    for number, known, *content in rows:
-        if known != _checksum(content):
-            raise sqlite3.DatabaseError(f"chunk {number} is not as it was written")
 
 
 def _checksum(content: Sequence[object]) -> bytes:

@@ -77,7 +77,8 @@ def extract(
     began = time.perf_counter()
     out = Path(out)
     done = _done(out)
-    digests = {chunk.id: _digest(chunk) for chunk in chunks}
+    told = ((chunk.id, f"{chunk.id}\0{chunk.text}".encode()) for chunk in chunks)
+    digests = {chunk: hashlib.blake2b(text, digest_size=16).hexdigest() for chunk, text in told}
     todo = [chunk for chunk in chunks if digests[chunk.id] not in done]
     triples = malformed = dropped = 0
     try:
@@ -157,10 +158,6 @@ def _drop_superseded(out: Path, digests: Mapping[str, str]) -> None:
         return
     with atomic_path(out, durable=True) as part:
         part.write_bytes(b"".join(kept))
-
-
-def _digest(chunk: Chunk) -> str:
-    return hashlib.blake2b(f"{chunk.id}\0{chunk.text}".encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)

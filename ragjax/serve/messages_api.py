@@ -35,7 +35,10 @@ class MessageReply:
         assert last is not None
         for block in self._content:
             if block["type"] == "tool_use":
-                block["input"] = _parsed(block["input"])
+                try:
+                    block["input"] = json.loads(block["input"] or "{}")
+                except ValueError:  # max_tokens cut it
+                    block["input"] = {}
         return self._message(self._content, last)
 
     async def told(self, events: AsyncGenerator[core.Event, None]) -> AsyncGenerator[Json, None]:
@@ -111,10 +114,3 @@ def _usage(prompt: int, cached: int, written: int, said: int) -> Json:
         "cache_read_input_tokens": cached,
         "output_tokens": said,
     }
-
-
-def _parsed(text: str) -> object:
-    try:
-        return json.loads(text or "{}")
-    except ValueError:  # max_tokens cut it
-        return {}

@@ -227,12 +227,6 @@ class Reply:
             for one in cited.values()
         ]  # fmt: skip
 
-    def _account(self, answer: core.Answer | None) -> Json | None:
-        """Makes the field `rag`: without an answer it has the passages alone."""
-        if answer is not None:
-            return account(answer, self._engine.pieces, self._notices)
-        return {"sources": citations_of(self._sources)} if self._sources else None
-
     def _numbered(self, event: Json) -> Json:
         self._number += 1
         return {**event, "sequence_number": self._number - 1}
@@ -241,6 +235,9 @@ class Reply:
         body, sampling = self._body, self._request.sampling
         given = body.model_dump(by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text"})
         choice = given.get("tool_choice", {"type": "auto"})
+        rag = {"sources": citations_of(self._sources)} if self._sources else None
+        if answer is not None:
+            rag = account(answer, self._engine.pieces, self._notices)
         return {
             **self._head,
             "status": status,
@@ -263,7 +260,7 @@ class Reply:
             "truncation": "disabled",
             "usage": None if answer is None else _usage(answer),
             "metadata": dict(body.metadata or {}),
-            "rag": self._account(answer),
+            "rag": rag,
         }
 
 

@@ -326,19 +326,23 @@ def _ivf(vectors_NE: Vectors, shape: IndexShape) -> Any:
 
 def _contents(index: Any) -> tuple[Ids, Vectors]:
     if isinstance(index, faiss.IndexIVF):
-        ids, vectors = [np.empty(0, np.int64)], [np.empty((0, index.d), np.float32)]
-        for number in range(index.nlist):
-            size = index.invlists.list_size(number)
-            if not size:
-                continue
-            codes = faiss.rev_swig_ptr(index.invlists.get_codes(number), size * index.code_size)
-            ids.append(faiss.rev_swig_ptr(index.invlists.get_ids(number), size).copy())
-            vectors.append(codes.view(np.float32).reshape(size, index.d).copy())
-        return np.concatenate(ids), np.concatenate(vectors)
+        return _list_contents(index)
     ids_N = faiss.vector_to_array(index.id_map).astype(np.int64)
     inner = faiss.downcast_index(index.index)
     vectors_NE = inner.reconstruct_n(0, inner.ntotal) if len(ids_N) else np.empty((0, index.d), np.float32)
     return ids_N, vectors_NE
+
+
+def _list_contents(index: Any) -> tuple[Ids, Vectors]:
+    ids, vectors = [np.empty(0, np.int64)], [np.empty((0, index.d), np.float32)]
+    for number in range(index.nlist):
+        size = index.invlists.list_size(number)
+        if not size:
+            continue
+        codes = faiss.rev_swig_ptr(index.invlists.get_codes(number), size * index.code_size)
+        ids.append(faiss.rev_swig_ptr(index.invlists.get_ids(number), size).copy())
+        vectors.append(codes.view(np.float32).reshape(size, index.d).copy())
+    return np.concatenate(ids), np.concatenate(vectors)
 
 
 @dataclass(frozen=True)

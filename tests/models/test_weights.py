@@ -516,9 +516,9 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     read: list[str] = []
     original = source._read_tensor
 
-    def spy(path: Path, tensor: source.TensorEntry, name: str) -> NDArray[np.float32]:
+    def spy(path: Path, tensor: source.TensorEntry, name: str, heads: int | None = None) -> NDArray[np.float32]:
         read.append(name)
-        return original(path, tensor, name)
+        return original(path, tensor, name, heads)
 
     monkeypatch.setattr(source, "_read_tensor", spy)
     return read
@@ -692,10 +692,10 @@ def test_an_interrupted_cache_write_leaves_nothing_that_is_believed(
     file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config))
     original = source._read_tensor
 
-    def dies(path: Path, tensor: source.TensorEntry, name: str) -> NDArray[np.float32]:
+    def dies(path: Path, tensor: source.TensorEntry, name: str, heads: int | None = None) -> NDArray[np.float32]:
         if name == "blk.1.ffn_up.weight":
             raise KeyboardInterrupt
-        return original(path, tensor, name)
+        return original(path, tensor, name, heads)
 
     with monkeypatch.context() as patch:
         patch.setattr(source, "_read_tensor", dies)

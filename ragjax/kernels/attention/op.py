@@ -47,7 +47,7 @@ def _cpu_refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
         return f"it runs on CPUs, not on {device.platform}"
     if find_spec("llvmlite") is None:
         return "llvmlite is not installed"
-    reason: str | None = _cpu().refusal(q_THD, view)
+    reason: str | None = _cpu().unserved(q_THD.shape[-1], view.pages.k_LPKCD.dtype)
     return reason
 
 

@@ -59,12 +59,7 @@ class AttentionForm:
     fused: bool
 
     @staticmethod
-    def of(view: View, machine: Machine) -> AttentionForm:
-        pool = view.pages.k_LPKCD
-        return AttentionForm.made_for(pool.shape[-1], pool.dtype, view.cap is not None, machine)
-
-    @staticmethod
-    def made_for(dim: int, dtype: DTypeLike, capped: bool, machine: Machine) -> AttentionForm:
+    def of(dim: int, dtype: DTypeLike, capped: bool, machine: Machine) -> AttentionForm:
         """dim: of a head. dtype: of the pool. capped: logits are."""
         bits, wide = jnp.dtype(dtype) != jnp.float32, machine.has("avx512f")
         tiled = bits and dim % 32 == 0 and machine.has("amx-bf16", "avx512bf16", "avx512f")
@@ -79,11 +74,6 @@ class AttentionForm:
     def item(self) -> int:
         """Bytes of a number of gathered keys and values."""
         return 2 if self.tiled else 4
-
-
-def refusal(q_THD: jax.Array, view: View) -> str | None:
-    """Why the kernel cannot serve this call, or None."""
-    return unserved(q_THD.shape[-1], view.pages.k_LPKCD.dtype)
 
 
 def unserved(dim: int, dtype: DTypeLike) -> str | None:
@@ -101,7 +91,7 @@ def register_attention(dim: int, dtype: DTypeLike, capped: bool, folder: Path | 
     folder: where it is kept (None: nowhere).
     """
     machine = Machine.here()
-    form = AttentionForm.made_for(dim, dtype, capped, machine)
+    form = AttentionForm.of(dim, dtype, capped, machine)
     _registered(_WantedAttention(form, machine, folder))
     return form.name(machine)
 
@@ -110,7 +100,7 @@ def attend(q_THD: jax.Array, view: View, machine: Machine | None = None) -> tupl
     """See `op.paged_interval_attention`. machine: one whose code this one can run, for tests."""
     t, heads, dim = q_THD.shape
     machine = machine or Machine.here()
-    form = AttentionForm.of(view, machine)
+    form = AttentionForm.of(dim, view.pages.k_LPKCD.dtype, view.cap is not None, machine)
     _registered(_WantedAttention(form, machine))
     entries = view.entries
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((t, heads, dim), (t, heads))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -23,12 +23,44 @@ def live_rows(frame: CallFrame) -> Value:
     return frame.data(LAYER, I32)[1].cast(I64)
 
 
-def clear_padding(code: Code, frame: CallFrame, out: int, begin: Value, end: Value) -> None:
-    """Set the results of padding rows in [begin, end) to zero; out: the buffer, float32 [T, N]."""
-    outputs = frame.size(out, 1)
-    first = code.largest(begin, live_rows(frame))
-    for at in code.range(first * outputs, end * outputs):
-        frame.data(out, F32)[at] = code.constant(F32, 0)
+def row_phase(of_row: Callable[[Code, CallFrame, Value], None], out: int) -> KernelPhase:
+    """Live rows, sixteen a tile; results of padding rows, in the buffer `out` (float32 [T, N]), become zeros.
+
+    of_row: writes the code of one.
+    """
+
+    def tiles(code: Code, frame: CallFrame) -> Value:
+        return (frame.size(X, 0) + TOGETHER - 1) / TOGETHER
+
+    def body(code: Code, frame: CallFrame, tile: Value) -> None:
+        begin, end = tile * TOGETHER, code.least((tile + 1) * TOGETHER, frame.size(X, 0))
+        for row in code.range(begin, code.least(end, live_rows(frame))):
+            of_row(code, frame, row)
+        outputs = frame.size(out, 1)
+        for at in code.range(code.largest(begin, live_rows(frame)) * outputs, end * outputs):
+            frame.data(out, F32)[at] = code.constant(F32, 0)
+
+    return KernelPhase(tiles, body)
+
+
+def panel_phase(
+    count: Callable[[CallFrame], Value], body: Callable[[Code, CallFrame, Value, Value], None]
+) -> KernelPhase:
+    """Items in about sixteen tiles. count: how many there are. body: writes the code of those in [begin, end)."""
+
+    def width(items: Value) -> Value:
+        return (items + 15) / 16
+
+    def tiles(code: Code, frame: CallFrame) -> Value:
+        items = count(frame)
+        return (items + width(items) - 1) / width(items)
+
+    def of_tile(code: Code, frame: CallFrame, tile: Value) -> None:
+        items = count(frame)
+        begin = tile * width(items)
+        body(code, frame, begin, code.least(begin + width(items), items))
+
+    return KernelPhase(tiles, of_tile)
 
 
 @dataclass(frozen=True)
@@ -73,20 +105,11 @@ class Digits:
 
 
 def quantize_rows(digits: Digits, *, normed: bool, to: int, out: int) -> KernelPhase:
-    """Rows [T, K] as whole numbers, into the buffer `to`; results of padding, in the buffer `out`, become zeros.
+    """Rows [T, K] as whole numbers, into the buffer `to`. out: as of `row_phase`.
 
     normed: after the root-mean-square norm with a scale [K + 1], eps last.
     """
     lanes = min(digits.block, 16)
-
-    def tiles(code: Code, frame: CallFrame) -> Value:
-        return (frame.size(X, 0) + TOGETHER - 1) / TOGETHER
-
-    def body(code: Code, frame: CallFrame, tile: Value) -> None:
-        begin, end = tile * TOGETHER, code.least((tile + 1) * TOGETHER, frame.size(X, 0))
-        for row in code.range(begin, code.least(end, live_rows(frame))):
-            of_row(code, frame, row)
-        clear_padding(code, frame, out, begin, end)
 
     def of_row(code: Code, frame: CallFrame, row: Value) -> None:
         wide = vector(F32, lanes)
@@ -114,7 +137,7 @@ def quantize_rows(digits: Digits, *, normed: bool, to: int, out: int) -> KernelP
             for b in code.range(begin, end):
                 own.write(parts_of(b), target.at(b * digits.block_bytes), row % TOGETHER)
 
-    return KernelPhase(tiles, body)
+    return row_phase(of_row, out)
 
 
 def sizes_of(code: Code, parts: Sequence[Value]) -> Value:
@@ -165,16 +188,18 @@ def root_mean_square(code: Code, x: Pointer, inputs: Value, eps: Value) -> Value
     return code.constant(F32, 1) / code.root(code.total(sums.value) / inputs.cast(F32) + eps)
 
 
-def packed_factors(packing: Packing, block: Pointer, at: int, lanes: int) -> tuple[Value, Value | None]:
-    """Scales and lows of some outputs of a block, float32."""
+def packed_factors(
+    packing: Packing, block: Pointer, at: Value | int, lanes: int | None = None
+) -> tuple[Value, Value | None]:
+    """Scale and low of an output of a block, or those of some from it on, float32."""
     stored = F32 if packing.wide else F16
     places = block.at(packing.code_bytes).of(stored)
 
-    def widened(at: int) -> Value:
-        found = places.load(at, vector(stored, lanes))
-        return found if packing.wide else found.cast(vector(F32, lanes))
+    def widened(at: Value | int) -> Value:
+        found = places.load(at, stored if lanes is None else vector(stored, lanes))
+        return found if packing.wide else found.cast(F32 if lanes is None else vector(F32, lanes))
 
-    return widened(at), widened(PANEL + at) if packing.lows else None
+    return widened(at), widened(at + PANEL) if packing.lows else None
 
 
 def add_block(code: Code, factors: tuple[Value, Value | None], found: Value, about: Pointer, before: Value) -> Value:

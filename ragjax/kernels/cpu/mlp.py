@@ -8,21 +8,11 @@ from __future__ import annotations
 
 from ragjax.kernels.cpu import tiles
 from ragjax.kernels.cpu.code import BF16, F32, I8, Code, Pointer, Value, vector
-from ragjax.kernels.cpu.digits import TOGETHER, SpanScale, X, live_rows, quantize_rows, sizes_of
-from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelPhase, Machine
+from ragjax.kernels.cpu.digits import TOGETHER, SpanScale, X, live_rows, panel_phase, quantize_rows, sizes_of
+from ragjax.kernels.cpu.foreign import CallFrame, Kernel, Machine
 from ragjax.kernels.cpu.numbers import LOG2E, power
 from ragjax.kernels.cpu.packing import PANEL, Packing
-from ragjax.kernels.cpu.product import (
-    GROUP,
-    PackedStack,
-    PanelSums,
-    ProductCall,
-    digits_for,
-    form_for,
-    parts_of,
-    product_phase,
-    tiles_of,
-)
+from ragjax.kernels.cpu.product import GROUP, PackedStack, PanelSums, ProductCall, digits_for, form_for, product_phase
 from ragjax.kernels.cpu.tiles import CHUNK, ROWS, UNIT_BYTES, add_units, rows_of_tiles, widen_panel
 
 (_GATE_UP, _DOWN, _OUT, _DIGITS, _HIDDEN) = (2, 4, 5, 6, 7)  # of the buffers; 1 and 3 as in `product`
@@ -41,20 +31,14 @@ def gated_mlp(gate_up: Packing, down: Packing, machine: Machine, name: str) -> K
         return PackedStack(frame, _GATE_UP).panels / (2 * panels)
 
     def second(frame: CallFrame) -> ProductCall:
-        out, outputs = frame.data(_OUT, F32), frame.size(_OUT, 1)
-        stack, hidden = PackedStack(frame, _DOWN), frame.data(_HIDDEN, I8)
-        return ProductCall(live_rows(frame), blocks_of(frame), hidden, stack, out, outputs)
+        return ProductCall.of(frame, blocks_of(frame), _HIDDEN, _OUT, _DOWN)
 
-    def count(code: Code, frame: CallFrame) -> Value:
-        return tiles_of(blocks_of(frame))
-
-    def body(code: Code, frame: CallFrame, tile: Value) -> None:
+    def body(code: Code, frame: CallFrame, begin: Value, end: Value) -> None:
         stack, blocks = PackedStack(frame, _GATE_UP), blocks_of(frame)
         numbers, hidden = frame.data(_DIGITS, I8), frame.data(_HIDDEN, I8)
         panel_sums, sums = PanelSums(code, gate_up, digits, machine), code.room(F32, 2 * panels * GROUP * PANEL)
-        width = parts_of(blocks)
         panel_sums.open(live_rows(frame))
-        for b in code.range(tile * width, code.least(tile * width + width, blocks)):
+        for b in code.range(begin, end):
             for first in code.range(0, live_rows(frame), GROUP):
                 rows = code.least(live_rows(frame) - first, GROUP)
                 for number in code.range(0, 2 * panels):  # the block's panels of the gate, then those of up
@@ -70,8 +54,9 @@ def gated_mlp(gate_up: Packing, down: Packing, machine: Machine, name: str) -> K
                     SpanScale(code, digits_of_hidden, sizes_of(code, parts)).write(parts, place, of_row % TOGETHER)
         panel_sums.close(live_rows(frame))
 
+    quantize = quantize_rows(digits, normed=True, to=_DIGITS, out=_OUT)
     last = product_phase(down, digits_of_hidden, machine, second)
-    return Kernel(name, 5, (quantize_rows(digits, normed=True, to=_DIGITS, out=_OUT), KernelPhase(count, body), last))
+    return Kernel(name, 5, (quantize, panel_phase(blocks_of, body), last))
 
 
 def serves(inputs: int, hidden: int) -> bool:
@@ -83,24 +68,18 @@ def tiled_mlp(gate_up: Packing, down: Packing, name: str) -> Kernel:
     """`gated_mlp` by AMX, in bfloat16; the rows and the hidden ones as tiles (`tiles.cast_bytes`) are scratch."""
 
     def first(frame: CallFrame) -> ProductCall:
-        hidden = frame.data(_HIDDEN, F32)
-        cast, units = frame.data(_DIGITS, I8), frame.size(X, 1) / 32
-        return ProductCall(live_rows(frame), units, cast, PackedStack(frame, _GATE_UP), hidden, frame.size(X, 1))
+        return ProductCall.of(frame, frame.size(X, 1) / 32, _DIGITS, _OUT, _GATE_UP)
 
     def second(frame: CallFrame) -> ProductCall:
-        hidden, units = frame.data(_HIDDEN, I8), PackedStack(frame, _GATE_UP).panels / 4
-        out, stack = frame.data(_OUT, F32), PackedStack(frame, _DOWN)
-        return ProductCall(live_rows(frame), units, hidden, stack, out, frame.size(_OUT, 1))
+        return ProductCall.of(frame, PackedStack(frame, _GATE_UP).panels / 4, _HIDDEN, _OUT, _DOWN)
 
-    def parts(code: Code, frame: CallFrame) -> Value:
-        return tiles_of(first(frame).stack.panels / 2)
+    def panels_of(frame: CallFrame) -> Value:
+        return PackedStack(frame, _GATE_UP).panels / 2
 
-    def body(code: Code, frame: CallFrame, tile: Value) -> None:
-        made, room = first(frame), tiles.TileRoom(code)
-        panels = made.stack.panels / 2
-        begin = tile * parts_of(panels)
+    def body(code: Code, frame: CallFrame, begin: Value, end: Value) -> None:
+        made, room, panels = first(frame), tiles.TileRoom(code), panels_of(frame)
         zero = code.constant(begin.type, 0)
-        for panel in code.range(begin, code.least(begin + parts_of(panels), panels)):
+        for panel in code.range(begin, end):
             for number, of_part in enumerate((panel, panel + panels)):
                 widen_panel(code, gate_up, made.stack.at(of_part), room, number, zero, made.blocks)
             for row, together in rows_of_tiles(code, made.rows):
@@ -115,7 +94,7 @@ def tiled_mlp(gate_up: Packing, down: Packing, name: str) -> Kernel:
         room.tiles.close()
 
     cast, last = tiles.cast_rows(normed=True, to=_DIGITS, out=_OUT), tiles.product_phase(down, second)
-    return Kernel(name, 5, (cast, KernelPhase(parts, body), last))
+    return Kernel(name, 5, (cast, panel_phase(panels_of, body), last))
 
 
 def _gate(code: Code, sums: Pointer, hidden: Pointer) -> None:

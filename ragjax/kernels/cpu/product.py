@@ -12,8 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ragjax.kernels.cpu.code import F16, F32, I8, I16, I32, I64, Code, Pointer, Value, vector
-from ragjax.kernels.cpu.digits import LAYER, TOGETHER, Digits, X, add_block, live_rows, packed_factors, quantize_rows
+from ragjax.kernels.cpu.code import F32, I8, I16, I32, I64, Code, Pointer, Value, vector
+from ragjax.kernels.cpu.digits import (
+    LAYER,
+    TOGETHER,
+    Digits,
+    X,
+    add_block,
+    live_rows,
+    packed_factors,
+    panel_phase,
+    quantize_rows,
+)
 from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelPhase, Machine
 from ragjax.kernels.cpu.packing import PANEL, Packing
 from ragjax.kernels.cpu.whole_tiles import LEAST_ROWS, TileSums
@@ -27,7 +37,7 @@ GROUP = 128
 AHEAD = 2048
 """Bytes of a matrix that are asked for before they are needed; the CPU itself stops at each page of memory."""
 
-_WEIGHT, _, _OUT, _DIGITS = range(2, 6)  # of the buffers
+WEIGHT, _, _OUT, _DIGITS = range(2, 6)  # of the buffers
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,7 @@ def form_for(machine: Machine) -> Form:
 class PackedStack:
     """A matrix of a call: uint8 [L, panels, bytes], the buffer `number`; its place in L is in the buffer `LAYER`."""
 
-    def __init__(self, frame: CallFrame, number: int = _WEIGHT):
+    def __init__(self, frame: CallFrame, number: int = WEIGHT):
         self._frame, self._number = frame, number
         self.panels = frame.size(number, 1)
 
@@ -145,14 +155,18 @@ class ProductCall:
     out: Pointer
     outputs: Value
 
+    @staticmethod
+    def of(frame: CallFrame, blocks: Value, source: int, out: int, weight: int = WEIGHT) -> ProductCall:
+        """The product whose rows, matrix and output are these buffers."""
+        places = frame.data(source, I8), PackedStack(frame, weight), frame.data(out, F32)
+        return ProductCall(live_rows(frame), blocks, *places, frame.size(out, 1))
+
 
 def product(packing: Packing, machine: Machine, *, normed: bool) -> Kernel:
     """X [T, K] times a packed matrix [N, K], one of a stack: float32 [T, N]; digits are scratch (`Digits.bytes`)."""
 
     def of_call(frame: CallFrame) -> ProductCall:
-        blocks, numbers = frame.size(X, 1) / packing.block, frame.data(_DIGITS, I8)
-        out, outputs = frame.data(_OUT, F32), frame.size(_OUT, 1)
-        return ProductCall(live_rows(frame), blocks, numbers, PackedStack(frame), out, outputs)
+        return ProductCall.of(frame, frame.size(X, 1) / packing.block, _DIGITS, _OUT)
 
     digits = digits_for(packing, machine)
     phases = (
@@ -165,17 +179,11 @@ def product(packing: Packing, machine: Machine, *, normed: bool) -> Kernel:
 def product_phase(
     packing: Packing, digits: Digits, machine: Machine, of_call: Callable[[CallFrame], ProductCall]
 ) -> KernelPhase:
-    """Panels of a product, some at a time."""
-
-    def tiles(code: Code, frame: CallFrame) -> Value:
-        return tiles_of(of_call(frame).stack.panels)
-
-    def body(code: Code, frame: CallFrame, tile: Value) -> None:
+    def body(code: Code, frame: CallFrame, begin: Value, end: Value) -> None:
         made = of_call(frame)
-        panels, width = made.stack.panels, parts_of(made.stack.panels)
         panel_sums, sums = PanelSums(code, packing, digits, machine), code.room(F32, GROUP * PANEL)
         panel_sums.open(made.rows)
-        for panel in code.range(tile * width, code.least(tile * width + width, panels)):
+        for panel in code.range(begin, end):
             for first in code.range(0, made.rows, GROUP):
                 rows = code.least(made.rows - first, GROUP)
                 panel_sums.compute(made.stack.at(panel), made.source, first, rows, made.blocks, sums)
@@ -183,7 +191,7 @@ def product_phase(
                     _store(code, made, first + row, panel, sums.at(row * PANEL))
         panel_sums.close(made.rows)
 
-    return KernelPhase(tiles, body)
+    return panel_phase(lambda frame: of_call(frame).stack.panels, body)
 
 
 class PanelSums:
@@ -277,7 +285,7 @@ def rows(packing: Packing) -> Kernel:
         output = index % PANEL
         for b in code.range(0, inputs / packing.block):
             block = weight.at(b * packing.block_bytes)
-            scale, low = _factors_of(packing, block, output)
+            scale, low = packed_factors(packing, block, output)
             for k in range(packing.block):
                 number = _code_at(packing, block, k, output) - packing.zero
                 made = number.cast(F32) * scale
@@ -296,15 +304,6 @@ def _code_at(packing: Packing, block: Pointer, k: int, output: Value) -> Value:
     return stored >> 4 if high else stored & 15
 
 
-def _factors_of(packing: Packing, block: Pointer, output: Value) -> tuple[Value, Value | None]:
-    """The scale and the low of one output of a block, float32."""
-    stored = F32 if packing.wide else F16
-    factors = block.at(packing.code_bytes).of(stored)
-    found = [factors[output + number * PANEL] for number in range(2 if packing.lows else 1)]
-    scale, *low = [factor if packing.wide else factor.cast(F32) for factor in found]
-    return scale, low[0] if low else None
-
-
 def rows_name(packing: Packing) -> str:
     return f"ragjax_rows_{packing.name()}"
 
@@ -313,16 +312,6 @@ def digits_for(packing: Packing, machine: Machine, span: int = SPAN) -> Digits:
     """Layout of the digits of rows for a matrix; span: inputs that share a scale."""
     base, blocks = 16 if packing.bits == 4 else 128, span // packing.block
     return Digits(packing.block, blocks, packing.zero, base, form_for(machine).paired)
-
-
-def parts_of(count: Value) -> Value:
-    """Items of a tile, of so many, so that a call has about sixteen tiles."""
-    return (count + 15) / 16
-
-
-def tiles_of(count: Value) -> Value:
-    """Tiles of a call, of so many items."""
-    return (count + parts_of(count) - 1) / parts_of(count)
 
 
 def _store(code: Code, made: ProductCall, row: Value, panel: Value, sums: Pointer) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 from ragjax.kernels.cpu.amx import Tiles, narrow, paired
 from ragjax.kernels.cpu.code import F32, I8, I32, Code, Pointer, Value, vector
-from ragjax.kernels.cpu.digits import SCALE, X, clear_padding, live_rows, packed_factors, root_mean_square
+from ragjax.kernels.cpu.digits import SCALE, X, packed_factors, panel_phase, root_mean_square, row_phase
 from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelPhase
 from ragjax.kernels.cpu.packing import PANEL, Packing
-from ragjax.kernels.cpu.product import PackedStack, ProductCall, parts_of, tiles_of
+from ragjax.kernels.cpu.product import ProductCall
 
 ROWS = 16
 """Rows of a tile."""
@@ -33,59 +33,41 @@ def cast_bytes(rows: int, inputs: int) -> int:
 
 
 def cast_rows(*, normed: bool, to: int = _CAST, out: int = _OUT) -> KernelPhase:
-    """Rows [T, K] as tiles of bfloat16, into the buffer `to`; results of padding, in the buffer `out`, become zeros.
+    """Rows [T, K] as tiles of bfloat16, into the buffer `to`. out: as of `row_phase`.
 
     normed: after the root-mean-square norm with a scale [K + 1], eps last.
     """
     wide = vector(F32, 16)
 
-    def tiles(code: Code, frame: CallFrame) -> Value:
-        return (frame.size(X, 0) + ROWS - 1) / ROWS
+    def of_row(code: Code, frame: CallFrame, row: Value) -> None:
+        inputs, scale = frame.size(X, 1), frame.data(SCALE, F32)
+        x = frame.data(X, F32).at(row * inputs)
+        own = frame.data(to, I8).at(row / ROWS * (inputs / 32) * UNIT_BYTES + row % ROWS * 64)
+        factor = root_mean_square(code, x, inputs, scale[inputs]) if normed else None
+        for unit in code.range(0, inputs / 32):
+            parts = []
+            for half in range(2):
+                part = x.load(unit * 32 + half * 16, wide)
+                if factor is not None:
+                    part = part * factor * scale.load(unit * 32 + half * 16, wide)
+                parts.append(part)
+            own[unit * UNIT_BYTES] = narrow(code, *parts)
 
-    def body(code: Code, frame: CallFrame, tile: Value) -> None:
-        inputs = frame.size(X, 1)
-        scale = frame.data(SCALE, F32)
-        target = frame.data(to, I8).at(tile * (inputs / 32) * UNIT_BYTES)
-        begin, end = tile * ROWS, code.least((tile + 1) * ROWS, frame.size(X, 0))
-        for row in code.range(begin, code.least(end, live_rows(frame))):
-            x = frame.data(X, F32).at(row * inputs)
-            own = target.at(row % ROWS * 64)
-            factor = root_mean_square(code, x, inputs, scale[inputs]) if normed else None
-            for unit in code.range(0, inputs / 32):
-                parts = []
-                for half in range(2):
-                    part = x.load(unit * 32 + half * 16, wide)
-                    if factor is not None:
-                        part = part * factor * scale.load(unit * 32 + half * 16, wide)
-                    parts.append(part)
-                own[unit * UNIT_BYTES] = narrow(code, *parts)
-        clear_padding(code, frame, out, begin, end)
-
-    return KernelPhase(tiles, body)
+    return row_phase(of_row, out)
 
 
 def product(packing: Packing, name: str, *, normed: bool) -> Kernel:
     """Rows [T, K] times a packed matrix [N, K], one of a stack: float32 [T, N]; the cast rows are scratch."""
 
     def of_call(frame: CallFrame) -> ProductCall:
-        cast, out = frame.data(_CAST, I8), frame.data(_OUT, F32)
-        return ProductCall(live_rows(frame), frame.size(X, 1) / 32, cast, PackedStack(frame), out, frame.size(_OUT, 1))
+        return ProductCall.of(frame, frame.size(X, 1) / 32, _CAST, _OUT)
 
     return Kernel(name, 4, (cast_rows(normed=normed), product_phase(packing, of_call)))
 
 
 def product_phase(packing: Packing, of_call: Callable[[CallFrame], ProductCall]) -> KernelPhase:
-    """Panels of a product, some at a time."""
-
-    def tiles(code: Code, frame: CallFrame) -> Value:
-        return tiles_of(of_call(frame).stack.panels)
-
-    def body(code: Code, frame: CallFrame, tile: Value) -> None:
-        made = of_call(frame)
-        panels = made.stack.panels
-        begin = tile * parts_of(panels)
-        end = code.least(begin + parts_of(panels), panels)
-        room = TileRoom(code)
+    def body(code: Code, frame: CallFrame, begin: Value, end: Value) -> None:
+        made, room = of_call(frame), TileRoom(code)
         pairs = begin + (end - begin) / 2 * 2
         for panel in code.range(begin, pairs, 2):
             _multiply_panels(code, made, packing, room, panel, 2)
@@ -93,7 +75,7 @@ def product_phase(packing: Packing, of_call: Callable[[CallFrame], ProductCall])
             _multiply_panels(code, made, packing, room, panel, 1)
         room.tiles.close()
 
-    return KernelPhase(tiles, body)
+    return panel_phase(lambda frame: of_call(frame).stack.panels, body)
 
 
 class TileRoom:

@@ -187,10 +187,12 @@ class Adapted(Layer):
         take_over(self, layer)
         self._lora, self._pairs = lora, nnx.data(dict(pairs))
 
-    def multiply(self, name: str, x_TI: jax.Array, norm_I: jax.Array | None = None) -> jax.Array:
+    def multiply(
+        self, name: str, x_TI: jax.Array, norm_I: jax.Array | None = None, live: jax.Array | None = None
+    ) -> jax.Array:
         """Add the adapter's part to the layer's product."""
         x_TI = x_TI if norm_I is None else rms_norm(x_TI, norm_I, self.eps)
-        product = super().multiply(name, x_TI)
+        product = super().multiply(name, x_TI, live=live)
         return product + self._lora.change(x_TI, self._pairs[name]) if name in self._pairs else product
 
 

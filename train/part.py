@@ -65,10 +65,12 @@ class PartLayer(Layer):
             if norm is not None:
                 setattr(self, name, norm.replace(enter(norm[...])))
 
-    def multiply(self, name: str, x_TI: jax.Array, norm_I: jax.Array | None = None) -> jax.Array:
+    def multiply(
+        self, name: str, x_TI: jax.Array, norm_I: jax.Array | None = None, live: jax.Array | None = None
+    ) -> jax.Array:
         """The layer's product; outputs of parts are summed."""
         x_TI = x_TI if norm_I is None else rms_norm(x_TI, norm_I, self.eps)
-        product = self._layer.multiply(name, enter(x_TI) if name in _INTO else x_TI)
+        product = self._layer.multiply(name, enter(x_TI) if name in _INTO else x_TI, live=live)
         return leave(product) if name in _OUT_OF else product
 
 

@@ -121,10 +121,6 @@ class Grid:
         prefill = [shape for shape in self.rows if shape.block >= PREFILL_ROWS and not shape.mixed]
         return (decode[0], prefill[0]) if decode and prefill else self.rows
 
-    @property
-    def pairs(self) -> tuple[tuple[int, int], ...]:
-        return tuple((shape.rows, entries) for shape in self.rows for entries in self.entries_of(shape))
-
     @staticmethod
     def fit(values: Iterable[int], need: int) -> int:
         """The smallest of ascending `values` that holds `need`."""

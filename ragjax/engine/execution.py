@@ -22,7 +22,7 @@ from ragjax.quality.contract import Contract
 from ragjax.runner.runner import Runner, StepResult
 from ragjax.runner.sampling import Logits, Sampled
 from ragjax.schedule import decoding
-from ragjax.schedule.batch import Batch, ScheduledRows
+from ragjax.schedule.batch import Batch
 from ragjax.schedule.requests import Requests, age
 from ragjax.schedule.rows import PendingMove
 from ragjax.schedule.scheduler import Scheduler
@@ -91,7 +91,7 @@ class Execution:
                 logits, draws = self.runner.predict(outcome, batch.logit_rows), decoding.draws(batch)
                 if any(draw is not None for draw in draws):
                     sampled = self.runner.sample(logits, [draw or Draw() for draw in draws])
-            wanted = [_reads_logits(part) for part in batch.parts for _ in part.logit_rows]
+            wanted = [part.reads_logits for part in batch.parts for _ in part.logit_rows]
             self._flight = Flight(batch, began, outcome, logits, wanted, sampled)
         except Exception as error:
             self._failed(batch.states, error)
@@ -285,12 +285,6 @@ class Execution:
         if not state.background:  # such a one waits for all others
             ttft_ms = (times.first_token - times.arrival) * 1e3
             self.requests.counters.overhead_ms_last = ttft_ms - times.retrieve_ms - times.compute_ms
-
-
-def _reads_logits(part: ScheduledRows) -> bool:
-    if part.rows.sampled:
-        return part.state.wants_logits
-    return part.state.decoding or part.state.reads_logits
 
 
 def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str]) -> Answer:

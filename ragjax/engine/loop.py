@@ -91,9 +91,6 @@ class Loop:
     def limits(self) -> StepLimits:
         return self._scheduler.limits
 
-    def holders(self) -> set[str]:
-        return {state.id for state in self.requests.running} | set(self.kept)
-
     def enqueue(self, state: RequestState, place: object = None) -> None:
         self.post(partial(self.requests.arrive, state), None if state.background else state, place)
 

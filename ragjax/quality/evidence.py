@@ -48,9 +48,13 @@ class LiveEvidence:
 
     @property
     def candidates(self) -> tuple[Setting, ...]:
-        if len(self._chunks) >= MOST:
-            return ()
-        return tuple(setting for setting, trials in self._trials.items() if not self._is_out(trials))
+        found, limit = [], self._budget.kl
+        for setting, trials in self._trials.items() if len(self._chunks) < MOST else ():
+            seen = [trial.seen.kl for trial in trials]
+            beyond = limit is not None and len(seen) >= NEEDED // 2 and bounds(seen)[0] > limit
+            if all(map(math.isfinite, seen)) and not beyond:
+                found.append(setting)
+        return tuple(found)
 
     @property
     def requests(self) -> int:
@@ -75,9 +79,3 @@ class LiveEvidence:
         usual = sorted(self._chunks)[len(self._chunks) // 2] if self._chunks else 1
         made = replace(self._blank, created=now, questions=LIVE, top_k=usual, measurements=rows)
         return None if made.cheapest(self._budget) is None else made
-
-    def _is_out(self, trials: Sequence[ShadowTrial]) -> bool:
-        seen = [trial.seen.kl for trial in trials]
-        if not all(map(math.isfinite, seen)):
-            return True
-        return len(seen) >= NEEDED // 2 and self._budget.kl is not None and bounds(seen)[0] > self._budget.kl

@@ -104,10 +104,11 @@ class Dependency(Strategy):
 
     def outlook(self, prompt: core.Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         scene, head = self._scene(prompt), raw_of(prompt.tokens[: system_length(prompt)])
-        paths = []
+        paths, shared = [], prompt.public >= system_length(prompt)
         for path in scene.leaves:
             tokens, stops = scene.spell(path)
-            paths.append((raw_of(tokens), stops, _public(prompt, path, stops)))
+            leading = takewhile(lambda pair: shared and prompt.segments[pair[0]].public, zip(path, stops, strict=True))
+            paths.append((raw_of(tokens), stops, max((stop for _, stop in leading), default=0)))
         return Outlook((leading_part(prompt, tenant, system_length(prompt)), Paths(head, paths, self.name, tenant)))
 
     def prefill(self, prompt: core.Prompt, allocation: Allocation, ratio: float | None = None) -> core.Prefill:
@@ -214,13 +215,6 @@ class Dependency(Strategy):
                 public=prompt.segments[i].public,
                 totals=totals,
             )
-
-
-def _public(prompt: core.Prompt, path: Path, stops: Sequence[int]) -> int:
-    if prompt.public < system_length(prompt):
-        return 0
-    leading = takewhile(lambda pair: prompt.segments[pair[0]].public, zip(path, stops, strict=True))
-    return max((stop for _, stop in leading), default=0)
 
 
 def _cut(match: Match, begin: int, end: int, page_size: int) -> Iterator[tuple[core.Run, int]]:

@@ -196,7 +196,8 @@ class Programs:
         if self._executables is None:
             return self._compile(*name)
         devices = list(self._spec.mesh.devices.flat)
-        key = key_of(devices, self._facts(name))
+        shape = self._grid.shape(name[1]) if name[0] in ("begin", "stage", "layered") else None
+        key = key_of(devices, {"name": name, "shape": shape, "common": self._common})
         found = self._executables.load(key, devices)
         if found is not None:
             program, choices = found
@@ -206,10 +207,6 @@ class Programs:
         program = self._compile(*name)
         self._executables.keep(key, program, self.choices(*name[1:]) if name[0] == "begin" else None)
         return program
-
-    def _facts(self, name: Name) -> dict[str, object]:
-        shaped = name[0] in ("begin", "stage", "layered")
-        return {"name": name, "shape": self._grid.shape(name[1]) if shaped else None, "common": self._common}
 
     @cached_property
     def _common(self) -> tuple[object, ...]:

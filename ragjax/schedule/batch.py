@@ -102,6 +102,13 @@ class ScheduledRows:
         return self.rows is self.state.rows
 
     @property
+    def reads_logits(self) -> bool:
+        """True if the host looks at the logits of its rows, not only at the tokens that the device chooses."""
+        if self.rows.sampled:
+            return self.state.wants_logits
+        return self.state.decoding or self.state.reads_logits
+
+    @property
     def logit_rows(self) -> list[int]:
         return [row for row in range(self.begin, self.end) if row in self.rows.logits_now]
 

@@ -125,7 +125,9 @@ class Constraint:
         found: list[Bits | None] = [self._mask()]
         taken = 0
         for token in proposed:
-            if taken < len(found) - 1 or not self._take(int(token)):
+            # an unknown one would break the matcher
+            known = token not in self._eos and token < self._vocabulary and not self.failure
+            if taken < len(found) - 1 or not known or self._matcher.try_consume_tokens([int(token)]) != 1:
                 found.append(None)
                 continue
             taken += 1
@@ -133,11 +135,6 @@ class Constraint:
         if taken:
             self._matcher.rollback(taken)
         return found
-
-    def _take(self, token: int) -> bool:
-        if token in self._eos or token >= self._vocabulary or self.failure:  # an unknown one would break the matcher
-            return False
-        return self._matcher.try_consume_tokens([token]) == 1
 
     def _mask(self) -> Bits:
         if self.failure:

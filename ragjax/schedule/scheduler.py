@@ -234,7 +234,12 @@ class Scheduler:
         best = self._cheapest(alone, chosen, [rows_of(state).left for state in chosen])
         if any(rows_of(state).proposed for state in chosen):
             plain = self._cheapest(alone, chosen, [1] * len(chosen))
-            if best is None or (plain is not None and not _worth(chosen, best[0], plain[0])):
+            looking = [(state.lookup, rows_of(state).proposed) for state in chosen]
+            brought = len(chosen) + sum(proposed * lookup.share for lookup, proposed in looking if lookup is not None)
+            # tokens that a step with the proposals is expected to bring for its cost, against one without them
+            if best is None or (
+                plain is not None and brought * (STEP_ROWS + plain[0]) <= len(chosen) * (STEP_ROWS + best[0])
+            ):
                 for state in chosen:
                     rows_of(state).shorten()
                 best = plain
@@ -348,13 +353,6 @@ def _is_alone(shape: RowShape) -> bool:
 
 def _blocks(lefts: Sequence[int], shape: RowShape) -> int:
     return sum(-(-left // shape.block) for left in lefts)
-
-
-def _worth(states: Sequence[RequestState], cost: float, plain: float) -> bool:
-    """True if a step with the proposed tokens is expected to bring more tokens for its cost than one without them."""
-    looking = [(state.lookup, rows_of(state).proposed) for state in states]
-    expected = sum(proposed * lookup.share for lookup, proposed in looking if lookup is not None)
-    return (len(states) + expected) * (STEP_ROWS + plain) > len(states) * (STEP_ROWS + cost)
 
 
 def _whole(states: Sequence[RequestState]) -> list[tuple[RequestState, int]]:

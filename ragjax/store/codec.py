@@ -113,6 +113,7 @@ def put(x: NDArray[Any], wide: NDArray[np.float32]) -> None:
 
 
 _LARGEST_INT8 = np.float32(127)
+TINY = np.finfo(np.float32).tiny
 
 
 class Int8(Encoding):
@@ -138,7 +139,9 @@ class Int8(Encoding):
             peak_LKD = np.stack([np.abs(widen(x_KTD)).max(axis=1, initial=0) for x_KTD in x_LKTD])
             if not np.isfinite(peak_LKD).all():
                 return None
-            arrays[f"{name}.scale"] = _scales(peak_LKD)
+            # half the range, since decoding may round the peak up; and a channel too small for a scale is kept as zeros
+            scale_LKD = np.minimum(peak_LKD, np.finfo(np.float32).max / 2) / _LARGEST_INT8
+            arrays[f"{name}.scale"] = np.where(scale_LKD < TINY, np.float32(1), scale_LKD)
             arrays[f"{name}.int8"], loss = _quantise(x_LKTD, arrays[f"{name}.scale"])
             losses.append(loss)
         return arrays, max(losses)
@@ -161,13 +164,6 @@ class Int8(Encoding):
 # One layer at a time below: float32 copies of a whole entry would take several times its size.
 
 
-def _scales(peak_LKD: NDArray[np.float32]) -> NDArray[np.float32]:
-    limits = np.finfo(np.float32)
-    # half the range, since decoding may round the peak up; and a channel too small for a scale is kept as zeros
-    scale_LKD = np.minimum(peak_LKD, limits.max / 2) / _LARGEST_INT8
-    return np.where(scale_LKD < limits.tiny, np.float32(1), scale_LKD)
-
-
 def _quantise(x_LKTD: NDArray[Any], scale_LKD: NDArray[np.float32]) -> tuple[NDArray[np.int8], float]:
     bits_LKTD = np.empty(x_LKTD.shape, np.int8)
     loss = Loss()
@@ -183,7 +179,6 @@ GROUP = 32
 """Tokens of a group of keys, channels of a group of values."""
 
 _LARGEST_INT4 = np.float32(15)
-TINY = np.finfo(np.float32).tiny
 LOW, HIGH = np.uint8(15), np.uint8(4)
 
 AT_ONCE = 2**16
@@ -327,7 +322,10 @@ def _encode_layer(
 def _levels(x: Floats, axis: int, groups: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
     """Minimum, rounded down, and the scale that fits it, of each group along an axis: bfloat16 bits."""
     starts = GROUP * np.arange(groups)
-    least = _below(np.minimum.reduceat(x, starts, axis=axis))
+    lowest = np.minimum.reduceat(x, starts, axis=axis)
+    # dropping bits moves a number towards zero
+    down = lowest.view(np.uint32) + np.where(lowest < 0, np.uint32(0xFFFF), np.uint32(0))
+    least = (down >> np.uint32(16)).astype(np.uint16)
     scale: Floats = (np.maximum.reduceat(x, starts, axis=axis) - widen(least)) / _LARGEST_INT4
     whole = np.where(scale < TINY, np.float32(1), scale)  # a group too flat for a scale is its minimum
     return least, narrow(whole, np.dtype(np.uint16))
@@ -341,12 +339,6 @@ def _decode_layers(arrays: Arrays, spread: _Spread) -> tuple[Floats, Floats]:
     v_LKTD *= spread.values(arrays["v.scale"])
     v_LKTD += spread.values(arrays["v.least"])
     return k_LKTD, v_LKTD
-
-
-def _below(x: Floats) -> NDArray[np.uint16]:
-    """The nearest bfloat16 that is not larger: dropping bits moves a number towards zero."""
-    bits = x.view(np.uint32) + np.where(x < 0, np.uint32(0xFFFF), np.uint32(0))
-    return (bits >> np.uint32(16)).astype(np.uint16)
 
 
 ENCODINGS: Mapping[AtRest, Encoding] = {"raw": Encoding(), "int8": Int8(), "int4": Int4()}

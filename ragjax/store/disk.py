@@ -294,7 +294,7 @@ class DiskStore:
                 if excess <= 0:
                     return
                 self._remove(index, key)
-                self._journal.count(evicted=1, evicted_bytes=size)
+                self._journal.count(evicted=1)
                 excess -= size
 
     def _remove(self, index: Index, key: bytes) -> None:

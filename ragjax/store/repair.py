@@ -52,7 +52,6 @@ class Stats:
     missing: int = 0
     set_aside: int = 0
     evicted: int = 0
-    evicted_bytes: int = 0
     failed: int = 0
 
 

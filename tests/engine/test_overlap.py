@@ -12,7 +12,7 @@ from ragjax.runner.sampling import Logits, Sampled
 from ragjax.schedule.batch import Batch
 from ragjax.schedule.state import RequestState
 from tests.support import tiny
-from tests.support.audit import audit_cache, audit_engine
+from tests.support.audit import audit_cache, audit_engine, holders
 from tests.support.pace import Hold, failing, until
 
 SAMPLED: dict[str, Any] = {
@@ -206,7 +206,7 @@ def test_what_is_called_in_the_engine_s_thread_finds_all_in_order(monkeypatch: p
 
         def audit() -> None:
             under_way.append(execution._flight is not None)
-            audit_cache(engine._cache, loop.holders())
+            audit_cache(engine._cache, holders(engine))
 
         def launched(batch: Batch) -> None:
             launch(batch)

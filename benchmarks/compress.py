@@ -38,9 +38,7 @@ from ragjax.models.trained import load_model
 
 GRAPHS: Mapping[str, GraphKV | None] = {
     "none": None, "ordered": GraphKV(), "graphkv": PAPER, "mutual": GraphKV(order="mutual"),
-    "rounds2": GraphKV(rounds=2), "rounds3": GraphKV(rounds=3), "enhance": GraphKV(signal="enhance"),
-    "evict": GraphKV(signal="evict"),
-    **{f"{edges}": GraphKV(edges=edges) for edges in ("vv", "kv")},
+    "rounds2": GraphKV(rounds=2), "rounds3": GraphKV(rounds=3),
     **{f"sources{share}": GraphKV(sources=share / 100) for share in (10, 50, 70, 100)},
     **{f"neighbours{m}": GraphKV(neighbours=m) for m in (4, 8, 16, 64)},
 }  # fmt: skip

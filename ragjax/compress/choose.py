@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.compress.base import Evidence, Scorer
-from ragjax.compress.graph import Ends, ends, propagate, sources
+from ragjax.compress.graph import propagate, sources
 from ragjax.core.compression import Compression
 
 
@@ -59,21 +59,19 @@ def choose(
     n_N = jnp.arange(s_NK.shape[0])
     candidate_N = n_N < evidence.count - recent
 
-    def of_node(s_N: jax.Array, both: Ends | None) -> jax.Array:
+    def of_node(s_N: jax.Array, k_NKD: jax.Array) -> jax.Array:
         after_N = s_N
-        if graph is not None and both is not None:
-            after_N = propagate(s_N, both, candidate_N, number, edges, graph, sources(graph, most))
+        if graph is not None:
+            after_N = propagate(s_N, k_NKD, candidate_N, number, edges, graph, sources(graph, most))
         return keep(after_N, s_N, evidence.count, kept, recent, most)
 
-    both = None if graph is None else ends(evidence, graph)
     if compression.heads == "all":
-        return of_node(s_NK.mean(1), both)[None]
+        return of_node(s_NK.mean(1), evidence.k_NKD)[None]
     heads = evidence.k_NKD.shape[1]
     s_KN = jnp.broadcast_to(s_NK, (s_NK.shape[0], heads)).T
 
     def of_head(head: jax.Array) -> jax.Array:
-        own = None if both is None else jax.tree.map(lambda x_NKD: x_NKD[:, head][:, None], both)
-        return of_node(s_KN[head], own)
+        return of_node(s_KN[head], evidence.k_NKD[:, head][:, None])
 
     indexes_KB: jax.Array = jax.lax.map(of_head, jnp.arange(heads))
     return indexes_KB

@@ -12,44 +12,28 @@ cached, rotated.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ragjax.compress.base import Evidence
 from ragjax.core.compression import GraphKV
-from ragjax.kernels.pages import from_storage
 from ragjax.kernels.reductions.op import key_neighbours
-
-MOST_GAIN = 60.0
-"""Natural logarithm of the most that a score grows by, so that it stays finite."""
 
 
 def sources(graph: GraphKV, budget: int) -> int:
     return math.ceil(round(graph.sources * budget, 6))
 
 
-class Ends(NamedTuple):
-    """The tokens' vectors as neighbours, [N, K, D], and as sources (None: the same ones; else both are float32)."""
-
-    receiver_NKD: jax.Array
-    sender_NKD: jax.Array | None = None
-
-
-def ends(evidence: Evidence, graph: GraphKV) -> Ends:
-    """Vectors that the edges compare: the first letter is the source's, "k" or "v"."""
-    edges, of = graph.edges, {"k": evidence.k_NKD, "v": evidence.v_NKD}
-    if edges[0] == edges[1]:
-        return Ends(of[edges[0]])
-    sender_NKD, receiver_NKD = (from_storage(of[letter]).astype(jnp.float32) for letter in edges)
-    return Ends(receiver_NKD, sender_NKD)
-
-
 def propagate(
-    s_N: jax.Array, ends: Ends, candidate_N: jax.Array, number: jax.Array, edges: jax.Array, graph: GraphKV, most: int
+    s_N: jax.Array,
+    k_NKD: jax.Array,
+    candidate_N: jax.Array,
+    number: jax.Array,
+    edges: jax.Array,
+    graph: GraphKV,
+    most: int,
 ) -> jax.Array:
-    """Scores after the graph's rounds, float32 [N]; -inf for tokens that are evicted.
+    """Scores after the graph's rounds, float32 [N]. k_NKD: the tokens' keys.
 
     candidate_N: tokens that take part; the others keep their scores. number: int32, sources of this layer; among equal
     scores the lower index is one first. edges: int32, most similar tokens that a source sends to. most: room for
@@ -62,15 +46,10 @@ def propagate(
     source_I = ordered_N[: len(rank_I)]
     source_I = jnp.where((rank_I < number) & candidate_N[source_I], source_I, -1)
     count = min(graph.neighbours, s_N.shape[0])
-    cosine_IY, index_IY = key_neighbours(ends.receiver_NKD, candidate_N, source_I, count, asking_NKD=ends.sender_NKD)
+    cosine_IY, index_IY = key_neighbours(k_NKD, candidate_N, source_I, count)
     edge_IY = jnp.minimum(cosine_IY, 1.0)
     if graph.order == "ordered":
         place_N = jnp.zeros_like(ordered_N).at[ordered_N].set(jnp.arange(len(ordered_N), dtype=jnp.int32))
         edge_IY = jnp.where(place_N[index_IY] > rank_I[:, None], edge_IY, 0.0)
     edge_IY = jnp.where((index_IY >= 0) & (jnp.arange(count) < edges), edge_IY, 0.0)  # the most similar come first
-    if graph.signal == "evict":
-        evicted_N = jnp.zeros_like(s_N, bool).at[index_IY].max(edge_IY > 0)
-        return jnp.where(evicted_N, -jnp.inf, s_N)
-    log_IY = jnp.log1p(edge_IY if graph.signal == "enhance" else -edge_IY)
-    gain_N = graph.rounds * jnp.zeros_like(s_N).at[index_IY].add(log_IY)
-    return s_N * jnp.exp(jnp.minimum(gain_N, MOST_GAIN))
+    return s_N * jnp.exp(graph.rounds * jnp.zeros_like(s_N).at[index_IY].add(jnp.log1p(-edge_IY)))

@@ -12,8 +12,6 @@ from pydantic import InstanceOf
 from ragjax.core.check import check_fields
 from ragjax.core.errors import ConfigError, RequestError
 
-Signal = Literal["decay", "enhance", "evict"]
-Edges = Literal["kk", "vv", "kv"]
 Order = Literal["mutual", "ordered"]
 Heads = Literal["all", "each"]
 
@@ -56,8 +54,6 @@ class GraphKV:
     )
     adaptive: bool = False  # m is at most the tokens of the prompt's last query segment (section 6.2)
     rounds: Annotated[int, Ge(0), Le(MOST_ROUNDS)] = 1  # T of eq. 5; 0: none
-    signal: Signal = "decay"  # score s at similarity e: s (1 - e); "enhance" s (1 + e); "evict": kept only to fill up
-    edges: Edges = "kk"  # vectors compared, the source's first
     order: Order = "ordered"  # of two similar sources the lower one's score falls; "mutual": both, as printed
 
     def __post_init__(self) -> None:

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragjax.compress import Evidence
 from ragjax.compress import graph as graph_module
-from ragjax.compress.graph import Ends, ends, propagate, sources
+from ragjax.compress.graph import propagate, sources
 from ragjax.core.compression import PAPER, Compression, GraphKV
 from ragjax.kernels.reductions.op import key_neighbours
 from tests.support import eviction
@@ -20,15 +19,15 @@ N, K, D = 40, 2, 6
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "most"))
-def compiled(s, both, candidate, number, edges, graph, most):  # type: ignore[no-untyped-def]
-    return propagate(s, both, candidate, number, edges, graph, most)
+def compiled(s, k, candidate, number, edges, graph, most):  # type: ignore[no-untyped-def]
+    return propagate(s, k, candidate, number, edges, graph, most)
 
 
-def after(s, k, graph, *, number=8, edges=None, most=12, candidate=None, sender=None):  # type: ignore[no-untyped-def]
+def after(s, k, graph, *, number=8, edges=None, most=12, candidate=None):  # type: ignore[no-untyped-def]
     candidate = np.ones(len(s), bool) if candidate is None else candidate
-    both = Ends(jnp.asarray(k, jnp.float32), None if sender is None else jnp.asarray(sender, jnp.float32))
     edges = jnp.int32(graph.neighbours if edges is None else edges)
-    found = compiled(jnp.asarray(s, jnp.float32), both, jnp.asarray(candidate), jnp.int32(number), edges, graph, most)
+    arrays = jnp.asarray(s, jnp.float32), jnp.asarray(k, jnp.float32), jnp.asarray(candidate)
+    found = compiled(*arrays, jnp.int32(number), edges, graph, most)
     assert found.dtype == np.float32 and not np.isnan(found).any()
     return np.asarray(found)
 
@@ -55,9 +54,6 @@ GRAPHS = {
     "printed": GraphKV(neighbours=5),
     "thrice": GraphKV(neighbours=5, rounds=3),
     "ordered": GraphKV(neighbours=5, order="ordered", rounds=2),
-    "enhance": GraphKV(neighbours=5, signal="enhance", rounds=2),
-    "evict": GraphKV(neighbours=2, signal="evict"),
-    "evict in order": GraphKV(neighbours=5, signal="evict", order="ordered"),
     "all neighbours": GraphKV(neighbours=64),
     "more than there are": GraphKV(neighbours=1024),
 }
@@ -71,12 +67,11 @@ def test_scores_follow_equation_5(name: str, kind: str) -> None:
         s, k = case(seed, kind)
         candidate = np.arange(N) < (N if seed % 2 else 25)
         number = [0, 1, 8, 12][seed]
-        options = {f: getattr(graph, f) for f in ("neighbours", "rounds", "signal", "order")}
+        options = {f: getattr(graph, f) for f in ("neighbours", "rounds", "order")}
         tokens = np.flatnonzero(candidate).tolist()
-        want = eviction.propagated(s, k, k, tokens, number, **options)
+        want = eviction.propagated(s, k, tokens, number, **options)
         k[~candidate] = np.nan
         found = after(s, k, graph, number=number, candidate=candidate)
-        np.testing.assert_array_equal(np.isneginf(found), np.isneginf(want))
         np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
 
 
@@ -88,16 +83,14 @@ def test_an_adaptive_graph_goes_by_the_question_in_one_program(question: int) ->
     assert graph is not None and asked[1].graph == PAPER and graph.neighbours == question
     assert asked[0].program == asked[1].program
     s, k = case(1, "random")
-    want = eviction.propagated(s, k, k, list(range(N)), 8, neighbours=question, order="mutual")
+    want = eviction.propagated(s, k, list(range(N)), 8, neighbours=question, order="mutual")
     np.testing.assert_allclose(after(s, k, PAPER, edges=graph.neighbours), want, rtol=1e-4, atol=1e-6)
 
 
 def test_neither_rounds_nor_sources_is_the_base() -> None:
     s, k = case(0, "alike")
     for graph, number in ((GraphKV(rounds=0), 8), (GraphKV(), 0)):
-        for signal in ("decay", "enhance", "evict"):
-            same = GraphKV(rounds=graph.rounds, signal=signal)
-            np.testing.assert_array_equal(after(s, k, same, number=number), s)
+        np.testing.assert_array_equal(after(s, k, graph, number=number), s)
 
 
 def test_orthogonal_keys_change_nothing() -> None:
@@ -137,18 +130,10 @@ def test_among_equal_scores_the_lower_index_stays() -> None:
 
 
 @pytest.mark.parametrize("kind", ["random", "alike", "duplicates"])
-def test_decay_never_raises_and_enhance_never_lowers(kind: str) -> None:
+def test_decay_never_raises(kind: str) -> None:
     s, k = case(5, kind)
     for order in ("mutual", "ordered"):
         assert (after(s, k, GraphKV(order=order, rounds=3)) <= s).all()
-        assert (after(s, k, GraphKV(order=order, rounds=3, signal="enhance")) >= s).all()
-
-
-def test_enhanced_scores_stay_finite() -> None:
-    n = 300
-    graph = GraphKV(signal="enhance", order="mutual", rounds=3, neighbours=n)
-    found = after(np.ones(n), np.ones((n, 1, 2)), graph, number=n, most=n)
-    assert np.isfinite(found).all() and (found > 1e20).all()
 
 
 def test_the_order_of_tokens_does_not_matter() -> None:
@@ -158,25 +143,12 @@ def test_the_order_of_tokens_does_not_matter() -> None:
         np.testing.assert_allclose(after(s[place], k[place], graph), after(s, k, graph)[place], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("edges", ["kk", "vv", "kv"])
-def test_edges_compare_what_their_letters_say(edges: str) -> None:
-    rng = np.random.default_rng(1)
-    k, v = (rng.standard_normal((N, K, D)).astype(np.float32) for _ in range(2))
-    s = rng.random(N).astype(np.float32)
-    of = {"k": k, "v": v}
-    evidence = Evidence(jnp.asarray(k), jnp.asarray(v), jnp.int32(N))
-    both = ends(evidence, GraphKV(edges=edges))
-    found = compiled(jnp.asarray(s), both, jnp.ones(N, bool), jnp.int32(8), jnp.int32(5), GraphKV(neighbours=5), 8)
-    want = eviction.propagated(s, of[edges[0]], of[edges[1]], list(range(N)), 8, neighbours=5)
-    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
-
-
 def test_bfloat16_bits_are_compared_as_numbers() -> None:
     s, k = case(2, "alike")
     rounded = jnp.asarray(k, jnp.bfloat16)
     bits = jax.lax.bitcast_convert_type(rounded, jnp.uint16)
     found = [
-        compiled(jnp.asarray(s), Ends(x), jnp.ones(N, bool), jnp.int32(8), jnp.int32(32), GraphKV(), 8)
+        compiled(jnp.asarray(s), x, jnp.ones(N, bool), jnp.int32(8), jnp.int32(32), GraphKV(), 8)
         for x in (bits, rounded.astype(jnp.float32))
     ]
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
@@ -198,12 +170,6 @@ def test_neighbours_take_no_room_beyond_the_tokens(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(graph_module, "key_neighbours", spied)
     propagate(
-        jnp.asarray(s),
-        Ends(jnp.asarray(k)),
-        jnp.ones(N, bool),
-        jnp.int32(8),
-        jnp.int32(1024),
-        GraphKV(neighbours=1024),
-        12,
+        jnp.asarray(s), jnp.asarray(k), jnp.ones(N, bool), jnp.int32(8), jnp.int32(1024), GraphKV(neighbours=1024), 12
     )
     assert widths == [N, N]

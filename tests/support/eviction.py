@@ -182,16 +182,7 @@ def ranked(s: F, tokens: list[int]) -> list[int]:
 
 
 def propagated(
-    s: F,
-    senders: F,
-    receivers: F,
-    tokens: list[int],
-    number: int,
-    *,
-    neighbours: int = 32,
-    rounds: int = 1,
-    signal: str = "decay",
-    order: str = "ordered",
+    s: F, keys: F, tokens: list[int], number: int, *, neighbours: int = 32, rounds: int = 1, order: str = "ordered"
 ) -> F:
     """Eqs. 1 to 5, round by round; `tokens` take part."""
     out = s.astype(float).copy()
@@ -200,16 +191,13 @@ def propagated(
     for _ in range(rounds):
         factor = np.ones(len(s))
         for i in sources:
-            edges = {j: cosine(senders[i], receivers[j]) for j in tokens if j != i}
+            edges = {j: cosine(keys[i], keys[j]) for j in tokens if j != i}
             for j in ranked_by(edges)[:neighbours]:
                 e = min(1.0, max(0.0, edges[j]))
                 if order == "ordered" and rank.index(j) < rank.index(i):
                     continue
-                if signal == "evict" and e > 0:
-                    factor[j] = -math.inf
-                elif signal != "evict":
-                    factor[j] *= 1 + e if signal == "enhance" else 1 - e
-        out = np.array([-math.inf if f == -math.inf else x * f for x, f in zip(out, factor, strict=True)])
+                factor[j] *= 1 - e
+        out *= factor
     return out
 
 

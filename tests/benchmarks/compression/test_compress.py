@@ -45,7 +45,7 @@ def test_attention_that_tokens_receive_sums_to_the_rows(laboratory: Laboratory) 
 @pytest.mark.parametrize("method", compress.METHODS)
 def test_budgets_hold_and_the_last_tokens_stay(laboratory: Laboratory, method: str) -> None:
     prefill = laboratory.prefill(TOKENS)
-    for graph in (None, GraphKV(), GraphKV(edges="kv")):
+    for graph in (None, GraphKV()):
         kept = laboratory.keep(prefill, Compression(method, 40, graph, window=8))
         mask = np.asarray(kept.kept_LKN)
         assert mask.sum(-1).tolist() == [[number] * 2 for number in kept.kept_L]

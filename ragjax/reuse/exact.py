@@ -32,8 +32,6 @@ class Full(Strategy):
         tail = run.slice(n, run.length, allocation.page_size)
         return Plan(spans, tail, "full", report(prompt, {}), results[Measure.LOGITS][0])
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None: ...
-
 
 class Prefix(Strategy):
     """Reuses the longest cached prefix and keeps what it computes, answers too, as far as `keep` of the cache says."""

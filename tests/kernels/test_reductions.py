@@ -311,23 +311,6 @@ def test_heads_are_one_vector() -> None:
     assert float(found.cosine_IY[0, 0]) == pytest.approx(0.8)
 
 
-def test_other_vectors_can_ask() -> None:
-    """Those of the sources' tokens, against the keys of the others."""
-    rng = np.random.default_rng(0)
-    k, asking = (rng.standard_normal((30, 2, 8)).astype(np.float32) for _ in range(2))
-    source = jnp.asarray([3, 29, -1, 0], jnp.int32)
-    valid = jnp.arange(30) < 25
-    found = key_neighbours(jnp.asarray(k), valid, source, 4, asking_NKD=jnp.asarray(asking))
-    a, b = (x.reshape(30, -1).astype(np.float64) for x in (asking, k))
-    cosine = (a @ b.T) / np.linalg.norm(a, axis=1)[:, None] / np.linalg.norm(b, axis=1)
-    for i in (0, 3):
-        s = int(source[i])
-        best = sorted((j for j in range(25) if j != s), key=lambda j: -cosine[s, j])[:4]
-        np.testing.assert_array_equal(found.index_IY[i], best)
-        np.testing.assert_allclose(found.cosine_IY[i], np.maximum(cosine[s, best], 0), atol=1e-6)
-    assert (np.asarray(found.index_IY[1:3]) == -1).all()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])
 def test_no_sources_by_keys_array(dtype: str) -> None:
     """Nor a copy of the keys: temporary memory stays below an eighth of a byte per source and key."""

@@ -147,9 +147,7 @@ def kv_deviation(k_TKD: jax.Array, v_TKD: jax.Array, view: View, slot_T: jax.Arr
     return KVDeviation(distance(k_TKD, moved_TKD), distance(v_TKD, kept(view.pages.v_LPKCD)))
 
 
-def key_neighbours(
-    k_NKD: jax.Array, valid_N: jax.Array, source_I: jax.Array, count: int, *, asking_NKD: jax.Array | None = None
-) -> KeyNeighbours:
+def key_neighbours(k_NKD: jax.Array, valid_N: jax.Array, source_I: jax.Array, count: int) -> KeyNeighbours:
     """The `count` keys most similar to each source key: GraphKV's edges (eq. 1) and neighbourhoods (eq. 3).
 
     A token is one node and its key one vector, that of all KV heads (§4.1: K is n x d, d the hidden size), so the
@@ -158,8 +156,7 @@ def key_neighbours(
     Similarity is as the keys are rotated: give those of one prompt, at their places in it. Memory is O(sources x (count
     + tile)) beside the keys.
 
-    valid_N: bool, keys that take part. source_I: int32, negative for padding. asking_NKD: vectors of the tokens as
-    sources, such as their queries; float32, as the keys then are too (None: their keys).
+    valid_N: bool, keys that take part. source_I: int32, negative for padding.
 
     Returns:
         Cosines and indices, best first, the lower index first among equals; the source itself is left out. Neighbours
@@ -171,7 +168,7 @@ def key_neighbours(
     n = k_NKD.shape[0]
     tile = min(KEY_TILE, n)
     real_I = (source_I >= 0) & valid_N[source_I]
-    source_IE, source_length_I = _flat((k_NKD if asking_NKD is None else asking_NKD)[source_I], real_I)
+    source_IE, source_length_I = _flat(k_NKD[source_I], real_I)
 
     def step(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         begin = jnp.minimum(i * tile, n - tile)  # the last tile may overlap the one before

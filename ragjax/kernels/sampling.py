@@ -201,7 +201,8 @@ def _at_mass(weight_NV: jax.Array, mass_N: jax.Array) -> jax.Array:
     weight_NW = jnp.take_along_axis(weight_NOW, of_block[..., None], axis=1)[:, 0]
     rest_N = mass_N - jnp.take_along_axis(before_NO, of_block, axis=1)[:, 0]
     reached_NW = (weight_NW > 0) & (jnp.cumsum(weight_NW, -1) > rest_N[:, None])
-    within_N, last_N = _first(reached_NW), _last(weight_NW > 0)
+    within_N = _first(reached_NW)
+    last_N = jnp.where(weight_NW > 0, jnp.arange(BLOCK, dtype=jnp.int32), -1).max(-1)  # -1: no token has a weight
     within_N = jnp.where(within_N < BLOCK, within_N, last_N)
     return jnp.where(within_N >= 0, block_N * BLOCK + within_N, weight_NV.shape[1]).astype(jnp.int32)
 
@@ -210,11 +211,6 @@ def _first(found_NX: jax.Array) -> jax.Array:
     """The first place [N] of each row where it holds; the length of a row if nowhere."""
     length = found_NX.shape[1]
     return jnp.where(found_NX, jnp.arange(length, dtype=jnp.int32), length).min(-1)
-
-
-def _last(found_NX: jax.Array) -> jax.Array:
-    """The last place [N] of each row where it holds; -1 if nowhere."""
-    return jnp.where(found_NX, jnp.arange(found_NX.shape[1], dtype=jnp.int32), -1).max(-1)
 
 
 def _blocks(x_NV: jax.Array) -> jax.Array:

@@ -47,7 +47,10 @@ def read_pdf(data: bytes, limits: ReadingLimits) -> Reading:
                 raise ConfigError(f"{count} pages, more than the limit of {limits.pages}; split the file")
             for number, page in enumerate(reader.pages, start=1):
                 try:
-                    text = _text_of(page, _Lines(limits.chars, limits.chars - size))
+                    lines = _Lines(limits.chars, limits.chars - size)
+                    _divide(page)
+                    page.extract_text(visitor_text=lines.show, visitor_operand_before=lines.note)
+                    text = "\n".join((lines.text.strip(), *_typed(page))).strip().replace("\0", "")
                     has_images = has_images or (not size and not text and bool(page.images.keys()))
                 except (ConfigError, MemoryError, pypdf.errors.LimitReachedError):
                     raise
@@ -71,12 +74,6 @@ def read_pdf(data: bytes, limits: ReadingLimits) -> Reading:
     parts = tuple(FilePart(f"{_whole_words(text, words)}\n\n", page=page) for page, text in pages if text)
     told = f"{len(unread)} of {len(texts)} pages cannot be read, such as {unread[0]}; save it anew" if unread else ""
     return Reading("", parts, told)
-
-
-def _text_of(page: PageObject, lines: _Lines) -> str:
-    _divide(page)
-    page.extract_text(visitor_text=lines.show, visitor_operand_before=lines.note)
-    return "\n".join((lines.text.strip(), *_typed(page))).strip().replace("\0", "")
 
 
 class _Lines:

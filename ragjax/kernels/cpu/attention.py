@@ -134,12 +134,10 @@ class _WantedAttention:
 @cache
 def _registered(wanted: _WantedAttention) -> KernelLibrary:
     form, name = wanted.form, wanted.form.name(wanted.machine)
-    kernel = Kernel(name, _OUT, (KernelPhase(_tiles, lambda *x: _Writer(form, *x).write()),))
-    return KernelLibrary(name, lambda: [kernel], wanted.machine, wanted.folder)
-
-
-def _tiles(code: Code, frame: CallFrame) -> Value:
-    return frame.size(_COUNT, 0) * frame.size(_K, 2)
+    phase = KernelPhase(
+        lambda _, frame: frame.size(_COUNT, 0) * frame.size(_K, 2), lambda *x: _Writer(form, *x).write()
+    )
+    return KernelLibrary(name, lambda: [Kernel(name, _OUT, (phase,))], wanted.machine, wanted.folder)
 
 
 # --------------------------------------------------------------------------------------------------- kernel

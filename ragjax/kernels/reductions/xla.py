@@ -59,7 +59,8 @@ def key_scores(q_THD: jax.Array, lse_TH: jax.Array, view: View, *, valued: bool)
         def step(place_W: jax.Array, scores: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             prob_KMN, tile = block.probabilities(view, place_W)
             sums_KN = prob_KMN.sum(1)
-            kinds = (sums_KN, sums_KN * _norm(tile)) if valued else (sums_KN,)
+            norm_KN = jnp.sqrt(jnp.square(tile.v_KND.astype(jnp.float32)).sum(-1))  # of values; of hidden ones zero
+            kinds = (sums_KN, sums_KN * norm_KN) if valued else (sums_KN,)
             return tuple(
                 score_E.at[tile.slot_N].add(kind_KN.sum(0) / heads)
                 for score_E, kind_KN in zip(scores, kinds, strict=True)
@@ -70,11 +71,6 @@ def key_scores(q_THD: jax.Array, lse_TH: jax.Array, view: View, *, valued: bool)
     start = tuple(jnp.zeros(math.prod(shape)) for _ in range(2 if valued else 1))
     scores, _ = lax.scan(one_block, start, _blocked(q_THD, lse_TH, view))
     return tuple(score_E.reshape(shape) for score_E in scores)
-
-
-def _norm(tile: Tile) -> jax.Array:
-    """L2 norm of a tile's values, float32 [K, N]; keys that nobody sees have values of zero there."""
-    return jnp.sqrt(jnp.square(tile.v_KND.astype(jnp.float32)).sum(-1))
 
 
 def row_segment_score(

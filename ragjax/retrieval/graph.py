@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from ragjax.core import Indexing, RequestError
+from ragjax.core import Indexing, RequestError, invalid
 from ragjax.retrieval.facts import FactStore
 from ragjax.retrieval.index import Vectors
 from ragjax.retrieval.knowledge import Recent, TextEncoder
@@ -134,7 +134,9 @@ class KnowledgeGraph:
         paths are compared, taken in turn from its relations. Entities without a path are left out. entities: names or
         aliases; None: those that the question is about (`link`). RequestError: one is not in the graph.
         """
-        _check(hops, paths)
+        for limit, value, most in (("hops", hops, 4), ("paths", paths, COMPARED)):
+            if not 1 <= value <= most:
+                raise invalid(f"rag.graph.{limit}", f"rag.graph.{limit} must be from 1 to {most}, not {value}")
         names = [entity.name for entity in self.link(question)] if entities is None else self._known(entities)
         fanout = max(2, int(COMPARED ** (1 / hops) + 1e-9))
         walks: dict[str, list[Steps]] = {}
@@ -197,16 +199,6 @@ class _CachedEncoder:
             known[text] = row.copy()
             self._known.keep((text, query), known[text])
         return np.stack([known[text] for text in texts])
-
-
-def _check(hops: int, paths: int) -> None:
-    for name, value, most in (("hops", hops, 4), ("paths", paths, COMPARED)):
-        if not 1 <= value <= most:
-            raise RequestError(
-                f"rag.graph.{name} must be from 1 to {most}, not {value}",
-                param=f"rag.graph.{name}",
-                code="invalid_value",
-            )
 
 
 def _in_turn(entity: str, triples: Iterable[Triple]) -> list[tuple[str, str]]:

@@ -35,6 +35,7 @@ from ragjax.core import (
     State,
     Store,
     has_controls,
+    invalid,
     is_unicode,
 )
 from ragjax.retrieval.catalog import Catalog
@@ -132,15 +133,15 @@ class Library:
         """Keep a file. seconds: until it expires. RequestError: it cannot be searched in, or is beyond the quota."""
         if purpose not in PURPOSES:
             reason = f"files serve searches here: purpose must be {' or '.join(PURPOSES)}, not {purpose!r}"
-            raise RequestError(reason, param="purpose", code="invalid_value")
+            raise invalid("purpose", reason)
         if Path(name).suffix.lower() not in SUFFIXES or not is_unicode(name):
             reason = f"the file {name!r} cannot be read: files of these types can: {KINDS}"
             raise RequestError(reason, param="file", code="unsupported_file")
         if len(name) > NAME_CHARS or has_controls(name):
             reason = f"the file's name may have {NAME_CHARS} characters, and no control characters"
-            raise RequestError(reason, param="file", code="invalid_value")
+            raise invalid("file", reason)
         if not content:
-            raise RequestError(f"the file {name!r} is empty", param="file", code="invalid_value")
+            raise invalid("file", f"the file {name!r} is empty")
         self.expire()
         now = int(self._now())
         file = File(f"file-{_new_id()}", name, purpose, len(content), now, None if seconds is None else now + seconds)
@@ -387,7 +388,7 @@ class Library:
     ) -> list[Passage]:
         self._check(self.store(tenant, store))
         if not all(question.strip() for question in questions):
-            raise RequestError("a query is empty: say what to search for", param="query", code="invalid_value")
+            raise invalid("query", "a query is empty: say what to search for")
         self.use(tenant, store)
         base = self._bases.get(store)
         if not len(base):
@@ -434,7 +435,7 @@ class Library:
             reason = (
                 f"the vector store {store!r} is the server's own and holds what --knowledge holds: make another one"
             )
-            raise RequestError(reason, param="vector_store_id", code="invalid_value")
+            raise invalid("vector_store_id", reason)
         return found
 
     def _check(self, store: Store) -> None:

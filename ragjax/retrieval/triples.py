@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
 
-from ragjax.core import RequestError, is_unicode
+from ragjax.core import RequestError, invalid, is_unicode
 
+PATHS = "rag.graph.relation_paths"
 INVERSE = " (inverse)"
 """What ends a relation that a path walks against its direction."""
 
@@ -45,15 +46,15 @@ class RelationPath:
 
     def __post_init__(self) -> None:
         if len(self.steps) < 3 or len(self.steps) % 2 == 0:
-            raise _wrong(f"a path is entity, relation, entity, …, so 3, 5, 7, … texts, not {len(self.steps)}")
+            raise invalid(PATHS, f"a path is entity, relation, entity, …, so 3, 5, 7, … texts, not {len(self.steps)}")
         if not all(step.removesuffix(INVERSE).strip() for step in self.steps):
-            raise _wrong("an entity or relation of a path is empty; give each a name")
+            raise invalid(PATHS, "an entity or relation of a path is empty; give each a name")
         if not is_unicode("".join(self.steps)):
-            raise _wrong("a path is not valid Unicode (half of a surrogate pair); send UTF-8 text")
+            raise invalid(PATHS, "a path is not valid Unicode (half of a surrogate pair); send UTF-8 text")
         seen: set[str] = set()
         for name in self.entities:
             if name in seen:
-                raise _wrong(f"a path comes to entity {name!r} twice; cut it before the second time")
+                raise invalid(PATHS, f"a path comes to entity {name!r} twice; cut it before the second time")
             seen.add(name)
 
     @property
@@ -106,10 +107,6 @@ def maximal(paths: Iterable[RelationPath]) -> tuple[RelationPath, ...]:
     # sorted, a path that begins any other one begins the next
     pairs = zip_longest(ordered, ordered[1:])
     return tuple(path for path, after in pairs if after is None or not path.begins(after))
-
-
-def _wrong(message: str) -> RequestError:
-    return RequestError(message, param="rag.graph.relation_paths", code="invalid_value")
 
 
 class Alias(NamedTuple):

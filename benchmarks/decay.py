@@ -10,8 +10,8 @@ A row is a strategy and a tenth of the questions: `found` is the share of the pr
 cache, `ttft_ms` the median time to the first token, `faster` that of `full` by it, `stored` the tokens that the cache
 holds then by those of all documents, `kept` the ratio of `faster` to that of the first tenth. `--tiny` asks a random
 model of three small layers, in the real engine and cache: found and stored tokens depend on no model, times say nothing
-then. `--rivals` adds llama.cpp, which keeps the prefix shared with the prompt before, and OpenVINO GenAI with its
-prefix cache, over the first tenth of the questions. Passages are not preprocessed; `auto` runs `prefix` for them.
+then. `--rivals` adds llama.cpp, which keeps the prefix shared with the prompt before, and OpenVINO GenAI and vLLM with
+their prefix caches, over the first tenth of the questions. Passages are not preprocessed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from benchmarks.common.questions import excerpt
 from benchmarks.common.report import Benchmark, Parser, Row, Session
 from benchmarks.latency.prompt import common_prefix
 from benchmarks.latency.system import THREADS, OtherLoad
+from benchmarks.load.server import in_bfloat16
 from benchmarks.quality import dataset
 from ragjax.commands.flags import integer
 from ragjax.core import Kind, Prompt, Segment, StorageOptions, Tokens
@@ -101,22 +102,31 @@ def asked(engine: Engine, strategy: str, work: Sequence[Prompt]) -> Iterator[dic
         }  # fmt: skip
 
 
+RIVALS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    "llama.cpp": ("llamacpp", "llamacpp_worker.py", {"threads": THREADS}),
+    "openvino": ("openvino", "openvino_worker.py", {"threads": THREADS, "precision": "bf16", "prefix": True}),
+    "vllm": ("vllm", "vllm_worker.py", {"gigabytes": 1, "context": 1024}),
+}
+"""Environment, worker, and how it loads."""
+
+
 def rivals(name: str, work: Sequence[Prompt], model: str) -> Iterator[dict[str, Any]]:
     """The same prompts by a rival with its own cache of prefixes; OpenVINO does not tell what it found."""
-    home, script = ("llamacpp", "llamacpp_worker.py") if name == "llama.cpp" else ("openvino", "openvino_worker.py")
-    more: Mapping[str, Any] = {} if name == "llama.cpp" else {"precision": "bf16", "prefix": True}
+    home, script, settings = RIVALS[name]
+    path = in_bfloat16(hub.resolve(model).path) if name == "vllm" else hub.resolve(model).path
     with envs.Worker([envs.python(home), envs.WORKERS / script]) as worker:
-        worker.ask({"op": "load", "model": str(hub.resolve(model).path), "threads": THREADS, **more})
+        worker.ask({"op": "load", "model": str(path), **settings})
         before: Prompt | None = None
         for number, prompt in enumerate(work):
             request = {"op": "generate", "tokens": prompt.tokens.tolist(), "new": 1}
             full = None
-            if number % 10 == 0 and name == "llama.cpp":
-                full = worker.ask({**request, "keep": 0})["ttft_ms"]
+            if number % 10 == 0 and name != "openvino":
+                alone = {"keep": 0} if name == "llama.cpp" else {"salt": f"full {number}"}
+                full = worker.ask(request | alone)["ttft_ms"]
                 before = None
             kept = 0 if before is None else min(common_prefix(before, prompt), len(prompt) - 1)
             told = worker.ask(request | ({"keep": kept} if name == "llama.cpp" else {}))
-            found = kept if name == "llama.cpp" else None
+            found = kept if name == "llama.cpp" else told.get("found")
             yield {"tokens": len(prompt), "found": found, "ttft": told["ttft_ms"], "full": full, "stored": None}
             before = prompt
 
@@ -158,7 +168,7 @@ def rows(chosen: Namespace, session: Session) -> Iterator[dict[str, Any]]:
     tokenizer = tiny.byte_tokenizer() if chosen.tiny else Tokenizer.load(hub.resolve(chosen.model).path)
     texts = documents(tokenizer, chosen)
     work, own = prompts(tokenizer, texts, chosen), sum(map(len, texts))
-    names = [*chosen.systems, *(["llama.cpp", "openvino"] if chosen.rivals else [])]
+    names = [*chosen.systems, *(RIVALS if chosen.rivals else ())]
     lacking = [name for name in chosen.systems if samples.get(name) is None]
     if lacking:
         with opened(chosen, sum(map(len, work)) // TOO_SMALL) as engine:
@@ -197,7 +207,7 @@ def options(flags: Parser) -> None:
     flags.add("--data", type=report.existing_folder, metavar="DIR", help="a folder with text/SET, for its passages")
     flags.add("--set", default="nq_open", metavar="NAME", help="the set of passages")
     flags.add("--tiny", action="store_true", help="a random model of three layers: found and stored tokens alone")
-    flags.add("--rivals", action="store_true", help="ask llama.cpp and OpenVINO, too")
+    flags.add("--rivals", action="store_true", help="ask llama.cpp, OpenVINO and vLLM, too")
 
 
 main = Benchmark("decay", __doc__, COLUMNS, rows, options, model=True, figures={

@@ -5,7 +5,8 @@ paths of up to three hops from its entities, the gold ones among them, as `train
 3.3). A set that has text alone, DIR/text/SET, is asked over the graph that `ragjax extract` made of
 its documents, GRAPHS/SET.jsonl: entities are linked and paths retrieved as a server does it.
 
-- accuracy (section 6.5): `self` is causal attention over the paths written out one a line, `tree` over the merged
+- accuracy (section 6.5): `self` is causal attention over the paths written out one a line, `streaming` StreamingLLM's
+  over the same, with a window of a fifth of the prompt; `tree` over the merged
   tree of their tokens, `dependency` over the same tree under its mask, for both schemes of positions. `logprob` is
   the mean over the tokens of the first answer, `top1` the share of them that the model likes best; `accuracy` whether
   one of the answers occurs in what it generates. Intervals are 95% paired bootstrap intervals over questions;
@@ -19,33 +20,44 @@ its documents, GRAPHS/SET.jsonl: entities are linked and paths retrieved as a se
   prompt is known, `dependency-cached` when every branch is. `faster` is the ratio of the medians.
 - workload (section 6.3): 500 requests for 10 entities each, Zipf, with a device cache of 20% of the entities' KV, or
   of what one request needs if that is more (`capacity_share`); `hit_rate` is the mean over requests of hit tokens over
-  prompt tokens, and `prompt_tokens` the longest prompt's. Each request is answered with the cache and without, in
-  turns; the system prompt is known to both.
+  prompt tokens, and `prompt_tokens` the longest merged prompt's. Each request is answered with the cache and without,
+  and over the paths written out by `self` and `streaming`, in turns; the system prompt is known to the first two.
+- pqcache (Figure 16): PQCache over the paths written out, which reads a fifth of the keys a step, beside all of them,
+  in a model over plain arrays; `index_ms` is what its index takes besides the prefill.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from ml_dtypes import bfloat16
 
 from benchmarks.common import report
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress, Samples, weights_of
+from benchmarks.compression.laboratory import Laboratory
+from benchmarks.graph import retrieved
 from benchmarks.graph.part import accuracy, length, requests, work, workload
 from benchmarks.graph.plot import FIGURES
 from benchmarks.graph.question import LIMIT, QUICK_LIMIT, SETS, Question, extracted, opened, questions_of
 from benchmarks.quality.similarity import packaged_encoder
 from ragjax.commands.flags import integer
-from ragjax.core import ConfigError
+from ragjax.core import ConfigError, Message
+from ragjax.models.hub import cache_dir, resolve
+from ragjax.models.tokenizer import Tokenizer
+from ragjax.models.trained import load_model
+from ragjax.prompting.chat import graph_prompt
 
-PARTS = ("work", "accuracy", "length", "workload")
-REQUESTS, QUICK_REQUESTS = 500, 20
+PARTS = ("work", "accuracy", "length", "workload", "pqcache")
 COLUMNS = (
     "part", "set", "method", "positions", "n", "prompt_tokens", "accuracy", "logprob", "top1", "logprob_minus_self",
     "logprob_minus_self_lo", "logprob_minus_self_hi", "visited_share", "predicted_share", "ttft_ms", "faster",
-    "hit_rate", "capacity_share",
+    "hit_rate", "capacity_share", "index_ms",
 )  # fmt: skip
 
 
@@ -55,6 +67,7 @@ def options(flags: Parser) -> None:
     flags.add("--sets", type=report.listed, default=SETS, quick=SETS[:1], metavar="A,B", help="sets of the folder")
     flags.add("--parts", type=report.among(PARTS, "part"), default=PARTS, metavar="A,B", help="what to measure")
     flags.add("--limit", type=integer(1), default=LIMIT, quick=QUICK_LIMIT, metavar="N", help="questions a set")
+    flags.add("--requests", type=integer(1), default=500, quick=20, metavar="N", help="requests of the workload")
     flags.add("--runs", type=integer(1), default=5, quick=1, metavar="N", help="timed runs of each length")
 
 
@@ -76,11 +89,24 @@ def run(chosen: Namespace, samples: Samples) -> list[dict[str, Any]]:
                 if "length" in parts:
                     made += length(engine, name, questions, chosen.runs)
     if "workload" in chosen.parts:
-        count = QUICK_REQUESTS if chosen.quick else REQUESTS
-        progress = Progress(len(sets) * count)
+        progress = Progress(len(sets) * chosen.requests)
         for name, questions in sets.items():
-            made += workload(chosen.model, chosen.dtype, name, requests(questions, count), progress)
+            made += workload(chosen.model, chosen.dtype, name, requests(questions, chosen.requests), progress)
+    if "pqcache" in chosen.parts:
+        for name, questions in sets.items():
+            made += _pqcache(chosen, name, questions)
     return made
+
+
+def _pqcache(chosen: Namespace, name: str, questions: Sequence[Question]) -> list[dict[str, Any]]:
+    local = resolve(chosen.model)
+    tokenizer, dtype = Tokenizer.load(local.path), np.dtype(chosen.dtype if chosen.dtype == "float32" else bfloat16)
+    asked = [
+        (q, graph_prompt(tokenizer, (Message("user", q.text),), q.subgraphs, trees=False).tokens) for q in questions
+    ]
+    decoder = load_model(local, dtype, cache_dir())
+    laboratory = Laboratory(decoder, max(len(tokens) for _, tokens in asked), 24)
+    return list(retrieved.rows(laboratory, tokenizer, name, asked, Progress(len(asked))))
 
 
 def _questions(chosen: Namespace, name: str) -> list[Question]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.baseline.strategy.streaming import Streaming
 from benchmarks.common.samples import Progress, Samples
 from benchmarks.graph.question import Question, answered, opened, prompt_of
 from benchmarks.quality.score import column, compared
@@ -17,6 +18,7 @@ from ragjax.core.depprompt import layout
 from ragjax.engine import Engine
 from ragjax.engine.build import PAGE_SIZE
 from ragjax.retrieval.triples import Subgraph
+from ragjax.reuse.base import Strategy
 from ragjax.reuse.dependency import Dependency
 
 
@@ -76,9 +78,9 @@ def predicted(merged: Prompt, question: Question) -> tuple[float, float]:
     return n * common**2 + n * k * (length**2 - common**2), (n * k * length) ** 2
 
 
-METHODS = {
-    "self": ("full", False, None), "tree": ("full", True, None), "dependency/path": ("dependency", True, "path"),
-    "dependency/preorder": ("dependency-preorder", True, "preorder"),
+METHODS: Mapping[str, tuple[str | Strategy, bool, str | None]] = {
+    "self": ("full", False, None), "streaming": (Streaming(), False, None), "tree": ("full", True, None),
+    "dependency/path": ("dependency", True, "path"), "dependency/preorder": ("dependency-preorder", True, "preorder"),
 }  # fmt: skip
 """Strategy, whether paths are merged, positions."""
 
@@ -103,6 +105,7 @@ def accuracy_rows(name: str, found: Mapping[str, Sequence[Mapping[str, float]]])
         yield {
             "part": "accuracy", "set": name, "method": method.partition("/")[0], "positions": positions,
             "n": len(found[method]), "prompt_tokens": float(np.mean(column(found[method], "prompt_tokens"))),
+            "ttft_ms": float(np.median(column(found[method], "ttft_ms"))),
             **compared(found[method], ("accuracy", "logprob", "top1"), others),
         }  # fmt: skip
 
@@ -220,8 +223,11 @@ def capacity(everything: int, longest: int) -> tuple[int, int]:
 
 
 def workload(model: str, dtype: str, name: str, asked: Sequence[Question], progress: Progress) -> list[dict[str, Any]]:
-    """Hit rate and time to first token over a stream of requests, with a cache of a fifth of the data."""
-    made: dict[str, list[tuple[float, float]]] = {"dependency": [], "dependency-cached": []}
+    """Hit rate and time to first token over a stream of requests, with a cache of a fifth of the data.
+
+    Paths written out are asked of another engine: they need more room than the merged ones.
+    """
+    made: dict[str, list[tuple[float, float]]] = {}
     with opened(model, dtype) as engine:
         whole = {s.entity: s for q in asked for s in q.subgraphs}
         prompts = (prompt_of(engine, Question("", "?", ("",), (s,)), trees=True) for s in whole.values())
@@ -229,19 +235,26 @@ def workload(model: str, dtype: str, name: str, asked: Sequence[Question], progr
         longest = max(len(prompt_of(engine, q, trees=True)) for q in asked)
         per_token = engine._runner.config.kv_bytes_per_token(2)
     tokens, context = capacity(everything, longest)
-    with opened(model, dtype, tokens * per_token / 2**30, context) as engine:
+    with opened(model, dtype, tokens * per_token / 2**30, context) as engine, opened(model, dtype) as written:
         pool = engine._cache.pool
         for question in asked:
             prompt = prompt_of(engine, question, trees=True)
             cached = engine.answer_prompt(prompt, strategy="dependency", max_tokens=1)
             alone = engine.answer_prompt(prompt, strategy=Uncached(), max_tokens=1)
-            for method, answer in (("dependency-cached", cached), ("dependency", alone)):
-                made[method].append((answer.timings.ttft, answer.cached_tokens / answer.prompt_tokens))
+            text, streaming = prompt_of(written, question, trees=False), Streaming()
+            answers = {
+                "dependency": alone, "dependency-cached": cached,
+                "self": written.answer_prompt(text, strategy="full", max_tokens=1),
+                "streaming": written.answer_prompt(text, strategy=streaming, max_tokens=1),
+            }  # fmt: skip
+            for method, answer in answers.items():
+                made.setdefault(method, []).append((answer.timings.ttft, answer.cached_tokens / answer.prompt_tokens))
             progress.step(f"{name}: request {question.id}")
     alone_ms = np.array([t for t, _ in made["dependency"]])
     return [
         {
-            "part": "workload", "set": name, "method": method, "positions": "path", "n": len(samples),
+            "part": "workload", "set": name, "method": method,
+            "positions": "path" if method.startswith("dependency") else None, "n": len(samples),
             "prompt_tokens": float(longest), "capacity_tokens": float(pool.capacity * pool.page_size),
             "capacity_share": pool.capacity * pool.page_size / everything,
             "hit_rate": float(np.mean([hit for _, hit in samples])),

@@ -37,7 +37,7 @@ FUSED = frozenset({"fusion", "fusion+blend", "fusion+craft", "anchor"})
 WARMED = ("naive", "h2o")  # strategies that keep isolated chunks of their own kind
 RECORDED = frozenset({"fusion+craft"})  # strategies that need what preprocessing records besides KV
 TAUGHT: Mapping[str, str] = {
-    **dict.fromkeys(("craft", "craft-focus", "craft-nobeta", "craft-nocci"), "craft"),
+    **dict.fromkeys(("craft", "craft-focus", "craft-nobeta", "craft-nocci", "craft-unmoved"), "craft"),
     "set-cache": "set-cache",
 }
 """Strategies that live off past requests, and the one by which those are answered."""

@@ -9,7 +9,7 @@ from benchmarks.common.plot import Figures, Panel, Panels, bars, label, lines
 from benchmarks.common.report import Row
 
 SELECTIONS = ("blend", "fusion+blend", "craft", "fusion+craft", "fusion", "anchor")  # FusionRAG, Figure 16
-LADDER = ("unmoved", "naive", "craft", "blend", "fusion", "anchor", "full")
+LADDER = ("unmoved", "craft-unmoved", "naive", "craft", "blend", "fusion", "anchor", "full")
 """Neither place nor causality fixed; place alone; some causality too; all (Cache-Craft, Table 3)."""
 
 

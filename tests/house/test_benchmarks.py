@@ -17,9 +17,9 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "policies": frozenset({"common", "baseline"}),
     "kernels": frozenset({"common", "baseline"}),
     "cluster": frozenset({"common", "baseline", "load", "policies", "quality"}),
-    "compression": frozenset({"common", "quality"}),
+    "compression": frozenset({"common", "baseline", "quality"}),
     "quality": frozenset({"common", "baseline"}),
-    "graph": frozenset({"common", "quality"}),
+    "graph": frozenset({"common", "baseline", "compression", "quality"}),
     "latency": frozenset({"common", "kernels"}),
     "load": frozenset({"common", "baseline", "graph", "latency", "quality"}),
 }

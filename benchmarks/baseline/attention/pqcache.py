@@ -58,7 +58,8 @@ def fit(k_NKD: jax.Array, count: jax.Array, budget: jax.Array, centroids: int = 
             number_C1 = mine_NC.sum(0)[:, None]
             return jnp.where(number_C1 > 0, mine_NC.T @ x_NR / jnp.maximum(number_C1, 1), centroid_CR)
 
-        return jax.lax.fori_loop(0, ROUNDS, round_, x_NR[jnp.arange(centroids) * count // centroids])
+        found_CR: jax.Array = jax.lax.fori_loop(0, ROUNDS, round_, x_NR[jnp.arange(centroids) * count // centroids])
+        return found_CR
 
     centroid_KMCR = jax.vmap(jax.vmap(means))(x_KMNR)
     return Retrieval(centroid_KMCR, jax.vmap(jax.vmap(nearest))(x_KMNR, centroid_KMCR), count, budget)

@@ -66,7 +66,8 @@ pytestmark = pytest.mark.slow
         ["d16-p8-g2-b2", "d16-p16-g3-b8", "d64-p64-g2-b32", "d16-p8-g2-b1-bits", "d16-p16-g3-b8-capped"], "d16-p8-g2-b2"
     ),
 )
-def test_scores_equal_oracle(name: str) -> None:
+@pytest.mark.parametrize("backend", ["xla", "cpu"])
+def test_scores_equal_oracle(name: str, backend: str) -> None:
     shape = SHAPES[name]
 
     @budget(15)
@@ -74,7 +75,7 @@ def test_scores_equal_oracle(name: str) -> None:
     def holds(requests: list[Request], seed: int) -> None:
         case = make_case(shape, requests, seed)  # unused slots hold NaN
         labels = labels_of(case, seed)
-        assert_near(scores_of(case, labels), wanted(case, labels), shape.dtype)
+        assert_near(scores_of(case, labels, backend), wanted(case, labels), shape.dtype)
 
     holds()
 

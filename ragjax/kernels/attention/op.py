@@ -42,7 +42,7 @@ def _cpu() -> ModuleType:
     return import_module("ragjax.kernels.cpu.attention")
 
 
-def _cpu_refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
+def cpu_refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
     if device.platform != "cpu":
         return f"it runs on CPUs, not on {device.platform}"
     if find_spec("llvmlite") is None:
@@ -54,7 +54,7 @@ def _cpu_refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.attend, lambda *_: None),
     "xla": Backend(xla.attend, lambda *_: None),
-    "cpu": Backend(lambda q_THD, view: _cpu().attend(q_THD, view), _cpu_refusal),
+    "cpu": Backend(lambda q_THD, view: _cpu().attend(q_THD, view), cpu_refusal),
     "triton": Backend(triton.attend, triton.refusal),
     "mosaic": Backend(
         lambda q_THD, view: _mosaic().attend(q_THD, view),

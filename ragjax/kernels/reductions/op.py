@@ -7,8 +7,9 @@ say how they combine.
 
 Sources: key scores, FusionRAG §3.2 (question-guided selection); segment scores, Cache-Craft §3.1 (eqs. 3, 4 and 14);
 KV deviation, CacheBlend as FusionRAG §2.2 has it (eqs. 7, 8); neighbouring keys, GraphKV §4 (eqs. 1 and 3, arXiv
-2509.00388). `xla.py` is the form for CPU and the fallback, `triton.py` has the Pallas kernels of key and segment scores
-for GPUs. The others have none: the deviation is bound by memory and fused by XLA, the neighbours are a matrix product.
+2509.00388). `xla.py` is the fallback, `triton.py` has the Pallas kernels of key and segment scores for GPUs,
+`kernels/cpu/score_tile.py` the one of key scores for CPUs. The others have none: the deviation is bound by memory and
+fused by XLA, the neighbours are a matrix product.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ragjax.kernels.attention.op import cpu_refusal
 from ragjax.kernels.attention.xla import dot
 from ragjax.kernels.device import Device
 from ragjax.kernels.pages import from_storage
@@ -27,7 +29,7 @@ from ragjax.kernels.reductions import triton, xla
 from ragjax.kernels.rope import rotate
 from ragjax.kernels.view import View
 
-BACKENDS = ("xla", "triton")
+BACKENDS = ("xla", "cpu", "triton")
 
 KEY_TILE = 1024
 """Keys that `key_neighbours` compares with the sources at a time."""
@@ -67,7 +69,7 @@ def key_score(
             scores are then shares.
         view: as given to it.
         chosen_T: bool, the rows that count; None for all.
-        backend: "xla" or "triton"; None for Triton where it serves on the default device, else XLA.
+        backend: "xla", "cpu" or "triton"; None for the one that is fastest on the default device.
 
     Returns:
         float32 [S, C]; zero for a key that no chosen row sees.
@@ -214,18 +216,29 @@ def _key_scores(
 ) -> tuple[jax.Array, ...]:
     backend = _serving(backend, q_THD, view)
     lse_TH, view = restrict(lse_TH, view, chosen_T)
+    if backend == "cpu":
+        from ragjax.kernels.cpu import attention as cpu  # needs llvmlite
+
+        return cpu.key_scores(q_THD, lse_TH, view, valued=valued)
     compute = xla.key_scores if backend == "xla" else triton.key_scores
     return compute(q_THD, lse_TH, view, valued=valued)
 
 
-def _serving(backend: str | None, q_THD: jax.Array, view: View, segments: int = 1) -> str:
+def _serving(backend: str | None, q_THD: jax.Array, view: View, segments: int | None = None) -> str:
+    """The backend that is named, or the first that serves. segments: of scores by segment, which have no CPU kernel."""
     if backend not in (None, *BACKENDS):
         raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
-    if backend == "xla":
-        return backend
-    reason = triton.refusal(q_THD, view, Device.of(jax.devices()[0]), segments)
-    if reason is None:
-        return "triton"
+    device = Device.of(jax.devices()[0])
+
+    def refusal(name: str) -> str | None:
+        if name == "triton":
+            return triton.refusal(q_THD, view, device, segments or 1)
+        if name == "cpu":
+            return cpu_refusal(q_THD, view, device) if segments is None else "it has no scores by segment"
+        return None
+
     if backend is None:
-        return "xla"
-    raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
+        return next(name for name in ("cpu", "triton", "xla") if refusal(name) is None)
+    if (reason := refusal(backend)) is not None:
+        raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
+    return backend

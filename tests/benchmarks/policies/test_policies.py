@@ -1,20 +1,17 @@
-"""`python -m benchmarks.policies` and `.characterise`: their reports, their figures, what they refuse."""
+"""`python -m benchmarks.policies`: its reports, its figures, what it refuses."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from benchmarks import characterise
 from benchmarks.common import profiles
 from benchmarks.policies import __main__ as policies
 from benchmarks.policies.cell import Cell
-from benchmarks.policies.source import PATTERNS, Corpus
+from benchmarks.policies.source import PATTERNS
 from ragjax.cache.profile import Profile
 from tests.support.files import write_lines
 
@@ -114,63 +111,13 @@ def test_a_measured_profile_is_used(data: Path, tmp_path: Path, capsys: pytest.C
     assert all(row["prefill_s"] <= 0.5 * row["requests"] for row in rows)
 
 
-def test_storage_and_characterise_report(data: Path, tmp_path: Path) -> None:
-    out, picture = tmp_path / "out.json", tmp_path / "plot.png"
+def test_storage_report(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
     assert policies.main(["--storage", "--json", str(out)]) == 0
     assert [row["source"] for row in json.loads(out.read_text())["rows"]] == ["here", "paper"]
-    assert characterise.main(["--data", str(data), "--quick", "--json", str(out), "--plot", str(picture)]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert {row["figure"].split()[0] for row in rows} == {"RAGCache", "Cache-Craft", "DepCache"}
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_folder_without_data_is_an_error(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert policies.main(["--data", str(tmp_path / "empty")]) == 1
     assert "holds no requests" in capsys.readouterr().err
-    assert characterise.main(["--data", str(tmp_path / "empty")]) == 1
-    assert "holds no text sets" in capsys.readouterr().err
-
-
-def test_curves_say_what_the_most_accessed_take() -> None:
-    requests = [["a", "b"], ["a"], ["a", "c"], ["a", "b", "b"]]
-    curve = characterise.Curve.of("f", "s", "x", requests, items=10)
-    assert curve.counts == (4, 2, 1) and curve.items == 10
-    assert curve.share(0.1) == pytest.approx(4 / 7)
-    assert curve.share(0.15) == pytest.approx((4 + 0.5 * 2) / 7)
-    assert curve.share(0.3) == curve.share(1.0) == 1.0
-    assert curve.points() == ([0.0, 0.1, 0.2, 0.3], pytest.approx([0, 4 / 7, 6 / 7, 1]))
-    assert curve.row()["uniform"] == pytest.approx(0.2 * 10 / 3)
-
-
-def test_density_counts_recent_requests_with_the_same_beginning() -> None:
-    requests = ["abc", "abd", "xbc", "abc", "a"]
-    seen = [(0, 0, 0), (1, 1, 0), (0, 0, 0), (2, 2, 1), (3, 0, 0)]
-    assert characterise.density(requests, longest=3) == pytest.approx([sum(s) / 5 for s in zip(*seen, strict=True)])
-    window = characterise.density(requests, longest=1, recent=2)
-    assert window == pytest.approx([(0 + 1 + 0 + 1 + 1) / 5])
-
-
-def test_the_encoder_is_asked_once_for_all_indexes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ragjax.models import encoder, hub
-
-    class Letters:
-        dim = 26
-        calls = 0
-
-        def encode(self, texts: Sequence[str], query: bool = False) -> Any:
-            Letters.calls += 1
-            counts = np.array([[t.lower().count(chr(97 + i)) for i in range(26)] for t in texts], np.float32)
-            return counts / np.linalg.norm(counts, axis=1, keepdims=True)
-
-    class Found:
-        path = Path()
-
-    monkeypatch.setattr(hub, "resolve", lambda name: Found())
-    monkeypatch.setattr(encoder.Encoder, "load", classmethod(lambda cls, path: Letters()))
-    texts = {f"d{i}": chr(97 + i) * 5 + "z" for i in range(10)}
-    corpus = Corpus("set", texts, ("aaaa", "bbbb"), (("d9",), ()))
-    found = dict(characterise.encoded(corpus, most=6))
-    assert list(found) == ["minilm flat", "minilm ivf", "minilm hnsw"] and Letters.calls == 2
-    assert all(ids[0][0] == "d0" and ids[1][0] == "d1" for ids in found.values())
-    assert {key for ids in found["minilm flat"] for row in ids for key in [row]} <= {"d9", *list(texts)[:5]}

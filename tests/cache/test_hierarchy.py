@@ -30,7 +30,7 @@ from ragjax.cache.profile import Profile
 from ragjax.cache.tree import Provenance, common_prefix
 from ragjax.core import OutOfPages
 from ragjax.core.tiers import Load, Tier
-from tests.support.audit import AuditError, audit_cache, audit_counts, victims
+from tests.support.audit import AuditError, audit_cache, audit_counts
 from tests.support.transfers import (
     BYTES,
     GARBAGE,
@@ -1641,7 +1641,7 @@ class Tiers(RuleBasedStateMachine):
                 assert node.lossy or not (slots & 1).any()
         if self.quota:
             over = len(self.cache.tree.pages["a"]) * PAGE * BYTES > QUOTA["a"]
-            assert not over or not any(node.tenant == "a" for node in victims(self.cache._hierarchy.device))
+            assert not over or not any(node.tenant == "a" for node in self.cache._hierarchy.device.nodes())
 
     def check_content(self, held):
         slots = self.bench.read(held.match)

@@ -15,6 +15,7 @@ from hypothesis import given
 
 from ragjax.kernels.blocks import visible_blocks
 from ragjax.kernels.cpu import attention as cpu
+from ragjax.kernels.cpu.attention_tile import HIDDEN
 from ragjax.kernels.cpu.code import F32, Code, Value, vector
 from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelLibrary, KernelPhase, Machine
 from ragjax.kernels.cpu.numbers import power
@@ -192,7 +193,7 @@ def test_power(machine: Machine) -> None:
     name = f"power_{machine.name.replace('-', '_')}"
     kernel = Kernel(name, 1, (KernelPhase(lambda _, frame: frame.size(0, 0) / lanes, body),))
     KEPT.append(KernelLibrary(name, lambda: [kernel], machine, None))
-    x = np.concatenate([[0.0, -0.0, cpu.HIDDEN, -1e20, -1000.0, -1e-9], -np.geomspace(1e-6, 125, 1018)])
+    x = np.concatenate([[0.0, -0.0, HIDDEN, -1e20, -1000.0, -1e-9], -np.geomspace(1e-6, 125, 1018)])
     x = x.astype(np.float32)
     found = np.asarray(jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, jnp.float32))(x))
     np.testing.assert_array_equal(found[:6], [1, 1, 0, 0, 0, 1])

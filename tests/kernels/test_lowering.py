@@ -22,6 +22,7 @@ from ragjax.kernels.attention import op as attention
 from ragjax.kernels.attention import triton as attention_triton
 from ragjax.kernels.attention import xla as attention_xla
 from ragjax.kernels.pages import Pages
+from ragjax.kernels.reductions import op as reductions_op
 from ragjax.kernels.reductions import triton as reductions_triton
 from ragjax.kernels.reductions.measure import ARRAYS
 from ragjax.kernels.rope import Rotation
@@ -186,6 +187,7 @@ def check_stage(
     """Lower the programs of a step, and see which kernels they have."""
     monkeypatch.setitem(attention.BACKENDS, "triton", attention.Backend(attention_triton.attend, lambda *_: None))  # type: ignore[arg-type]
     monkeypatch.setattr(reductions_triton, "refusal", lambda *_: None)
+    monkeypatch.setattr(reductions_op, "cpu_refusal", lambda *_: "lowered for a GPU")
     row_shape = Grid.gpu_rows(config.num_heads // config.num_kv_heads)[bucket]
     rows = row_shape.rows
     layers, entries, slots = 4, 1024, 64

@@ -9,7 +9,6 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.hierarchy import Hierarchy
 from ragjax.cache.host_memory import HostMemory
 from ragjax.cache.node import PUBLIC, Node, Provenance, edge_of, name
-from ragjax.cache.policy.base import Victims
 from ragjax.cache.pool import PagePool
 from ragjax.cache.tree import KnowledgeTree
 from ragjax.core import Run
@@ -29,11 +28,6 @@ def audit_engine(engine: Engine) -> None:
 def holders(engine: Engine) -> set[str]:
     """Labels of all that may hold pages now."""
     return {state.id for state in engine._loop.requests.running} | set(engine._loop.kept)
-
-
-def victims(queue: Victims) -> set[Node]:
-    """The nodes that may leave a tier."""
-    return {entry[2] for entry in queue._heap if queue._good(entry)}
 
 
 def audit_cache(cache: KnowledgeCache, live: Collection[str] | None = None) -> None:
@@ -151,10 +145,10 @@ def _audit_children(node: Node) -> None:
 
 def _audit_hierarchy(hierarchy: Hierarchy, nodes: Sequence[Node]) -> None:
     may = {n for n in nodes if n.run is not None and not (n.on_device or n.pins or n.loading)}
-    if may != victims(hierarchy.device):
+    if may != hierarchy.device.nodes():
         raise AuditError("the device's queue of victims is not the set of unpinned leaves")
     may = {n for n in nodes if n.host is not None and not (n.on_host or n.loading)}
-    if may != victims(hierarchy.host):
+    if may != hierarchy.host.nodes():
         raise AuditError("the host's queue of victims is not the set of its leaves")
     copies = Counter(node.host.entry for node in nodes if node.host is not None)
     if copies != {number: entry.nodes for number, entry in hierarchy.host_memory.entries.items()}:

@@ -90,7 +90,7 @@ def kept_of(layer: Layer, compression: Compression, size: int) -> list[list[int]
             tokens = list(range(n - recent))
             number = int(np.ceil(graph.sources * size))
             after = propagated(
-                s, keys, keys, tokens, number, neighbours=graph.neighbours, rounds=graph.rounds, order=graph.order
+                s, keys, tokens, number, neighbours=graph.neighbours, rounds=graph.rounds, order=graph.order
             )
         found.append(kept(after, s, n, size, recent))
     return found

@@ -17,7 +17,7 @@ from ragjax.cache.policy.base import LRU
 from ragjax.cache.pool import PagePool
 from ragjax.cache.tree import Provenance
 from ragjax.core.tiers import Copy, Done, Load, Save, Write
-from tests.support.audit import audit_cache, audit_counts, victims
+from tests.support.audit import audit_cache, audit_counts
 
 PAGE = 4
 GARBAGE = -1
@@ -479,7 +479,7 @@ class Bench:
             (n.key, n.run, n.local_start, n.pins, n.note, tuple(c.key for c in n.children()))
             for n in self.cache.tree.nodes()
         ]
-        leaving = {n.key for n in victims(self.cache._hierarchy.device)}
+        leaving = {n.key for n in self.cache._hierarchy.device.nodes()}
         return nodes, self.pool.counts.tolist(), self.pool.free_pages, self.cache.metrics, leaving
 
 

@@ -155,6 +155,9 @@ class Victims:
     def _score(self, node: Node) -> float:
         return math.inf if node.kept else self._policy.score(node, self._tier)
 
+    def nodes(self) -> set[Node]:
+        return {entry[2] for entry in self._heap if self._good(entry)}
+
     def _good(self, entry: tuple[float, int, Node]) -> bool:
         return entry[2].queued[self._tier] == entry[1]
 

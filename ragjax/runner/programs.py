@@ -121,7 +121,8 @@ class Programs:
         for entries in self._grid.entries_of(shape):
             yield "begin", shape.rows, entries
             for kind in kinds:
-                yield ("layered" if by_layer else "stage", shape.rows, entries, *kind)
+                if shape.block > 1 or len(kind) == 1:  # what decodes alone measures nothing
+                    yield ("layered" if by_layer else "stage", shape.rows, entries, *kind)
         yield "end", shape.rows, self._grid.logits_of(shape)
 
     def shapes_for(self, kinds: frozenset[Name], by_layer: bool) -> tuple[RowShape, ...]:
@@ -130,7 +131,9 @@ class Programs:
             return self._grid.rows
         key = kinds, by_layer, len(self.compiled)
         if self._there.get(key[:2], (0, ()))[0] != key[2]:
-            there = [x for x in self._grid.rows if all(name in self.compiled for name in self._of_shape(x, *key[:2]))]
+            measures = any(len(kind) > 1 for kind in kinds)
+            able = (shape for shape in self._grid.rows if shape.block > 1 or not measures)
+            there = [x for x in able if all(name in self.compiled for name in self._of_shape(x, *key[:2]))]
             self._there[key[:2]] = key[2], tuple(there) or self._grid.rows
         return self._there[key[:2]][1]
 

@@ -118,7 +118,7 @@ def _registered(wanted: _WantedAttention) -> KernelLibrary:
 
 
 def _of_scores(form: AttentionForm) -> AttentionForm:
-    """The form of scores: without tiles, since many keys have few rows each."""
+    """The form of scores: without AMX, whose tiles would prepare values for a product that scores do not make."""
     return replace(form, tiled=False)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ragjax.core import Compression, Measure
+from ragjax.core import Compression
 from ragjax.reuse import compaction
 from ragjax.reuse.base import Strategy
 from ragjax.runner.pool import MOVES
@@ -44,13 +44,14 @@ def least(
     whole: bool = False,
 ) -> list[Name]:
     """Names of programs for prompts of some strategies, in steps of the least shapes, or of the whole grid."""
-    served = list(strategies)
-    measures = frozenset[Measure]().union(*(strategy.measures for strategy in served))
-    if compression is not None:
-        measures |= compaction.measures_of(compression)
-    ends = frozenset(strategy.early_end for strategy in served) - {0}
     shapes = runner.grid.rows if whole else runner.grid.least
-    return runner.programs(measures, ends, compression, shapes=shapes, segments=segments, tokens=tokens)
+    compressing = frozenset() if compression is None else compaction.measures_of(compression)
+    named: dict[Name, None] = {}
+    for strategy in strategies:
+        for measures, end in ((strategy.measures, strategy.early_end), (compressing, 0)):
+            found = runner.programs(measures, end, compression, shapes=shapes, segments=segments, tokens=tokens)
+            named |= dict.fromkeys(found)
+    return list(named)
 
 
 def planned(

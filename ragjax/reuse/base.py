@@ -30,8 +30,8 @@ class Strategy(ABC):
     """A way to make a prompt's KV from what the cache holds.
 
     name: how requests ask for it.
-    measures: all that its passes may measure. early_end: layers after which a pass of its may end before the last one
-    (0: none does). The programs behind both are compiled at start-up.
+    measures: all that its passes may measure. early_end: layer after which those that measure end (0: the last). The
+    programs behind both are compiled ahead.
     selective: whether it recomputes a share of the tokens that a request may name.
     preprocessed: whether it takes preprocessed chunks where there are some.
     steady: whether an answer is the same whatever requests ran before; only then may a request be begun on a guess.

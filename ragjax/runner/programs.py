@@ -87,23 +87,18 @@ class Programs:
     def names(
         self,
         measures: Collection[Measure] = (),
-        ends: Collection[int] = (),
+        end: int = 0,
         by_layer: bool = False,
         *,
         shapes: Iterable[RowShape] | None = None,
         segments: int = 0,
     ) -> list[Name]:
-        """Programs of the grid, for steps that measure these, and end after these layers too.
+        """Programs of the grid, for steps through all layers, and for those that measure.
 
-        by_layer: also for steps whose layers read pages of their own. shapes: of steps (None: all). segments: most
-        segments of a prompt.
+        end: layer after which steps that measure end (0: the last). by_layer: also for steps whose layers read pages of
+        their own. shapes: of steps (None: all). segments: most segments of a prompt.
         """
-        bucket = self._grid.fit_segments(segments)
-        measured = [
-            (what, bucket if what is Measure.SEGMENT_SCORE else 0) for what in sorted(set(measures) - {Measure.LOGITS})
-        ]
-        counts = {self._weights.depth, *(end % self._weights.depth for end in ends)} - {0}
-        kinds: list[Name] = [(count, *how) for count in sorted(counts) for how in ((), *measured)]
+        kinds = tuple(self._kinds(set(measures) - {Measure.LOGITS}, end, self._grid.fit_segments(segments)))
         found = [
             name
             for shape in (self._grid.rows if shapes is None else shapes)
@@ -116,6 +111,15 @@ class Programs:
             *(("logprobs", n) for n in self._grid.logits),
             *((kind, n) for kind in ("extract", "insert") for n in page_store.BUCKETS),
         ]
+
+    def _kinds(self, measures: Collection[Measure], end: int, segments: int) -> Iterator[Name]:
+        """What tells the programs of stages from each other: how many layers they run, and what those measure."""
+        depth = self._weights.depth
+        yield (depth,)
+        whole, rest = divmod(end or depth, depth)
+        for what in sorted(measures):
+            for count in (*[depth] * min(whole, 1), *[rest] * min(rest, 1)):
+                yield count, what, segments if what is Measure.SEGMENT_SCORE else 0
 
     def _of_shape(self, shape: RowShape, kinds: Iterable[Name], by_layer: bool) -> Iterator[Name]:
         for entries in self._grid.entries_of(shape):

@@ -254,16 +254,18 @@ class Runner(DevicePool):
     def programs(
         self,
         measures: Collection[Measure] = (),
-        ends: Collection[int] = (),
+        end: int = 0,
         compression: Compression | None = None,
         *,
         shapes: Iterable[RowShape] | None = None,
         segments: int = 0,
         tokens: int | None = None,
     ) -> list[Name]:
-        """Names of programs. ends: layers after which steps end, besides the last. tokens: of a compressed prompt."""
+        """Names of programs. end: layer after which steps that measure end (0: the last). tokens: of a prompt that is
+        compressed.
+        """
         by_layer = compression is not None and compression.method in BY_LAYER
-        names = self._programs.names(measures, ends, by_layer, shapes=shapes, segments=segments)
+        names = self._programs.names(measures, end, by_layer, shapes=shapes, segments=segments)
         if compression is not None:
             sizes: Sequence[int] = compaction.buckets(compression, self._rotation.cos_NR.shape[0])
             if tokens is not None:

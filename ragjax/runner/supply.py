@@ -1,4 +1,4 @@
-"""Makes programs in a thread of its own while others run: those that requests wait for first, then what is planned."""
+"""Makes programs in threads of its own while others run: what is planned, and beside it what requests wait for."""
 
 from __future__ import annotations
 
@@ -14,23 +14,29 @@ from ragjax.runner.programs import Name, Programs
 log = logging.getLogger(__name__)
 
 
+THREADS = 2
+"""The second makes what requests wait for, while the first one's program, which they do not need, is finished."""
+
+
 class Supply:
-    """The thread, which ends when all is made; `notify` is called in it after each program. Any thread may call it."""
+    """The threads, which end when all is made; `notify` is called in them after each program. Any thread may use it."""
 
     def __init__(self, programs: Programs, planned: Iterable[Name]):
         self.notify: Callable[[], object] = lambda: None
         self._programs = programs
         self._asked = deque[Name]()
         self._planned = deque(dict.fromkeys(planned))
+        self._making: set[Name] = set()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._closed = False
         self._start()
 
     @property
     def left(self) -> int:
         with self._lock:
-            return len({name for name in (*self._asked, *self._planned) if not self._programs.settled(name)})
+            names = {*self._asked, *self._planned, *self._making}
+            return len({name for name in names if not self._programs.settled(name)})
 
     def lacks(self, names: Iterable[Name]) -> bool:
         missing = [name for name in names if not self._programs.settled(name)]
@@ -42,34 +48,41 @@ class Supply:
         return True
 
     def close(self) -> None:
-        """Make no more. The program that is being made is not waited for, but at the end of the process."""
+        """Make no more. Programs that are being made are not waited for, but at the end of the process."""
         self._closed = True
 
     def _start(self) -> None:
         with self._lock:
-            if self._thread is None and not self._closed and (self._asked or self._planned):
-                self._thread = threading.Thread(target=self._run, name="ragjax-programs", daemon=True)
-                atexit.register(self._finish)  # XLA does not bear that the interpreter ends while it compiles
-                self._thread.start()
+            waiting = self._asked if self._threads else (*self._asked, *self._planned)
+            if waiting and not self._closed and len(self._threads) < THREADS:
+                if not self._threads:
+                    atexit.register(self._finish)  # XLA does not bear that the interpreter ends while it compiles
+                self._threads.append(threading.Thread(target=self._run, name="ragjax-programs", daemon=True))
+                self._threads[-1].start()
 
     def _finish(self) -> None:
         self.close()
-        if (thread := self._thread) is not None:
+        for thread in tuple(self._threads):
             thread.join()
 
-    def _next(self) -> Name | None:
+    def _next(self, made: Name | None) -> Name | None:
         with self._lock:
-            for names in (self._asked, self._planned):
-                while names and self._programs.settled(names[0]):
-                    names.popleft()
-                if names and not self._closed:
-                    return names[0]
-            atexit.unregister(self._finish)
-            self._thread = None
+            self._making.discard(made or ())
+            first = self._threads[0] is threading.current_thread()
+            for names in (self._asked, self._planned)[: 1 + first]:
+                while names and not self._closed:
+                    name = names.popleft()
+                    if name not in self._making and not self._programs.settled(name):
+                        self._making.add(name)
+                        return name
+            self._threads.remove(threading.current_thread())
+            if not self._threads:
+                atexit.unregister(self._finish)
             return None
 
     def _run(self) -> None:
-        while (name := self._next()) is not None:
+        name = None
+        while (name := self._next(name)) is not None:
             self._programs.try_make(name)
             self.notify()
         give_back()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ragjax.core import Answer, Sampling
+from ragjax.core import Answer, Measure, Sampling
 from ragjax.engine import Engine
 from ragjax.engine.provision import least, planned
 from ragjax.runner import supply
@@ -69,8 +69,7 @@ def started(names: list[Name] | None = None) -> Any:
 
 def finish(engine: Any) -> None:
     """Wait until all programs are made."""
-    thread = engine._parts.supply._thread
-    if thread is not None:  # it has ended otherwise
+    for thread in tuple(engine._parts.supply._threads):
         thread.join(300)
 
 
@@ -129,6 +128,40 @@ def test_what_a_request_asks_for_is_made_first(gate: Gate) -> None:
     assert asked and gate.made.index(("move", 128)) > gate.made.index(asked[-1])
 
 
+def test_a_request_does_not_wait_for_a_program_that_is_only_planned(gate: Gate) -> None:
+    with started([("move", 16)]) as engine:
+        assert gate.reached.wait(120)  # for the planned one, which is not let through
+        gate.let = {"stage", "begin", "end", "sample", "logprobs", "extract", "insert"}
+        asked = engine.begin_prompt(tiny.prompt(8), strategy="anchor", sampling=SAMPLING)
+        assert asked.result(120).tokens
+        assert engine.programs_left == 1 and ("move", 16) not in gate.made
+        gate.open.set()
+        finish(engine)
+        assert gate.made.count(("move", 16)) == 1 and engine.programs_left == 0
+
+
+def test_a_program_is_made_once_whoever_asks_for_it(gate: Gate) -> None:
+    with started([("move", 16)]) as engine:
+        assert gate.reached.wait(120)
+        supply, names = engine._parts.supply, [("move", 16), ("move", 128)]
+        assert supply.lacks(names) and supply.lacks(names) and supply.left == 2
+        gate.open.set()
+        finish(engine)
+        moves = [name for name in gate.made if name[0] == "move"]
+        assert sorted(moves) == names and not supply.lacks(names)
+
+
+def test_what_measures_and_ends_early_has_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = runner()
+    strategies = tiny.all_strategies()
+    plain = set(least(made, [PREFIX], None))
+    (name,) = set(least(made, [strategies["blend"]], None)) - plain
+    kind, *_, layers, measure, segments = name
+    assert (kind, layers, measure, segments) == ("stage", 2, Measure.DEVIATION, 0)
+    both = least(made, [strategies["blend"], strategies["anchor"]], None)
+    assert set(both) - plain == {name} | (set(least(made, [strategies["anchor"]], None)) - plain)
+
+
 def test_a_client_that_leaves_waits_no_more(gate: Gate) -> None:
     with started([]) as engine:
         waits = engine.begin_prompt(tiny.prompt(6), strategy="anchor", sampling=SAMPLING)
@@ -170,7 +203,7 @@ def test_memory_that_compiling_leaves_is_given_back(gate: Gate, monkeypatch: pyt
 def test_closing_does_not_wait_for_a_program(gate: Gate) -> None:
     engine = started()
     assert gate.reached.wait(120)
-    thread = engine._parts.supply._thread
+    (thread,) = engine._parts.supply._threads
     engine.close()
     assert thread.is_alive()
     gate.open.set()

@@ -374,8 +374,9 @@ class AttentionTile:
             begin = code.largest(hide_from, self.low)
             apart = (index <= self.low) & (begin >= code.least(hide_until, self.high + 1))
             whole.value = apart.widen(I64)
-            seen = code.variable(whole.value)
-            with code.when(whole.value.compare("==", 0)):
+            latest = self._visible(self.high, index, hide_from, hide_until)  # the row that sees most
+            seen = code.variable((apart | latest).widen(I64))
+            with code.when(seen.value.compare("==", 0)):
                 for r in code.range(0, self.rows):
                     mask = self._visible(self.index_T[r], index, hide_from, hide_until)
                     seen.value = seen.value | mask.widen(I64)

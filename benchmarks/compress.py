@@ -5,8 +5,8 @@ without an engine, and the same answer is read again over what is kept. The set 
 questions; `needle` is DIR/needle, others are DIR/text/SET. `kl` is the mean of KL(full || compressed) over the answer's
 tokens in nats, but for the first, which no compression changes; `top1` the share of these where both choose the same
 token, `same` that of answers where all are the same, which is when greedy decoding would repeat the answer. `kl_change`
-is the paired difference from the scorer without a graph. Intervals are 95% bootstrap over questions. `kept_tokens` is
-the mean over layers, `bytes` what they take in bfloat16, `redundancy` the mean cosine of pairs of kept keys
+is the paired difference from the scorer without a graph. Intervals are 95% bootstrap over questions. `kept_tokens` are
+those of a layer, `bytes` what all take in bfloat16, `redundancy` the mean cosine of pairs of kept keys
 (GraphKV's Fig. 2d). `f1`, `rouge_l` and `answered` (the share that holds a reference; on the needles `needle`) are
 those of the answer over what is kept, `answered_full` that over all KV.
 """
@@ -149,11 +149,11 @@ def compared(
 ) -> dict[str, float]:
     full, other = (_log_softmax(x.astype(np.float64)) for x in (full_TV, logits_TV))
     agree = full_TV.argmax(-1) == logits_TV.argmax(-1)
-    _, _, heads, width = prefill.k_LNKD.shape
+    layers, _, heads, width = prefill.k_LNKD.shape
     return {
         "kl": float((np.exp(full) * (full - other)).sum(-1).mean()), "top1": float(agree.mean()),
-        "same": float(agree.all()), "kept_tokens": float(kept.kept_L.mean()),
-        "bytes": float(kept.kept_L.sum()) * heads * width * 2 * 2, "redundancy": kept.redundancy,
+        "same": float(agree.all()), "kept_tokens": float(kept.tokens),
+        "bytes": float(layers * kept.tokens) * heads * width * 2 * 2, "redundancy": kept.redundancy,
     }  # fmt: skip
 
 

@@ -46,10 +46,10 @@ class Prefill:
 
 
 class Kept(NamedTuple):
-    """What a compression leaves: bool [L, K, N]; tokens by layer, int32 [L]; mean cosine of the kept keys."""
+    """What a compression leaves: bool [L, K, N]; tokens of each layer; mean cosine of the kept keys."""
 
     kept_LKN: jax.Array
-    kept_L: NDArray[np.int32]
+    tokens: int
     redundancy: float
 
 
@@ -79,21 +79,20 @@ class Laboratory:
         return Prefill(count, k_LNKD, v_LNKD, q_LNHD, mass_LNK, logits_V)
 
     def keep(self, prefill: Prefill, compression: Compression) -> Kept:
-        scorer = SCORERS[compression.method]
         window = slice(prefill.count - compression.window, prefill.count)
         layers = len(prefill.k_LNKD)
         evidence = Evidence(
             prefill.k_LNKD, prefill.v_LNKD, jnp.full(layers, prefill.count, jnp.int32), prefill.q_LNHD[:, window],
             prefill.mass_LNK,
         )  # fmt: skip
-        score = _score(evidence, compression.method)
-        numbers = quota(compression, scorer, layers, prefill.count, np.asarray(score.preference))
-        room = min(self.context, -(-numbers.most // STEP) * STEP)
+        s_LNK = _score(evidence, compression.method)
+        numbers = quota(compression, SCORERS[compression.method], prefill.count)
+        room = min(self.context, -(-int(numbers.kept) // STEP) * STEP)
         # the choice does not look at method, budget and question: one program serves all
         same = Compression("snapkv", 2**20, compression.program.graph, compression.heads)
-        index_LKB = _choose(score.s_NK, evidence, *map(jnp.asarray, numbers), compression=same, most=room)
+        index_LKB = _choose(s_LNK, evidence, *numbers, compression=same, most=room)
         kept_LKN = _mask(index_LKB, prefill.k_LNKD)
-        return Kept(kept_LKN, numbers.kept_L, float(_redundancy(kept_LKN, prefill.k_LNKD)))
+        return Kept(kept_LKN, int(numbers.kept), float(_redundancy(kept_LKN, prefill.k_LNKD)))
 
     def everything(self, prefill: Prefill) -> jax.Array:
         """All tokens of the prompt, bool [L, K, N]."""
@@ -200,26 +199,19 @@ def _attention(
 
 
 @partial(jax.jit, static_argnames="method")
-def _score(evidence: Evidence, method: str) -> Any:
-    return lax.map(SCORERS[method].score, evidence)
+def _score(evidence: Evidence, method: str) -> jax.Array:
+    s_LNK: jax.Array = lax.map(SCORERS[method].score, evidence)
+    return s_LNK
 
 
 @partial(jax.jit, static_argnames=("compression", "most"))
 def _choose(
-    s_LNK: jax.Array,
-    evidence: Evidence,
-    kept_L: jax.Array,
-    recent_L: jax.Array,
-    sources_L: jax.Array,
-    edges_L: jax.Array,
-    *,
-    compression: Compression,
-    most: int,
+    s_LNK: jax.Array, evidence: Evidence, *numbers: jax.Array, compression: Compression, most: int
 ) -> jax.Array:
     def of_layer(arrays: Any) -> jax.Array:
-        return choose(*arrays, compression=compression, most=most)
+        return choose(*arrays, *numbers, compression=compression, most=most)
 
-    index_LKB: jax.Array = lax.map(of_layer, (s_LNK, evidence, kept_L, recent_L, sources_L, edges_L))
+    index_LKB: jax.Array = lax.map(of_layer, (s_LNK, evidence))
     return index_LKB
 
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from numpy.typing import NDArray
-
-from ragjax.compress import budget
 
 
 @jax.tree_util.register_dataclass
@@ -38,31 +33,16 @@ class Evidence:
         return jnp.arange(self.k_NKD.shape[0]) < self.count
 
 
-class Score(NamedTuple):
-    """Scores of a layer's tokens, float32 >= 0 [N, K] (or [N, 1]: of all heads), 0 for padding; and how much of the
-    budget the layer asks for beside others, a float32 >= 0 (1 where the scorer has no view).
-    """
-
-    s_NK: jax.Array
-    preference: jax.Array
-
-
 class Scorer(ABC):
     """Scores the importance of each token of a prompt; `ragjax.compress.SCORERS` has the scorers by name."""
 
-    needs_preference: ClassVar[bool] = False
-    """Whether its budgets depend on what was measured."""
-
     @abstractmethod
-    def score(self, evidence: Evidence) -> Score:
-        """Scores of one layer. Pure, so that it can be compiled, and mapped over layers."""
+    def score(self, evidence: Evidence) -> jax.Array:
+        """Scores of a layer's tokens, float32 >= 0 [N, K] (or [N, 1]: of all heads), 0 for padding.
+
+        Pure, so that it can be compiled, and mapped over layers.
+        """
 
     def recent(self, budget: int, window: int) -> int:
         """Number of last tokens that are kept whatever their score; at least the window."""
         return window
-
-    def budgets(
-        self, layers: int, size: int, window: int, count: int, preference_L: NDArray[np.float32] | None = None
-    ) -> NDArray[np.int32]:
-        """Tokens kept in each layer, of `count`, int32 [L]: `size` each, if nothing else is said."""
-        return budget.equal(layers, size, count)

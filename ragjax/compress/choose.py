@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from ragjax.compress.base import Evidence, Scorer
 from ragjax.compress.graph import propagate, sources
@@ -15,27 +14,21 @@ from ragjax.core.compression import Compression
 
 
 class Quota(NamedTuple):
-    """Numbers of each layer, int32 [L]: tokens kept, last tokens among them, sources of the graph, edges of each."""
+    """Numbers of each layer: tokens kept, last tokens among them, sources of the graph, edges of each."""
 
-    kept_L: NDArray[np.int32]
-    recent_L: NDArray[np.int32]
-    sources_L: NDArray[np.int32]
-    edges_L: NDArray[np.int32]
-
-    @property
-    def most(self) -> int:
-        return int(self.kept_L.max())
+    kept: int
+    recent: int
+    sources: int
+    edges: int
 
 
-def quota(
-    compression: Compression, scorer: Scorer, layers: int, count: int, preference_L: NDArray[np.float32] | None = None
-) -> Quota:
-    """Numbers of tokens that each layer of a prompt keeps. Their mean is the budget, or `count` if that is less."""
-    kept_L = scorer.budgets(layers, compression.budget, compression.window, count, preference_L)
-    recent_L = [min(int(kept), scorer.recent(int(kept), compression.window)) for kept in kept_L]
-    sources_L = [sources(compression.graph, int(kept)) if compression.graph else 0 for kept in kept_L]
-    edges_L = np.full(layers, compression.graph.neighbours if compression.graph else 0, np.int32)
-    return Quota(kept_L, np.asarray(recent_L, np.int32), np.asarray(sources_L, np.int32), edges_L)
+def quota(compression: Compression, scorer: Scorer, count: int) -> Quota:
+    """Numbers for a prompt of `count` tokens; those kept are the budget, or all if these are fewer."""
+    kept = min(compression.budget, count)
+    recent = min(kept, scorer.recent(kept, compression.window))
+    number = sources(compression.graph, kept) if compression.graph else 0
+    edges = compression.graph.neighbours if compression.graph else 0
+    return Quota(kept, recent, number, edges)
 
 
 def choose(
@@ -52,8 +45,8 @@ def choose(
     """The indexes that a layer keeps, ascending, -1 behind the last: int32 [K, most]; [1, most] with heads "all".
 
     Pure, so that it can be compiled with `compression` and `most` static, and mapped over layers. s_NK: scores
-    (`Score.s_NK`). kept, recent, number, edges: int32, of the layer's `Quota`. most: room for indexes, at least `kept`.
-    Few different numbers make few programs.
+    (`Scorer.score`). kept, recent, number, edges: int32 (`Quota`). most: room for indexes, at least `kept`. Few
+    different numbers make few programs.
     """
     graph = compression.graph
     n_N = jnp.arange(s_NK.shape[0])

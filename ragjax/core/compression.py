@@ -15,18 +15,15 @@ from ragjax.core.errors import ConfigError, RequestError
 Order = Literal["mutual", "ordered"]
 Heads = Literal["all", "each"]
 
-Method = Literal["snapkv", "pyramidkv", "h2o", "knorm", "cake"]
+Method = Literal["snapkv", "h2o", "knorm"]
 METHODS = get_args(Method)
-"""Scorers of tokens; `ragjax/compress/` has one file for each (docs/compression.md)."""
+"""Scorers of tokens, in `ragjax/compress/scorers.py` (docs/compression.md)."""
 
-BY_QUERIES = frozenset({"snapkv", "pyramidkv", "cake"})
+BY_QUERIES = frozenset({"snapkv"})
 """Scorers that look at the queries of the prompt's last tokens."""
 
 BY_MASS = frozenset({"h2o"})
 """Scorers that look at the attention which each token received from all rows."""
-
-BY_LAYER = frozenset({"pyramidkv", "cake"})
-"""Scorers that keep other numbers of tokens in each layer."""
 
 ROOM = 64
 """Room for kept tokens that a program has, at least. More room is its doubles: few programs serve all budgets."""
@@ -69,7 +66,7 @@ class Compression:
     """Choice of the tokens that decoding sees: the rest of the prompt's KV is dropped after its last pass."""
 
     method: Method  # the scorer, one of `METHODS`
-    budget: int  # tokens kept, as the mean over layers; a prompt that is not longer is left as it is
+    budget: int  # tokens kept in each layer; a prompt that is not longer is left as it is
     graph: InstanceOf[GraphKV] | None = None  # what happens to the scores before the best tokens are kept
     heads: Heads = "all"  # KV heads keep the same tokens; "each": its own
     window: Annotated[int, Ge(1), Le(MOST_WINDOW)] = (

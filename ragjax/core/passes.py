@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -15,65 +15,6 @@ from ragjax.core.prompt import Intervals
 
 SECTION_LAYERS = 8
 """Most layers of a section of the model."""
-
-
-@dataclass(frozen=True)
-class LayerTable:
-    """The entries of a page table as each layer sees them, int32 [L, S] each."""
-
-    page_LS: NDArray[np.int32]  # page of the pool
-    lender_LS: NDArray[np.int32]  # layer whose unit of this page is read
-    seen_LS: NDArray[np.int32]  # slots that count, the first ones
-
-    @staticmethod
-    def common(page_S: NDArray[np.int32], layers: int, page_size: int) -> LayerTable:
-        """Entries that are the same in all layers, each in its own units."""
-        shape = (layers, len(page_S))
-        lender_LS = np.broadcast_to(np.arange(layers, dtype=np.int32)[:, None], shape).copy()
-        return LayerTable(np.broadcast_to(page_S, shape).copy(), lender_LS, np.full(shape, page_size, np.int32))
-
-
-@dataclass(frozen=True)
-class LayerLayout:
-    """Pages of layers that keep other numbers of tokens, laid over whole pages of the pool.
-
-    A page holds its slots in every layer; the slots of one layer are a *unit* of it. A request takes whole pages as
-    *containers*, and a layer's pages are any of their units: those of layers that keep little hold tokens of layers
-    that keep much.
-    """
-
-    kept_L: NDArray[np.int32]  # tokens kept in each layer
-    reach: int  # layers that may use each other's units, since one array holds them; it divides L
-
-    def pages_L(self, page_size: int) -> NDArray[np.int32]:
-        return -(-self.kept_L // page_size)
-
-    def containers(self, page_size: int) -> int:
-        """Whole pages whose units are enough, in every array."""
-        units = self.pages_L(page_size).reshape(-1, self.reach).sum(1)
-        return int((-(-units // self.reach)).max())
-
-    def table(self, containers: Sequence[int], page_size: int) -> LayerTable:
-        """The entries of the kept tokens, as many as the layer that keeps most has pages."""
-        if len(containers) < self.containers(page_size):
-            raise ValueError(f"{len(containers)} pages do not hold what takes {self.containers(page_size)}")
-        pages_L, page_P = self.pages_L(page_size), np.asarray(containers, np.int32)
-        number_S = np.arange(pages_L.max(), dtype=np.int32)
-        table = LayerTable.common(np.full(len(number_S), page_P[0]), len(pages_L), page_size)
-        table.seen_LS[:] = np.clip(self.kept_L[:, None] - page_size * number_S, 0, page_size)
-        for first in range(0, len(pages_L), self.reach):
-            layer_N, entry_N = np.nonzero(number_S < pages_L[first : first + self.reach, None])
-            container_N, lender_N = np.divmod(np.arange(len(layer_N), dtype=np.int32), self.reach)
-            table.page_LS[first + layer_N, entry_N] = page_P[container_N]
-            table.lender_LS[first + layer_N, entry_N] = first + lender_N
-        return table
-
-
-def most_containers(budget: int, window: int, tokens: int, layers: int, reach: int, page_size: int) -> int:
-    """Containers that are enough whatever each layer keeps: at least `window`, and `budget` in the mean."""
-    kept = min(reach * tokens, layers * budget - (layers - reach) * window)
-    units = min(reach * -(-tokens // page_size), (kept + reach * (page_size - 1)) // page_size)
-    return -(-units // reach)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,26 +46,16 @@ class Span:
     indices: each token's index in the prompt, int32 [run.length]; `NEVER` hides a token from the pass (a stale one).
     offset: the key of a token stored rotated at position p takes part at position `p + offset`.
     hidden: half-open interval of token indexes that must not see these keys.
-    layout: where each layer has them, if layers hold other numbers of them: the run's pages are the containers, the
-    last one named again up to the pages of the layer that has most.
     """
 
     indices: NDArray[np.int32]
     run: Run
     offset: int = 0
     hidden: tuple[int, int] = (0, 0)
-    layout: LayerLayout | None = None
 
     @staticmethod
     def consecutive(index: int, run: Run, offset: int = 0, hidden: tuple[int, int] = (0, 0)) -> Span:
         return Span(np.arange(index, index + run.length, dtype=np.int32), run, offset, hidden)
-
-    @staticmethod
-    def laid(layout: LayerLayout, containers: Sequence[int], page_size: int) -> Span:
-        """Tokens that layers keep, over containers: token n of a layer is its n-th, in the order of the prompt."""
-        entries = int(layout.pages_L(page_size).max())
-        pages = (*containers, *[containers[-1]] * (entries - len(containers)))
-        return replace(Span.consecutive(0, Run(pages[:entries], 0, entries * page_size)), layout=layout)
 
 
 def sections(layers: int, most: int = SECTION_LAYERS) -> tuple[int, ...]:
@@ -153,11 +84,9 @@ class Measure(StrEnum):
     SEGMENT_SCORE = "segment_score"
     """float32 [layers, rows, segments]: probability that each row gave to each segment, its own token left out."""
     DEVIATION = "deviation"
-    """float32 [2, layers, rows]: squared distance of each row's key, and value, from the stale one at its index."""
+    """float32 [layers, rows]: squared distance of each row's key from the stale one at its index."""
     QUERY = "query"
     """float32 [layers, rows, heads, D]: the query of each row, rotated."""
-    KEPT = "kept"
-    """float32 [layers]: tokens that a compaction kept in each layer. No pass has it."""
 
 
 @dataclass(frozen=True)
@@ -210,9 +139,7 @@ class Compaction:
     tokens: how many to choose from. source: spans that hold them, indexed from 0. target: as many slots as are kept, in
     the order of their indexes; they may be some of the source's. query_LWHD: rotated queries of the prompt's last rows,
     float32 (None: the scorer asks for none). mass_LN: attention that each token received, summed over rows, float32
-    (likewise). What is kept of it comes back as `Measure.KEY_SCORE`, float32 [layers, budget].
-    Where layers keep other numbers of tokens, target is whole pages, the containers of a `LayerLayout`: as many as are
-    enough for any numbers. The numbers come back as `Measure.KEPT`.
+    (likewise).
     """
 
     compression: Compression
@@ -234,7 +161,7 @@ class Known:
 
 
 Results = Mapping[Measure, NDArray[np.float32]]
-"""What a pass measured, or a compaction kept of it, by name; whatever else is yielded gives nothing."""
+"""What a pass measured, by name; whatever else is yielded gives nothing."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core.errors import RequestError
-from ragjax.core.passes import LayerTable, Measure, Run, Span
+from ragjax.core.passes import Measure, Run, Span
 from ragjax.core.prompt import NEVER
 
 PREFILL_ROWS = 8
@@ -184,7 +184,6 @@ class Step:
     # left, if each row is where it was in that step.
     residual_TE: NDArray[np.float32] | Residual | None = None
     measure: StepMeasure | None = None
-    by_layer: LayerTable | None = None  # pages of the entries in each layer, where they are not the same in all
 
 
 STEP_ARRAYS = (

@@ -18,7 +18,6 @@ from ragjax.cache.policy.base import make_policy
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
 from ragjax.core import Compression, ConfigError, CraftVariants, EngineOptions, Grid, RequestError
-from ragjax.core.compression import BY_LAYER
 from ragjax.core.registry import meant, name_of
 from ragjax.engine.knowledge import Knowledge
 from ragjax.engine.measurement import report_of, report_path
@@ -129,7 +128,6 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     pages = pool_pages(page, options.device_cache_gb, context)
     grid = _grid(config, context, platform(), copies)
     _log.info("weights and KV are %s%s", dtype, ", products of many rows in float32" if widen else "")
-    whole = compression is not None and compression.method in BY_LAYER
     with _room_for_weights():
         runner = Runner(
             decoder,
@@ -139,7 +137,6 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
             grid=grid,
             mesh=mesh,
             widen=widen,
-            whole=whole,
             executables=Executables(cache_dir() / "executables"),
             # XLA copies matrices out of a stack, but not packed ones; without a stack a program of one layer is small
             scanned=decoder.kernels is not None,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Answer, Chosen, DeviceFullError, Draw, Measure, Plan, Results, Timings
+from ragjax.core import Answer, Chosen, DeviceFullError, Draw, Plan, Timings
 from ragjax.engine.depkv import KeptKV
 from ragjax.quality.contract import Contract
 from ragjax.runner.runner import Runner, StepResult
@@ -66,21 +66,18 @@ class Execution:
         """Carry out moves and compactions of requests whose KV has arrived, until each has rows to compute."""
         for state in self.scheduler.moving():
             while state.can_move and (move := state.move) is not None:
-                moved: Results = {}
                 try:
                     if isinstance(move, PendingMove):
                         self.runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
                     else:
                         asked, source_N, offset_N = move.asked, move.source_N, move.offset_N
                         measured = (asked.query_LWHD, asked.mass_LN)
-                        kept = self.runner.compact(asked.compression, source_N, offset_N, move.target_B, *measured)
-                        if kept.number_L is not None:
-                            moved = {Measure.KEPT: kept.number_L.astype(np.float32)}
+                        self.runner.compact(asked.compression, source_N, offset_N, move.target_B, *measured)
                 except Exception as error:
                     if self._failed([state], error):
                         return
                     break
-                self._guarded(state, partial(self._go_on, moved=moved))
+                self._guarded(state, partial(self._go_on, moved=True))
 
     def launch(self, batch: Batch) -> None:
         assert self._flight is None
@@ -186,7 +183,7 @@ class Execution:
 
     def _advance(self, state: RequestState) -> None:
         if state.plan is None:
-            self._go_on(state, {})
+            self._go_on(state, moved=True)
             return
         state.suspect = False  # it is past the place where a step failed
         if state.wants_scores:
@@ -199,9 +196,9 @@ class Execution:
             if not self._take(state, rows.chosen[i], rows.logits.get(i)):
                 break
 
-    def _go_on(self, state: RequestState, moved: Results | None = None) -> None:
-        if moved is not None:
-            state.advance(moved)
+    def _go_on(self, state: RequestState, moved: bool = False) -> None:
+        if moved:
+            state.advance({})
         if state.plan is not None:
             self._prompt_done(state)
         elif state.tells_early:

@@ -51,7 +51,7 @@ class Loop:
         self._replays = replays
         self._transfer = parts.transfer
         self._scheduler = Scheduler(self.requests, runner.grid, runner.page_size, parts.budget, runner.shapes_for)
-        allocations = Allocations(self.requests, cache, self._scheduler.limits, runner.stages, runner.reach)
+        allocations = Allocations(self.requests, cache, self._scheduler.limits, runner.stages)
         self._admission = Admission(self.requests, cache, allocations, max_running=options.max_running)
         self._pauses = Pauses(self.requests, cache, allocations, runner)
         self._execution = Execution(self.requests, runner, cache, self._scheduler, parts.contract, self.kept)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,15 +45,9 @@ def write_pages(pages: Pages, layer: int | jax.Array, slot_T: jax.Array, k_TKD: 
 
 
 def move_slots(
-    pages: Pages,
-    source_N: jax.Array,
-    target_N: jax.Array,
-    offset_N: jax.Array,
-    rotation: Rotation,
-    layer_L: jax.Array | None = None,
+    pages: Pages, source_N: jax.Array, target_N: jax.Array, offset_N: jax.Array, rotation: Rotation
 ) -> Pages:
-    """Copy slots (page * C + slot, int32 [N]) over others, each key rotated by its RoPE offset: in all layers of the
-    pool, or in these (int32 [L]).
+    """Copy slots (page * C + slot, int32 [N]) over others in all layers, each key rotated by its RoPE offset.
 
     Keys are rotated in float32; an offset of 0 leaves them as they are. Target slots must differ from one another, also
     those beyond the pool, which are not written. On CPU the pool must be donated for this to happen in place.
@@ -63,21 +56,12 @@ def move_slots(
     page_N, slot_N = source_N // pages.page_size, source_N % pages.page_size
     to_page_N, to_slot_N = target_N // pages.page_size, target_N % pages.page_size
 
-    if layer_L is not None:  # an axis of layers behind that of slots, as a slice has it
-        page_N, slot_N, to_page_N, to_slot_N = (x_N[:, None] for x_N in (page_N, slot_N, to_page_N, to_slot_N))
-    layers: Any = slice(None) if layer_L is None else layer_L
-
     def put(pool: jax.Array, kept_NLKD: jax.Array) -> jax.Array:
-        return pool.at[layers, to_page_N, :, to_slot_N, :].set(kept_NLKD, mode="drop", unique_indices=True)
+        return pool.at[:, to_page_N, :, to_slot_N, :].set(kept_NLKD, mode="drop", unique_indices=True)
 
-    k_NLKD, v_NLKD = (pool[layers, page_N, :, slot_N, :] for pool in (pages.k_LPKCD, pages.v_LPKCD))
+    k_NLKD, v_NLKD = (pool[:, page_N, :, slot_N, :] for pool in (pages.k_LPKCD, pages.v_LPKCD))
     rotated_NLKD = rotate(from_storage(k_NLKD).astype(jnp.float32), cos_NR[:, None, None], sin_NR[:, None, None])
     return Pages(put(pages.k_LPKCD, to_storage(rotated_NLKD, k_NLKD.dtype)), put(pages.v_LPKCD, v_NLKD))
-
-
-def as_units(pages: Pages) -> Pages:
-    """The pool as one layer, whose page `layer * P + page` is one layer of a page: nothing is copied."""
-    return Pages(*(x.reshape(1, -1, *x.shape[2:]) for x in (pages.k_LPKCD, pages.v_LPKCD)))
 
 
 def to_storage(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -102,9 +102,9 @@ class Allocation:
     """The part of the cache that one request holds: matches on nodes it reads, and runs of its own that it writes.
 
     label: the request's name in the cache's books. decode_tokens: most slots needed behind the prompt, `forced` of them
-    at once. stages: layers at which a pass may begin, ascending, and the number of layers. reach: layers that may use
-    each other's units (`core.passes.LayerLayout`); 0: those of a stage. cold: use KV from below the device too, which
-    takes time to load. spare: pages that the request leaves to others when it starts. alone: no other request runs.
+    at once. stages: layers at which a pass may begin, ascending, and the number of layers. cold: use KV from below the
+    device too, which takes time to load. spare: pages that the request leaves to others when it starts. alone: no other
+    request runs.
     """
 
     def __init__(
@@ -116,7 +116,6 @@ class Allocation:
         decode_tokens: int,
         limits: StepLimits,
         stages: tuple[int, ...],
-        reach: int = 0,
         cold: bool = True,
         forced: int = 0,
         spare: int = 0,
@@ -126,7 +125,6 @@ class Allocation:
         self.tenant = tenant
         self.limits = limits
         self.stages = stages
-        self.reach = reach or stages[1]
         self.decode_tokens = decode_tokens
         self.forced = forced
         self.spare = spare

@@ -32,5 +32,5 @@ class Deviation(Selector):
         spans = (*stitched.head, Span(chunks, stitched.scratch), *stitched.query)
         layers = (0, min(PROBED, stitched.stages[-1]))
         results = yield Pass(rows, rows, spans, self.measures, layers=layers, stale=stitched.chunk)
-        key = results[Measure.DEVIATION][0, -1, chunks - rows[0]]
+        key = results[Measure.DEVIATION][-1, chunks - rows[0]]
         return top(key, chunks, count)

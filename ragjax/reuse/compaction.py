@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax import core
-from ragjax.core.compression import BY_LAYER, BY_MASS, BY_QUERIES
-from ragjax.core.passes import LayerLayout, most_containers
+from ragjax.core.compression import BY_MASS, BY_QUERIES
 from ragjax.reuse.base import Allocation, Strategy
 
 QUERIES = frozenset({core.Measure.QUERY})
@@ -63,56 +62,20 @@ def compressed(
                 f"{compression.method} measures the prompt's passes, and KV that is held needs none; choose another"
             )
             raise core.invalid("rag.compression.method", f"compression: {reason}")
-        room = _reserve(allocation, compression, len(prompt))
+        run = allocation.reserve_with_tail(size, instead=True)
+        kept = run.slice(0, size, allocation.page_size)
         plan = first if isinstance(first, core.Plan) else (yield from watch.rest(prefill, first))
     yield core.Known(plan.logits)
     query_LWHD = None
     if compression.method in BY_QUERIES:
-        target = room.kept.slice(0, compression.window, allocation.page_size)
+        target = kept.slice(0, compression.window, allocation.page_size)
         results = yield _window(plan, watch.position_N, target)
         query_LWHD = results[core.Measure.QUERY]
     asked = compression.asked_by(len(prompt.segments[-1]))
-    found = yield core.Compaction(asked, len(prompt), plan.spans, room.kept, query_LWHD, watch.mass_LN)
-    span = _keep(allocation, room, found)
-    return replace(plan, spans=(span,), tail=room.tail, exact_to=None, kept=size)
-
-
-@dataclass(frozen=True)
-class _Room:
-    """Where kept tokens go. run: the request's own, which begins with them and ends with the tail. spare: pages that
-    layers with other numbers of tokens may need behind the run's, a run each.
-    """
-
-    kept: core.Run
-    tail: core.Run
-    run: core.Run
-    spare: tuple[core.Run, ...] = ()
-
-
-def _reserve(allocation: Allocation, compression: core.Compression, tokens: int) -> _Room:
-    size, page_size = compression.budget, allocation.page_size
-    if compression.method not in BY_LAYER:
-        run = allocation.reserve_with_tail(size, instead=True)
-        return _Room(run.slice(0, size, page_size), run.slice(size, run.length, page_size), run)
-    least = -(-size // page_size)
-    most = most_containers(size, compression.window, tokens, allocation.stages[-1], allocation.reach, page_size)
-    run = allocation.reserve_with_tail(least * page_size, instead=True)
-    spare = tuple(allocation.reserve(page_size) for _ in range(most - least))
-    pages = (*run.pages[:least], *(page for one in spare for page in one.pages))
-    tail = run.slice(least * page_size, run.length, page_size)
-    return _Room(core.Run(pages, 0, most * page_size), tail, run, spare)
-
-
-def _keep(allocation: Allocation, room: _Room, found: core.Results) -> core.Span:
-    if core.Measure.KEPT not in found:
-        allocation.keep_only(room.run)
-        return core.Span.consecutive(0, room.kept)
-    page_size = allocation.page_size
-    layout = LayerLayout(found[core.Measure.KEPT].astype(np.int32), allocation.reach)
-    needed = layout.containers(page_size)
-    least = len(room.kept.pages) - len(room.spare)
-    allocation.keep_only(room.run, *room.spare[: needed - least])
-    return core.Span.laid(layout, room.kept.pages[:needed], page_size)
+    yield core.Compaction(asked, len(prompt), plan.spans, kept, query_LWHD, watch.mass_LN)
+    allocation.keep_only(run)
+    tail = run.slice(size, run.length, allocation.page_size)
+    return replace(plan, spans=(core.Span.consecutive(0, kept),), tail=tail, exact_to=None, kept=size)
 
 
 def _window(plan: core.Plan, position_N: NDArray[np.int32], run: core.Run) -> core.Pass:

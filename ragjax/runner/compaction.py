@@ -13,20 +13,14 @@ from jax import lax
 from numpy.typing import NDArray
 
 from ragjax.compress import SCORERS, Evidence
-from ragjax.compress.base import Score
-from ragjax.compress.choose import choose, quota
+from ragjax.compress.choose import Quota, choose, quota
 from ragjax.core import Compression
-from ragjax.core.compression import BY_LAYER
-from ragjax.kernels.pages import Pages, as_units, from_storage, to_storage
+from ragjax.kernels.pages import Pages, from_storage, to_storage
 from ragjax.kernels.rope import Rotation, rotate
 from ragjax.runner.stages import OUTSIDE
 
 LEAST = 256
 """Tokens of the shortest prompt that a program is compiled for; the others are its doubles."""
-
-
-PROMPT_ARRAYS = ("source_N", "offset_N", "count")
-"""The arrays that say where a prompt is."""
 
 
 def bucket(tokens: int) -> int:
@@ -42,42 +36,27 @@ def buckets(compression: Compression, context: int) -> Sequence[int]:
 
 
 def arrays_of(
-    compression: Compression,
-    layers: int,
-    source_N: NDArray[np.int32],
-    offset_N: NDArray[np.int32],
-    target_B: NDArray[np.int32],
+    compression: Compression, source_N: NDArray[np.int32], offset_N: NDArray[np.int32], target_B: NDArray[np.int32]
 ) -> Mapping[str, NDArray[np.int32]]:
-    """Host arrays of `compact` when all layers keep equally many tokens, padded to its program's sizes, int32."""
-    numbers = quota(compression, SCORERS[compression.method], layers, len(source_N))
-    nowhere = OUTSIDE + np.arange(compression.program.budget - len(target_B), dtype=np.int32)
-    target = {"target_B": np.concatenate([target_B, nowhere])}
-    return {**prompt_arrays(source_N, offset_N), **target, **numbers._asdict()}
-
-
-def prompt_arrays(source_N: NDArray[np.int32], offset_N: NDArray[np.int32]) -> Mapping[str, NDArray[np.int32]]:
-    """The arrays that locate a prompt in the pool, padded likewise."""
+    """Host arrays of `compact`, padded to its program's sizes, int32."""
     count = len(source_N)
+    numbers = quota(compression, SCORERS[compression.method], count)
     spare = (0, bucket(count) - count)
+    nowhere = OUTSIDE + np.arange(compression.program.budget - len(target_B), dtype=np.int32)
     return {
         "source_N": np.pad(source_N, spare),
         "offset_N": np.pad(offset_N, spare),
+        "target_B": np.concatenate([target_B, nowhere]),
         "count": np.array(count, np.int32),
+        **{name: np.array(number, np.int32) for name, number in numbers._asdict().items()},
     }
 
 
-def shapes_of(compression: Compression, layers: int, tokens: int, page_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """Shapes of these arrays for one stage; `tokens` is a bucket."""
-    target = "unit_LU" if compression.method in BY_LAYER else "target_B"
-    sizes = {
-        "N": (tokens,),
-        "B": (compression.program.budget,),
-        "L": (layers,),
-        "LU": (layers, -(-tokens // page_size)),
-    }
-    names = ("source_N", "offset_N", target, "kept_L", "recent_L", "sources_L", "edges_L")
-    shapes = {name: jax.ShapeDtypeStruct(sizes[name.rsplit("_", 1)[1]], jnp.int32) for name in names}
-    return {**shapes, "count": jax.ShapeDtypeStruct((), jnp.int32)}
+def shapes_of(compression: Compression, tokens: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+    """Shapes of these arrays; `tokens` is a bucket."""
+    sizes = {"source_N": tokens, "offset_N": tokens, "target_B": compression.program.budget}
+    shapes = {name: jax.ShapeDtypeStruct((size,), jnp.int32) for name, size in sizes.items()}
+    return shapes | {name: jax.ShapeDtypeStruct((), jnp.int32) for name in ("count", *Quota._fields)}
 
 
 def compact(
@@ -87,64 +66,35 @@ def compact(
     query_LWHD: jax.Array | None,
     mass_LN: jax.Array | None,
     rotation: Rotation,
-    layer_L: jax.Array | None = None,
     *,
     scale: float | None = None,
     cap: float | None = None,
 ) -> tuple[Pages, jax.Array]:
     """Copy what each layer of a stage keeps into the target slots, keys rotated at their places in the prompt.
 
-    Where layers keep other numbers, units may be those of any layer of the pool. No target slot is one of the source's.
-    pool: of the stage; donated. arrays: `arrays_of`, those by layer of this stage. query_LWHD: rotated queries of the
-    prompt's last rows, and mass_LN: attention that each token received, float32, if the scorer asks for them. layer_L:
-    places of the stage's layers in the pool (None: all of it). scale, cap: of attention logits.
+    No target slot is one of the source's. pool: of the stage; donated. arrays: `arrays_of`. query_LWHD: rotated queries
+    of the prompt's last rows, and mass_LN: attention that each token received, float32, if the scorer asks for them.
+    scale, cap: of attention logits.
 
     Returns:
         The pool, and the indexes that each layer keeps, int32 [L, K, B]; [L, 1, B] where all heads keep the same.
     """
     prompt = _Prompt.of(pool, arrays, rotation, scale, cap)
-    by_layer = compression.method in BY_LAYER
-    most = len(arrays["source_N"]) if by_layer else compression.budget
+    numbers = [arrays[name] for name in Quota._fields]
 
     def layer(pool: Pages, of_layer: Any) -> tuple[Pages, jax.Array]:
-        index, target, (kept, *numbers), query_WHD, mass_N = of_layer
+        index, query_WHD, mass_N = of_layer
         evidence = prompt.evidence(pool, index, query_WHD, mass_N)
-        score = SCORERS[compression.method].score(evidence)
-        index_KB = choose(score.s_NK, evidence, kept, *numbers, compression=compression, most=most)
+        s_NK = SCORERS[compression.method].score(evidence)
+        index_KB = choose(s_NK, evidence, *numbers, compression=compression, most=compression.budget)
         heads = evidence.k_NKD.shape[1]
         at_BK1 = jnp.maximum(jnp.broadcast_to(index_KB, (heads, index_KB.shape[1])).T, 0)[..., None]
         new = [jnp.take_along_axis(x_NKD, at_BK1, axis=0) for x_NKD in (evidence.k_NKD, evidence.v_NKD)]
-        pool = _put_units(pool, target, kept, *new) if by_layer else _put(pool, index, target, *new)
-        return pool, index_KB
+        return _put(pool, index, arrays["target_B"], *new), index_KB
 
-    places_L = jnp.arange(pool.k_LPKCD.shape[0], dtype=jnp.int32) if layer_L is None else layer_L
-    numbers = tuple(arrays[name] for name in ("kept_L", "recent_L", "sources_L", "edges_L"))
-    target_LX = arrays["unit_LU"] if by_layer else jnp.broadcast_to(arrays["target_B"], (len(places_L), most))
-    pool, index_LKB = lax.scan(layer, pool, (places_L, target_LX, numbers, query_LWHD, mass_LN))
+    layer_L = jnp.arange(pool.k_LPKCD.shape[0], dtype=jnp.int32)
+    pool, index_LKB = lax.scan(layer, pool, (layer_L, query_LWHD, mass_LN))
     return pool, index_LKB
-
-
-def prefer(
-    compression: Compression,
-    pool: Pages,
-    arrays: Mapping[str, jax.Array],
-    query_LWHD: jax.Array,
-    rotation: Rotation,
-    layer_L: jax.Array | None = None,
-    *,
-    scale: float | None = None,
-    cap: float | None = None,
-) -> jax.Array:
-    """Share of the budget that each layer of a stage asks for (`Score.preference`), float32 [L]. See `compact`."""
-    prompt = _Prompt.of(pool, arrays, rotation, scale, cap)
-
-    def layer(of_layer: tuple[jax.Array, jax.Array]) -> jax.Array:
-        score: Score = SCORERS[compression.method].score(prompt.evidence(pool, *of_layer, None))
-        return score.preference
-
-    places_L = jnp.arange(pool.k_LPKCD.shape[0], dtype=jnp.int32) if layer_L is None else layer_L
-    preference_L: jax.Array = lax.map(layer, (places_L, query_LWHD))
-    return preference_L
 
 
 class _Prompt(NamedTuple):
@@ -182,26 +132,12 @@ def _put(pool: Pages, layer: jax.Array, target_B: jax.Array, k_BKD: jax.Array, v
     return Pages(put(pool.k_LPKCD, k_BKD), put(pool.v_LPKCD, v_BKD))
 
 
-def _put_units(pool: Pages, unit_U: jax.Array, kept: jax.Array, k_BKD: jax.Array, v_BKD: jax.Array) -> Pages:
-    number_B = jnp.arange(len(k_BKD), dtype=jnp.int32)
-    slot_B = number_B % pool.page_size
-    unit_B = jnp.where(number_B < kept, unit_U[number_B // pool.page_size], OUTSIDE + number_B)
-    units = as_units(pool)
-
-    def put(x: jax.Array, new_BKD: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return x.at[0, unit_B, :, slot_B, :].set(new_BKD, mode="drop", unique_indices=True).reshape(shape)
-
-    return Pages(put(units.k_LPKCD, k_BKD, pool.k_LPKCD.shape), put(units.v_LPKCD, v_BKD, pool.v_LPKCD.shape))
-
-
 @dataclass(frozen=True)
 class Kept:
     """Tokens that a compression kept, on the device, by stage.
 
     indexes: int32 [layers, K, B] of each stage, or [layers, 1, B] where all heads keep the same; -1 behind the last.
-    number_L: tokens of each layer, int32 [layers], on the host, where layers keep other numbers.
     """
 
     budget: int
     indexes: Sequence[jax.Array]
-    number_L: NDArray[np.int32] | None = None

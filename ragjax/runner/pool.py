@@ -1,4 +1,4 @@
-"""The page pool on the device: its arrays, one pair per stage of layers or one for all, and what moves pages."""
+"""The page pool on the device: its arrays, one pair for each stage of layers, and what moves pages."""
 
 from __future__ import annotations
 
@@ -27,21 +27,19 @@ MOVES = (16, 128, 1024)
 class DevicePool:
     """Keys and values of all layers, in pages.
 
-    create: makes one array of keys and one of values, zeros, of the layers of one or more stages. arrays: pairs of
-    arrays that hold all stages. programs: these extract, insert and move. reach: layers of an array, which may use each
-    other's units (`core.passes.LayerLayout`).
+    create: makes one array of keys and one of values, zeros, of a stage's layers. programs: these extract, insert and
+    move.
     """
 
-    def __init__(self, create: Callable[[], Pages], stages: int, arrays: int, programs: Programs, rotation: Rotation):
+    def __init__(self, create: Callable[[], Pages], stages: int, programs: Programs, rotation: Rotation):
         self._create = create
         self._programs = programs
         self._rotation = rotation
-        size = arrays * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(create))) / 2**30
+        size = stages * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(create))) / 2**30
         with room_for(f"a cache of {size:.3g} GB beside the weights", "lower --device-cache-gb"):
-            self._pools = [self._new() for _ in range(arrays)]
+            self._pools = [self._new() for _ in range(stages)]
         keys = self._pools[0].k_LPKCD
-        self.reach, self._pages, _, self.page_size, _ = keys.shape
-        self._depth = self.reach * arrays // stages
+        self._depth, self._pages, _, self.page_size, _ = keys.shape
         self._dtype, self._pool_sharding = keys.dtype, keys.sharding
 
     def _new(self) -> Pages:
@@ -51,16 +49,7 @@ class DevicePool:
     @property
     def stages(self) -> tuple[int, ...]:
         """Layers at which a step may begin, ascending, and the number of layers as a last entry."""
-        return tuple(range(0, self.reach * len(self._pools) + 1, self._depth))
-
-    def _array(self, stage: int) -> int:
-        return stage * self._depth // self.reach
-
-    def _layers(self, stage: int) -> Any:
-        """Where the layers of a stage are in its pool, as programs take it: int32 [depth]; None if it has no others."""
-        if self._depth == self.reach:
-            return None
-        return np.arange(self._depth, dtype=np.int32) + np.int32(stage * self._depth % self.reach)
+        return tuple(range(0, self._depth * len(self._pools) + 1, self._depth))
 
     def extract(self, pages: NDArray[np.int32]) -> list[Excerpt]:
         """Copies of whole pages in all layers, in parts (`store.device.cuts`). Waits for nothing.
@@ -72,9 +61,7 @@ class DevicePool:
 
         def take(part: NDArray[np.int32]) -> Excerpt:
             program = self._programs.get("extract", len(part))
-            return tuple(
-                program(self._pools[self._array(i)], part, self._layers(i)) for i in range(len(self.stages) - 1)
-            )
+            return tuple(program(pool, part) for pool in self._pools)
 
         return [take(pages[part]) for part in page_store.cuts(len(pages))]
 
@@ -112,8 +99,7 @@ class DevicePool:
         for part, excerpt in zip(parts, excerpts, strict=True):
             program = self._programs.get("insert", part.stop - part.start)
             for i, new in enumerate(excerpt, first):
-                at = self._array(i)
-                self._pools[at] = program(self._pools[at], pages[part], new, self._layers(i))
+                self._pools[i] = program(self._pools[i], pages[part], new)
 
     def download(self, pages: NDArray[np.int32]) -> list[Excerpt]:
         """The bits of whole pages in all layers as NumPy arrays, for `restore`; waits until they are there."""
@@ -157,8 +143,7 @@ class DevicePool:
             arrays = [np.concatenate([x_N[part], padding]) for x_N, padding in padded]
             program = self._programs.get("move", size)
             for i in range(layers[0] // self._depth, layers[1] // self._depth):
-                at = self._array(i)
-                self._pools[at] = program(self._pools[at], *arrays, self._rotation, self._layers(i))
+                self._pools[i] = program(self._pools[i], *arrays, self._rotation)
 
     @property
     def lost(self) -> bool:

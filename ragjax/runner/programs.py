@@ -30,7 +30,7 @@ from ragjax.models.config import ModelConfig
 from ragjax.models.executables import Executables, key_of
 from ragjax.runner import compaction, stages
 from ragjax.runner.mesh import POOL
-from ragjax.runner.stages import LAYER_ARRAYS, Spec, StagePlace
+from ragjax.runner.stages import Spec
 from ragjax.runner.weights import Weights
 from ragjax.store import device as page_store
 
@@ -38,9 +38,8 @@ log = logging.getLogger(__name__)
 
 Name = tuple[Any, ...]
 """A kind and what it is compiled for: begin (rows, entries), stage (rows, entries, layers, and the measure and its
-segments if it measures), layered (as stage: its layers read pages of their own), end (rows, logits), allow (logits),
-sample (logits, tokens of a row whose logits are adjusted), logprobs (logits), move (slots), extract (pages), insert
-(pages), prefer (compression, tokens), compact (compression, tokens)."""
+segments if it measures), end (rows, logits), allow (logits), sample (logits, tokens of a row whose logits are
+adjusted), logprobs (logits), move (slots), extract (pages), insert (pages), compact (compression, tokens)."""
 
 
 class Programs:
@@ -82,31 +81,25 @@ class Programs:
         self.faults: dict[Name, Exception] = {}
         self.ahead = False
         self.waited_s = 0.0
-        self._there: dict[tuple[frozenset[Name], bool], tuple[int, tuple[RowShape, ...]]] = {}
+        self._there: dict[frozenset[Name], tuple[int, tuple[RowShape, ...]]] = {}
 
     def names(
         self,
         measures: Collection[Measure] = (),
         end: int = 0,
-        by_layer: bool = False,
         *,
         shapes: Iterable[RowShape] | None = None,
         segments: int = 0,
     ) -> list[Name]:
         """Programs of the grid, for steps through all layers, and for those that measure.
 
-        end: layer after which steps that measure end (0: the last). by_layer: also for steps whose layers read pages of
-        their own. shapes: of steps (None: all). segments: most segments of a prompt.
+        end: layer after which steps that measure end (0: the last). shapes: of steps (None: all). segments: most
+        segments of a prompt.
         """
         kinds = tuple(self._kinds(set(measures) - {Measure.LOGITS}, end, self._grid.fit_segments(segments)))
-        found = [
-            name
-            for shape in (self._grid.rows if shapes is None else shapes)
-            for layered in (False, True)[: 1 + by_layer]
-            for name in self._of_shape(shape, kinds, layered)
-        ]
+        shapes = self._grid.rows if shapes is None else shapes
         return [
-            *dict.fromkeys(found),
+            *dict.fromkeys(name for shape in shapes for name in self._of_shape(shape, kinds)),
             *(("sample", n, 0) for n in self._grid.logits),
             *(("logprobs", n) for n in self._grid.logits),
             *((kind, n) for kind in ("extract", "insert") for n in page_store.BUCKETS),
@@ -121,25 +114,24 @@ class Programs:
             for count in (*[depth] * min(whole, 1), *[rest] * min(rest, 1)):
                 yield count, what, segments if what is Measure.SEGMENT_SCORE else 0
 
-    def _of_shape(self, shape: RowShape, kinds: Iterable[Name], by_layer: bool) -> Iterator[Name]:
+    def _of_shape(self, shape: RowShape, kinds: Iterable[Name]) -> Iterator[Name]:
         for entries in self._grid.entries_of(shape):
             yield "begin", shape.rows, entries
             for kind in kinds:
                 if shape.block > 1 or len(kind) == 1:  # what decodes alone measures nothing
-                    yield ("layered" if by_layer else "stage", shape.rows, entries, *kind)
+                    yield "stage", shape.rows, entries, *kind
         yield "end", shape.rows, self._grid.logits_of(shape)
 
-    def shapes_for(self, kinds: frozenset[Name], by_layer: bool) -> tuple[RowShape, ...]:
+    def shapes_for(self, kinds: frozenset[Name]) -> tuple[RowShape, ...]:
         """Shapes of which all programs for such steps are there; all shapes if none is, or nothing is made ahead."""
         if not self.ahead:
             return self._grid.rows
-        key = kinds, by_layer, len(self.compiled)
-        if self._there.get(key[:2], (0, ()))[0] != key[2]:
+        if self._there.get(kinds, (0, ()))[0] != (number := len(self.compiled)):
             measures = any(len(kind) > 1 for kind in kinds)
             able = (shape for shape in self._grid.rows if shape.block > 1 or not measures)
-            there = [x for x in able if all(name in self.compiled for name in self._of_shape(x, *key[:2]))]
-            self._there[key[:2]] = key[2], tuple(there) or self._grid.rows
-        return self._there[key[:2]][1]
+            there = [x for x in able if all(name in self.compiled for name in self._of_shape(x, kinds))]
+            self._there[kinds] = number, tuple(there) or self._grid.rows
+        return self._there[kinds][1]
 
     def compile(self, names: Iterable[Name]) -> None:
         for name in names:
@@ -203,7 +195,7 @@ class Programs:
         if self._executables is None:
             return self._compile(*name)
         devices = list(self._spec.mesh.devices.flat)
-        shape = self._grid.shape(name[1]) if name[0] in ("begin", "stage", "layered") else None
+        shape = self._grid.shape(name[1]) if name[0] in ("begin", "stage") else None
         key = key_of(devices, {"name": name, "shape": shape, "common": self._common})
         found = self._executables.load(key, devices)
         if found is not None:
@@ -233,8 +225,8 @@ class Programs:
                 function = partial(stages.begin, self._spec, self._grid.shape(rows))
                 jitted = jax.jit(function, out_shardings=self._everywhere)
                 lowered = jitted.lower(self._weights.ends, self._rotation, self._step_shapes(rows, entries))
-            case "stage" | "layered", (rows, entries, layers, *measure):
-                lowered = self._stage(rows, entries, layers, tuple(measure) or None, by_layer=kind == "layered")
+            case "stage", (rows, entries, layers, *measure):
+                lowered = self._stage(rows, entries, layers, tuple(measure) or None)
             case "end", (rows, n):
                 jitted = jax.jit(partial(stages.end, self._spec), out_shardings=self._everywhere)
                 x_TE = self._shape(rows, self._config.hidden_size, dtype=jnp.float32)
@@ -249,64 +241,41 @@ class Programs:
                 lowered = jax.jit(sampling.logprobs).lower(self._logits(n), self._shape(n))
             case "move", (n,):
                 jitted = jax.jit(move_slots, donate_argnums=0, out_shardings=self._pool_sharding)
-                lowered = jitted.lower(self._pool, *[self._shape(n)] * 3, self._rotation, self._layers)
+                lowered = jitted.lower(self._pool, *[self._shape(n)] * 3, self._rotation)
             case "extract", (n,):
                 jitted = jax.jit(page_store.extract, out_shardings=self._pool_sharding)
-                lowered = jitted.lower(self._pool, self._shape(n), self._layers)
+                lowered = jitted.lower(self._pool, self._shape(n))
             case "insert", (n,):
                 excerpt = jax.tree.map(
                     lambda x: self._shape(self._weights.depth, n, *x.shape[2:], dtype=x.dtype, at=self._pool_sharding),
                     self._pool,
                 )
                 jitted = jax.jit(page_store.insert, donate_argnums=0, out_shardings=self._pool_sharding)
-                lowered = jitted.lower(self._pool, self._shape(n), excerpt, self._layers)
+                lowered = jitted.lower(self._pool, self._shape(n), excerpt)
             case "compact", (compression, tokens):
                 function = partial(compaction.compact, compression, scale=self._spec.scale, cap=self._spec.cap)
                 out = (self._pool_sharding, self._everywhere)
                 jitted = jax.jit(function, donate_argnums=0, out_shardings=out)
                 shapes = self._replicated(self._compact_shapes(compression, tokens))
-                lowered = jitted.lower(self._pool, *shapes, self._rotation, self._layers)
-            case "prefer", (compression, tokens):
-                function = partial(compaction.prefer, compression, scale=self._spec.scale, cap=self._spec.cap)
-                arrays, query_LWHD, _ = self._replicated(self._compact_shapes(compression, tokens))
-                prompt = {name: arrays[name] for name in compaction.PROMPT_ARRAYS}
-                jitted = jax.jit(function, out_shardings=self._everywhere)
-                lowered = jitted.lower(self._pool, prompt, query_LWHD, self._rotation, self._layers)
+                lowered = jitted.lower(self._pool, *shapes, self._rotation)
             case _:
                 raise ValueError(f"there is no program {kind} of {sizes}")
         return lowered.compile()
 
-    def place(self, entries: int, by_layer: bool) -> StagePlace:
-        own: dict[str, Any] = {}
-        if by_layer:
-            own = dict.fromkeys(LAYER_ARRAYS, jax.ShapeDtypeStruct((self._weights.depth, entries), jnp.int32))
-        return StagePlace(self._layers, **own)
-
-    @property
-    def _layers(self) -> Any:
-        """Places of a stage's layers in its pool, as a shape; None if it has no others."""
-        depth = self._weights.depth
-        alone = self._pool.k_LPKCD.shape[0] == depth
-        return None if alone else self._shape(depth)
-
-    def _stage(
-        self, rows: int, entries: int, layers: int, measure: tuple[Measure, int] | None, *, by_layer: bool
-    ) -> Any:
+    def _stage(self, rows: int, entries: int, layers: int, measure: tuple[Measure, int] | None) -> Any:
         names = () if measure is None else reductions.ARRAYS[measure[0]]
         backends = tuple(choice.backend for choice in self.choices(rows, entries))
         function = partial(stages.stage, self._spec, self._grid.shape(rows), backends, layers, measure)
         x_TE, inputs = self._replicated(self._begin_shapes(rows, entries))
         chosen_L = jax.ShapeDtypeStruct((layers if measure else 0,), jnp.bool_)
-        measured_by = self._replicated((chosen_L, self._shapes(names, rows, entries), self.place(entries, by_layer)))
+        measured_by = self._replicated((chosen_L, self._shapes(names, rows, entries)))
         out = (self._everywhere, self._pool_sharding, self._everywhere)
         jitted = jax.jit(function, donate_argnums=(1, 2), out_shardings=out)
         return jitted.lower(self._weights.stages[0], self._pool, x_TE, inputs, self._rotation, *measured_by)
 
     def nothing_compacted(self, compression: Compression, tokens: int) -> Any:
-        arrays, *by_layer = self._compact_shapes(compression, tokens)
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (arrays, *by_layer))
-        if "target_B" in zeros[0]:
-            zeros[0]["target_B"] += stages.OUTSIDE + np.arange(len(zeros[0]["target_B"]), dtype=np.int32)
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._compact_shapes(compression, tokens))
+        zeros[0]["target_B"] += stages.OUTSIDE + np.arange(len(zeros[0]["target_B"]), dtype=np.int32)
         return zeros
 
     def _compact_shapes(self, compression: Compression, tokens: int) -> tuple[Any, Any, Any]:
@@ -317,7 +286,7 @@ class Programs:
             query_LWHD = jax.ShapeDtypeStruct(shape, jnp.float32)
         if compression.method in BY_MASS:
             mass_LN = jax.ShapeDtypeStruct((layers, tokens), jnp.float32)
-        return compaction.shapes_of(compression, layers, tokens, self._pool.page_size), query_LWHD, mass_LN
+        return compaction.shapes_of(compression, tokens), query_LWHD, mass_LN
 
     def _logits(self, n: int) -> Any:
         return self._shape(n, self._config.vocab_size, dtype=jnp.float32)

@@ -23,11 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from ragjax.compress import SCORERS
-from ragjax.compress.choose import quota
 from ragjax.core import Compression, DeviceFullError, Draw, Grid, Measure, Residual, RowShape, Step, StepMeasure
-from ragjax.core.compression import BY_LAYER
-from ragjax.core.passes import LayerLayout
 from ragjax.core.step import STEP_ARRAYS
 from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.view import check_values
@@ -39,7 +35,7 @@ from ragjax.runner.mesh import POOL, mesh_of
 from ragjax.runner.pool import DevicePool
 from ragjax.runner.programs import Name, Programs
 from ragjax.runner.sampling import Logits, Sampled
-from ragjax.runner.stages import LAYER_ARRAYS, Spec, StagePlace
+from ragjax.runner.stages import Spec
 from ragjax.runner.supply import Supply
 from ragjax.runner.weights import Weights
 from ragjax.store import device as page_store
@@ -73,9 +69,7 @@ class Runner(DevicePool):
     buckets of rows, entries and logits that programs are compiled for. scanned: run a stage's layers by `lax.scan`
     instead of unrolled: programs are smaller, but XLA copies each layer's matrices before it reads them (a third of a
     decode step on an H200, docs/kernels.md). attention: backend to try first. widen: products of many rows read
-    bfloat16 weights and KV as float32: faster on a CPU without bfloat16 products. whole: one pair of arrays for all
-    layers in place of one for each stage, so that layers which keep many tokens of a request may use what those leave
-    that keep few (`core.passes.LayerLayout`). stage_layers: most layers of a stage.
+    bfloat16 weights and KV as float32: faster on a CPU without bfloat16 products. stage_layers: most layers of a stage.
 
     Attributes:
         calls: attentions run so far, by backend.
@@ -94,7 +88,6 @@ class Runner(DevicePool):
         mesh: Mesh | None = None,
         attention: str | None = None,
         widen: bool = False,
-        whole: bool = False,
         executables: Executables | None = None,
         stage_layers: int | None = None,
     ):
@@ -111,13 +104,12 @@ class Runner(DevicePool):
 
         self._replicated = NamedSharding(mesh, P())
         rotation = jax.device_put(rotation_table(config, context or config.context_length), self._replicated)
-        reach = config.num_layers if whole else weights.depth
-        create = partial(page_store.create, config, reach, pages, page_size, self.storage_dtype)
+        create = partial(page_store.create, config, weights.depth, pages, page_size, self.storage_dtype)
         jitted = jax.jit(create, out_shardings=NamedSharding(mesh, POOL))
         definitions = (weights.layer_def, weights.stage_def, weights.ends_def)
         spec = Spec(*definitions, mesh, scanned, config.attention_scale, widen, config.attention_cap)
         programs = Programs(config, spec, weights, jitted.eval_shape(), rotation, self.grid, attention, executables)
-        super().__init__(jitted, len(weights.stages), config.num_layers // reach, programs, rotation)
+        super().__init__(jitted, len(weights.stages), programs, rotation)
 
     @property
     def attention_kernel(self) -> str | None:
@@ -155,7 +147,7 @@ class Runner(DevicePool):
         self._programs.ahead = True
         return Supply(self._programs, planned)
 
-    def shapes_for(self, layers: tuple[int, int], measure: StepMeasure | None, by_layer: bool) -> tuple[RowShape, ...]:
+    def shapes_for(self, layers: tuple[int, int], measure: StepMeasure | None) -> tuple[RowShape, ...]:
         """Shapes of a step of these layers that no program is missing for (all, if none is so).
 
         measure: its segments are those of the prompts.
@@ -169,7 +161,7 @@ class Runner(DevicePool):
                 kinds.add((count, measure.what, self.grid.fit_segments(measure.segments) if segmented else 0))
             else:
                 kinds.add((count,))
-        return self._programs.shapes_for(frozenset(kinds), by_layer)
+        return self._programs.shapes_for(frozenset(kinds))
 
     def warm_up(self, names: Iterable[Name]) -> None:
         """Run programs once, which shows if the device has room. All rows are padding: no KV changes."""
@@ -211,20 +203,16 @@ class Runner(DevicePool):
     def _run_empty(self, kind: str, *sizes: Any) -> Any:
         program = self._programs.get(kind, *sizes)
         if kind == "extract":
-            return program(self._pools[0], np.zeros(sizes, np.int32), self._layers(0))
+            return program(self._pools[0], np.zeros(sizes, np.int32))
         if kind == "insert":
-            zeros, layers = np.zeros(sizes, np.int32), self._layers(0)
-            scratch = self._programs.get("extract", *sizes)(self._pools[0], zeros, layers)
-            self._pools[0] = program(self._pools[0], zeros, scratch, layers)
+            zeros = np.zeros(sizes, np.int32)
+            scratch = self._programs.get("extract", *sizes)(self._pools[0], zeros)
+            self._pools[0] = program(self._pools[0], zeros, scratch)
             return self._pools[0]
         if kind == "compact":
             nothing = self._programs.nothing_compacted(*sizes)
-            self._pools[0], index_LKB = program(self._pools[0], *nothing, self._rotation, self._layers(0))
+            self._pools[0], index_LKB = program(self._pools[0], *nothing, self._rotation)
             return index_LKB
-        if kind == "prefer":
-            arrays, query_LWHD, _ = self._programs.nothing_compacted(*sizes)
-            prompt = {name: arrays[name] for name in compaction.PROMPT_ARRAYS}
-            return program(self._pools[0], prompt, query_LWHD, self._rotation, self._layers(0))
         if kind == "end":
             rows, n = sizes
             x_TE = self._upload(np.zeros((rows, self.config.hidden_size), np.float32))
@@ -242,12 +230,8 @@ class Runner(DevicePool):
         names = reductions.ARRAYS[measure[0]] if measure else ()
         arrays = self._programs.padding(names, rows, entries)
         chosen_L = np.ones(layers if measure else 0, np.bool_)
-        own: dict[str, Any] = {
-            name: np.zeros((self._depth, entries), np.int32) for name in LAYER_ARRAYS if kind == "layered"
-        }
-        place = StagePlace(self._layers(0), **own)
         x_TE, self._pools[0], _ = program(
-            self._weights.stages[0], self._pools[0], x_TE, inputs, self._rotation, chosen_L, arrays, place
+            self._weights.stages[0], self._pools[0], x_TE, inputs, self._rotation, chosen_L, arrays
         )
         return x_TE
 
@@ -264,14 +248,12 @@ class Runner(DevicePool):
         """Names of programs. end: layer after which steps that measure end (0: the last). tokens: of a prompt that is
         compressed.
         """
-        by_layer = compression is not None and compression.method in BY_LAYER
-        names = self._programs.names(measures, end, by_layer, shapes=shapes, segments=segments)
+        names = self._programs.names(measures, end, shapes=shapes, segments=segments)
         if compression is not None:
             sizes: Sequence[int] = compaction.buckets(compression, self._rotation.cos_NR.shape[0])
             if tokens is not None:
                 sizes = [compaction.bucket(tokens)]
-            kinds = ("prefer", "compact") if SCORERS[compression.method].needs_preference else ("compact",)
-            names += [(kind, compression.program, size) for kind in kinds for size in sizes]
+            names += [("compact", compression.program, size) for size in sizes]
         return names
 
     def step(self, step: Step) -> StepResult:
@@ -290,17 +272,9 @@ class Runner(DevicePool):
         found = []
         for first in range(begin, end, self._depth):
             i = first // self._depth
-            at = self._array(i)
             program, chosen_L, measured_by = self._stage_program(step, first, min(self._depth, end - first))
-            place = StagePlace(self._layers(i))
-            if step.by_layer is not None:
-                layers = slice(i * self._depth, (i + 1) * self._depth)
-                unit_LS: Any = self._units(step.by_layer.page_LS, step.by_layer.lender_LS)[layers]
-                seen_LS: Any = step.by_layer.seen_LS[layers]
-                place = StagePlace(self._layers(i), unit_LS, seen_LS)
-            weights, rotation = self._weights.stages[i], self._rotation
-            x_TE, self._pools[at], found_L = program(
-                weights, self._pools[at], x_TE, inputs, rotation, chosen_L, measured_by, place
+            x_TE, self._pools[i], found_L = program(
+                self._weights.stages[i], self._pools[i], x_TE, inputs, self._rotation, chosen_L, measured_by
             )
             if len(chosen_L):
                 found.append((found_L, chosen_L))
@@ -315,16 +289,13 @@ class Runner(DevicePool):
     def _stage_program(
         self, step: Step, first: int, count: int
     ) -> tuple[Any, NDArray[np.bool_], Mapping[str, NDArray[np.int32]]]:
-        key = ("stage" if step.by_layer is None else "layered", len(step.token_T), len(step.page_S), count)
+        key = ("stage", len(step.token_T), len(step.page_S), count)
         low, high = step.measure.layers if step.measure else (0, 0)
         layer_L = np.arange(first, first + count)
         chosen_L = (low <= layer_L) & (layer_L < high)
         if step.measure is None or not chosen_L.any():
             return self._programs.get(*key), chosen_L[:0], {}
         return self._programs.get(*key, step.measure.what, step.measure.segments), chosen_L, step.measure.arrays
-
-    def _units(self, page_LS: NDArray[np.int32], lender_LS: NDArray[np.int32]) -> NDArray[np.int32]:
-        return (lender_LS % self.reach * self._pages + page_LS).astype(np.int32)
 
     def _upload(self, residual_TE: NDArray[np.float32] | Residual) -> jax.Array:
         """A copy of its own: the first stage takes it over."""
@@ -374,23 +345,17 @@ class Runner(DevicePool):
         """Copy the KV that a compression keeps to other slots, in place. Waits for nothing.
 
         Args:
-            compression: its budget is the number of target slots, if all layers keep as many.
+            compression: its budget is the number of target slots.
             source_N: slot (page * C + slot) of each token of the prompt.
             offset_N: RoPE offset of each key.
-            target_B: slots to write, none twice; whole pages where layers keep other numbers, whose units are enough.
+            target_B: slots to write, none twice.
             query_LWHD: rotated queries of the prompt's last rows in all layers, if the scorer asks for them.
             mass_LN: attention that each token received in all layers, likewise.
         """
-        layers, by_layer, number_L = self.config.num_layers, compression.method in BY_LAYER, None
-        self._check_copy(source_N, target_B, offset_N, (0, layers))
-        fits = len(target_B) % self.page_size == 0 if by_layer else len(target_B) == compression.budget
-        if not fits or len(source_N) <= compression.budget:
+        self._check_copy(source_N, target_B, offset_N, (0, self.config.num_layers))
+        if not len(target_B) == compression.budget < len(source_N):
             raise ValueError(f"{compression} of {len(source_N)} tokens has {len(target_B)} slots")
-        if by_layer:
-            arrays = self._laid(compression, source_N, offset_N, target_B, query_LWHD)
-            number_L = arrays["kept_L"]
-        else:
-            arrays = compaction.arrays_of(compression, layers, source_N, offset_N, target_B)
+        arrays = compaction.arrays_of(compression, source_N, offset_N, target_B)
         tokens = len(arrays["source_N"])
         program = self._programs.get("compact", compression.program, tokens)
         if mass_LN is not None:
@@ -398,40 +363,10 @@ class Runner(DevicePool):
         indexes = []
         for i, first in enumerate(self.stages[:-1]):
             stage = slice(first, first + self._depth)
-            of_stage = {name: x[stage] if "_L" in name else x for name, x in arrays.items()}
             measured = [None if x is None else x[stage] for x in (query_LWHD, mass_LN)]
-            at = self._array(i)
-            self._pools[at], index_LKB = program(self._pools[at], of_stage, *measured, self._rotation, self._layers(i))
+            self._pools[i], index_LKB = program(self._pools[i], arrays, *measured, self._rotation)
             indexes.append(index_LKB)
-        return compaction.Kept(compression.budget, indexes, number_L)
-
-    def _laid(
-        self,
-        compression: Compression,
-        source_N: NDArray[np.int32],
-        offset_N: NDArray[np.int32],
-        target_B: NDArray[np.int32],
-        query_LWHD: NDArray[np.float32] | None,
-    ) -> Mapping[str, NDArray[np.int32]]:
-        prompt = compaction.prompt_arrays(source_N, offset_N)
-        tokens, scorer = len(prompt["source_N"]), SCORERS[compression.method]
-        preference_L = None
-        if scorer.needs_preference:
-            assert query_LWHD is not None
-            program = self._programs.get("prefer", compression.program, tokens)
-            found = [
-                program(self._pools[self._array(i)], prompt, query_LWHD[first : first + self._depth], self._rotation,
-                        self._layers(i))
-                for i, first in enumerate(self.stages[:-1])
-            ]  # fmt: skip
-            preference_L = np.concatenate([np.asarray(of_stage_L) for of_stage_L in found])
-        numbers = quota(compression, scorer, self.config.num_layers, len(source_N), preference_L)
-        layout = LayerLayout(numbers.kept_L, self.reach)
-        containers = (target_B[:: self.page_size] // self.page_size)[: layout.containers(self.page_size)]
-        table = layout.table(containers.tolist(), self.page_size)
-        unit_LU = self._units(table.page_LS, table.lender_LS)
-        room = -(-tokens // self.page_size) - unit_LU.shape[1]
-        return {**prompt, "unit_LU": np.pad(unit_LU, ((0, 0), (0, room))), **numbers._asdict()}
+        return compaction.Kept(compression.budget, indexes)
 
     def _check(self, step: Step, begin: int, end: int) -> None:
         if begin not in self.stages[:-1] or not begin < end <= self.config.num_layers:

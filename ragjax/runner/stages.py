@@ -14,13 +14,13 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ragjax.core import NEVER, Measure, RowShape
+from ragjax.core import Measure, RowShape
 from ragjax.kernels import sampling
 from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.attention.split import merge_states
 from ragjax.kernels.blocks import Blocks, visible_blocks
 from ragjax.kernels.cpu.op import PackedMatrix
-from ragjax.kernels.pages import Pages, as_units, write_pages
+from ragjax.kernels.pages import Pages, write_pages
 from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.rope import Rotation
 from ragjax.kernels.table import PageTable, Rows
@@ -30,7 +30,6 @@ from ragjax.runner.mesh import AXES, HEADS, POOL
 from ragjax.runner.weights import Leaves, Parameters
 
 OUTSIDE = 2**30  # a slot beyond any pool
-LAYER_ARRAYS = ("unit_LS", "seen_LS")  # the arrays of a `StagePlace` whose layers have pages of their own
 
 Measured = tuple[Measure, int]
 """What a stage measures, and how many segments its program serves."""
@@ -88,30 +87,6 @@ class StageInputs:
     sharing: SharedRows | None
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StagePlace:
-    """Where a stage's layers are in its pool, and which pages they read there; int32.
-
-    layer_L: places of the layers (None: they are the pool's). unit_LS: page of each entry in each layer, as
-    `kernels.pages.as_units` counts (None: those of the entries, in all). seen_LS: how many of its slots count.
-    """
-
-    layer_L: jax.Array | None = None
-    unit_LS: jax.Array | None = None
-    seen_LS: jax.Array | None = None
-
-    def at(self, layer: jax.Array) -> jax.Array:
-        return layer if self.layer_L is None else self.layer_L[layer]
-
-    def entries(self, layer: jax.Array, common: PageTable) -> PageTable | None:
-        if self.unit_LS is None or self.seen_LS is None:
-            return None
-        seen_SC = jnp.arange(common.index_SC.shape[1]) < self.seen_LS[layer][:, None]
-        index_SC = jnp.where(seen_SC, common.index_SC, jnp.int32(NEVER))
-        return replace(common, page_S=self.unit_LS[layer], index_SC=index_SC)
-
-
 def begin(
     spec: Spec, shape: RowShape, ends: Parameters, rotation: Rotation, step: dict[str, jax.Array]
 ) -> tuple[jax.Array, StageInputs]:
@@ -151,13 +126,12 @@ def stage(
     rotation: Rotation,
     chosen_L: jax.Array,
     arrays: Mapping[str, jax.Array],
-    place: StagePlace,
 ) -> tuple[jax.Array, Pages, jax.Array]:
     """Run the first `layers` layers of a stage on residual rows, float32 [T, E].
 
     backends: of attention, of each part, and of shared keys if the step has places for them. measure: what the layers
     of `chosen_L` (bool [layers]) measure of the rows of the last part. pool: donated, the rows' KV is written into it.
-    arrays: what the measure takes, int32 (`reductions.measure.ARRAYS`). place: of the stage in the pool.
+    arrays: what the measure takes, int32 (`reductions.measure.ARRAYS`).
 
     Returns:
         Residual rows behind these layers, the pool, and per layer what is measured (zeros of those not chosen).
@@ -171,7 +145,7 @@ def stage(
         q_THD, k_TKD, v_TKD = block.project(x_TE, inputs.cos_TR, inputs.sin_TR, inputs.live)
         index = jnp.asarray(index, jnp.int32)
         chosen = chosen_L[index] if measure else jnp.zeros((), jnp.bool_)
-        out_THD, pool, found = attend(q_THD, k_TKD, v_TKD, pool, index, inputs, rotation, chosen, arrays, place)
+        out_THD, pool, found = attend(q_THD, k_TKD, v_TKD, pool, index, inputs, rotation, chosen, arrays)
         return block.finish(x_TE, out_THD, inputs.live), pool, found
 
     if spec.scanned:
@@ -213,19 +187,13 @@ def _sharded_attention(
         rotation: Rotation,
         chosen: jax.Array,
         arrays: Mapping[str, jax.Array],
-        place: StagePlace,
     ) -> tuple[jax.Array, Pages, jax.Array]:
-        at_layer = place.at(layer)
-        pool = write_pages(pool, at_layer, inputs.slot_T, k_TKD, v_TKD)
+        pool = write_pages(pool, layer, inputs.slot_T, k_TKD, v_TKD)
         found_parts = []
-        own = place.entries(layer, inputs.entries)
 
         def look(rows: Rows, blocks: Blocks, block_rows: int) -> View:
-            where: Any = (pool, at_layer, inputs.entries)
-            if own is not None:
-                where, blocks = (as_units(pool), 0, own), visible_blocks(rows, own, block_rows)
-            pages, layer, entries = where
-            return View(rows, pages, layer, entries, rotation, blocks, spec.scale, block_rows, spec.widen, spec.cap)
+            settings = (spec.scale, block_rows, spec.widen, spec.cap)
+            return View(rows, pool, layer, inputs.entries, rotation, blocks, *settings)
 
         for (at, block_rows), blocks, backend in zip(_places(shape), inputs.blocks, backends, strict=False):
             view = look(_part(inputs.rows, at), blocks, block_rows)
@@ -243,9 +211,7 @@ def _sharded_attention(
         # decoding tokens measure nothing: what is measured is that of the last part, `at` and `view` of the loop
         of_rows = {name: x[at] if name.endswith("_T") else x for name, x in arrays.items()}
         lse_TH = found_parts[-1][1]
-        if what is Measure.DEVIATION:  # its slots are those of the pool as it is
-            view = replace(view, pages=pool, layer=at_layer)
-        found = reductions.measure(what, segments, q_THD[at], k_TKD[at], v_TKD[at], lse_TH, view, of_rows, chosen)
+        found = reductions.measure(what, segments, q_THD[at], k_TKD[at], lse_TH, view, of_rows, chosen)
         found = reductions.behind(what, found, at.start)
         # adds 0: the next layer has to wait for this before it writes the pool, or XLA would copy the pool
         out_THD = out_THD + jnp.minimum(jnp.abs(found).min(), 0.0)
@@ -254,7 +220,7 @@ def _sharded_attention(
     sharded = jax.shard_map(
         attend,
         mesh=spec.mesh,
-        in_specs=(HEADS, HEADS, HEADS, POOL, P(), P(), P(), P(), P(), P()),
+        in_specs=(HEADS, HEADS, HEADS, POOL, P(), P(), P(), P(), P()),
         out_specs=(HEADS, POOL, P()),
         check_vma=False,
     )

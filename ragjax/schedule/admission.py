@@ -41,13 +41,12 @@ class Preview(Allocation):
 
 @dataclass(frozen=True)
 class Allocations:
-    """Makes what requests will hold; nothing is held yet. reach: layers that may use each other's units."""
+    """Makes what requests will hold; nothing is held yet."""
 
     requests: Requests
     cache: KnowledgeCache
     limits: StepLimits
     stages: tuple[int, ...]
-    reach: int = 0
 
     def make(self, state: RequestState, kind: type[A]) -> A:
         in_front = self.requests.in_front
@@ -58,7 +57,6 @@ class Allocations:
             decode_tokens=state.decode_tokens,
             limits=self.limits,
             stages=self.stages,
-            reach=self.reach,
             cold=state.may_load,
             forced=min(state.forced_tokens, state.decode_tokens),
             spare=len(in_front),

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import Chosen, Grid, Residual, RowShape, Step, StepMeasure
-from ragjax.core.passes import LayerTable
 from ragjax.core.step import STEP_ARRAYS, padding
 from ragjax.schedule.rows import PendingRows, SpanTable
 from ragjax.schedule.state import RequestState
@@ -249,13 +248,6 @@ def put_table(step: Step, entry: int, request: int, table: SpanTable, begin: int
     step.index_SC[at] = table.index_SC[taken]
     step.hide_from_SC[at] = table.hide_from_SC[taken]
     step.hide_until_SC[at] = table.hide_until_SC[taken]
-    if step.by_layer is None:
-        return
-    step.by_layer.page_LS[:, at] = table.page_S[taken]
-    if table.by_layer is not None:
-        end = max(begin, min(end, table.by_layer.page_LS.shape[1]))
-        for mine_LS, whole_LS in zip(vars(table.by_layer).values(), vars(step.by_layer).values(), strict=True):
-            whole_LS[:, entry : entry + end - begin] = mine_LS[:, begin:end]
 
 
 def _empty_step(shape: RowShape, need: int, page_size: int, pending: Sequence[PendingRows], grid: Grid) -> Step:
@@ -267,9 +259,7 @@ def _empty_step(shape: RowShape, need: int, page_size: int, pending: Sequence[Pe
         segments = grid.fit_segments(max(one.segments for one in measured)) if "segment_SC" in arrays else 0
         layers = min(one.layers[0] for one in measured), max(one.layers[1] for one in measured)
         measure = StepMeasure(measured[0].what, layers, arrays, segments)
-    tables = [one.table.by_layer for one in pending if one.table.by_layer is not None]
-    by_layer = LayerTable.common(np.zeros(entries, np.int32), len(tables[0].page_LS), page_size) if tables else None
-    return replace(empty_step(shape, entries, page_size), layers=first.layers, measure=measure, by_layer=by_layer)
+    return replace(empty_step(shape, entries, page_size), layers=first.layers, measure=measure)
 
 
 def _fill(step: Step, part: ScheduledRows, request: int, shared: int) -> None:

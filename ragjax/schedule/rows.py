@@ -14,17 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import NEVER, Chosen, Compaction, Measure, Move, Pass, Residual, Results, Run, Span, StepMeasure
-from ragjax.core.passes import LayerTable
 
 if TYPE_CHECKING:
     from ragjax.schedule.state import RequestState
 
 
 class SpanTable:
-    """Spans as entries: one per page and offset, so that short runs share one; int32 arrays [S] and [S, C].
-
-    by_layer: of its first entries, if the first span has a layout.
-    """
+    """Spans as entries: one per page and offset, so that short runs share one; int32 arrays [S] and [S, C]."""
 
     def __init__(self, spans: Sequence[Span], page_size: int):
         entries = _Entries()
@@ -40,9 +36,6 @@ class SpanTable:
             if span.hidden[0] < span.hidden[1]:
                 self.hide_from_SC.reshape(-1)[slot] = span.hidden[0]
                 self.hide_until_SC.reshape(-1)[slot] = span.hidden[1]
-        self.by_layer: LayerTable | None = None
-        if spans and (layout := spans[0].layout) is not None:  # its last page may be named more than once
-            self.by_layer = layout.table(spans[0].run.pages[: layout.containers(page_size)], page_size)
         self._last = slots[-1] if slots else np.zeros(0, np.intp)
         self._lasting: NDArray[np.int64] | None = None
 
@@ -62,9 +55,6 @@ class SpanTable:
 
     def relocate(self, moved: Mapping[int, int]) -> None:
         self.page_S = np.array([moved[page] for page in self.page_S.tolist()], np.int32)
-        if self.by_layer is not None:
-            page_LS = np.vectorize(moved.__getitem__, otypes=[np.int32])(self.by_layer.page_LS)
-            self.by_layer = replace(self.by_layer, page_LS=page_LS)
         self._lasting = None
 
     def show(self, token: int, index: int) -> None:
@@ -274,17 +264,12 @@ class PendingRows:
         assert measure is not None
         low, high = measure.layers
         measured = measured[low - first : high - first]
-        if measure.what is Measure.SEGMENT_SCORE:
-            part, axis = measured[:, rows, : measure.segments], 1
-        elif measure.what is Measure.QUERY:
-            part, axis = measured[:, rows], 1
-        elif measure.what is Measure.DEVIATION:
-            part, axis = measured[..., rows], 2
-        else:
+        if measure.what in (Measure.KEY_SCORE, Measure.VALUED_SCORE):
             part = self.table.by_index(measured[..., entry : entry + len(self.table), :], self.context)
             self.measured = part if self.measured is None else self.measured + part
             return
-        self.measured = part if self.measured is None else np.concatenate([self.measured, part], axis)
+        part = measured[:, rows, : measure.segments] if measure.what is Measure.SEGMENT_SCORE else measured[:, rows]
+        self.measured = part if self.measured is None else np.concatenate([self.measured, part], axis=1)
 
     def carried(self) -> Carried:
         rows = [np.arange(row, row + count, dtype=np.int32) for row, count, _ in self.ended]
@@ -305,7 +290,7 @@ class PendingRows:
             if what is Measure.VALUED_SCORE:
                 found |= {Measure.KEY_SCORE: values[:, 0], Measure.VALUED_SCORE: values[:, 1]}
             else:
-                found[what] = values.swapaxes(0, 1) if what is Measure.DEVIATION else values
+                found[what] = values
         return {what: value for what, value in found.items() if what in measures or what is Measure.LOGITS}
 
 

@@ -146,7 +146,7 @@ BLOCK_ROWS = 48
 """Rows that would take as long to compute as a block of rows, of any size, costs: it sweeps a thousand keys or so."""
 
 
-Shapes = Callable[[tuple[int, int], StepMeasure | None, bool], tuple[RowShape, ...]]
+Shapes = Callable[[tuple[int, int], StepMeasure | None], tuple[RowShape, ...]]
 """Tells the shapes of steps that no program is missing for; the bool: layers read pages of their own."""
 
 
@@ -215,8 +215,7 @@ class Scheduler:
             return self.grid.rows
         pending = [rows_of(state) for state in states]
         measure = next((one.measure_now for one in pending if one.measure_now is not None), None)
-        by_layer = any(one.table.by_layer is not None for one in pending)
-        return self._shapes(pending[-1].layers, measure, by_layer)
+        return self._shapes(pending[-1].layers, measure)
 
     def moving(self) -> list[RequestState]:
         """Requests whose next step is a move, of KV that is on the device."""

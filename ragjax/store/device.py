@@ -1,4 +1,4 @@
-"""The device tier's arrays: page pools of the layers of one stage each, or of all.
+"""The device tier's arrays: a page pool for the layers of each stage.
 
 A pool is created once, donated to every step that writes it, and carried through (design: one donated array per stage,
 never a scan input or output). Zeros at the start matter: an unused slot must be finite.
@@ -46,24 +46,19 @@ def cuts(pages: int, buckets: Sequence[int] = BUCKETS) -> Iterator[slice]:
             begin += size
 
 
-def extract(pool: Pages, page_P: jax.Array, layer_L: jax.Array | None = None) -> Pages:
-    """Copies of the pages with these numbers (int32, within the pool), of some layers if not all (int32)."""
+def extract(pool: Pages, page_P: jax.Array) -> Pages:
+    """Copies of the pages with these numbers (int32, within the pool)."""
 
     def take(pool_LPKCD: jax.Array) -> jax.Array:
-        return pool_LPKCD.at[_places(layer_L, page_P)].get(mode="promise_in_bounds")
+        return pool_LPKCD.at[:, page_P].get(mode="promise_in_bounds")
 
     return Pages(take(pool.k_LPKCD), take(pool.v_LPKCD))
 
 
-def insert(pool: Pages, page_P: jax.Array, new: Pages, layer_L: jax.Array | None = None) -> Pages:
-    """Overwrite the pages with these numbers (none twice), in some layers if not all."""
+def insert(pool: Pages, page_P: jax.Array, new: Pages) -> Pages:
+    """Overwrite the pages with these numbers (none twice)."""
 
     def put(pool_LPKCD: jax.Array, new_LPKCD: jax.Array) -> jax.Array:
-        at = pool_LPKCD.at[_places(layer_L, page_P)]
-        return at.set(new_LPKCD, mode="promise_in_bounds", unique_indices=True)
+        return pool_LPKCD.at[:, page_P].set(new_LPKCD, mode="promise_in_bounds", unique_indices=True)
 
     return Pages(put(pool.k_LPKCD, new.k_LPKCD), put(pool.v_LPKCD, new.v_LPKCD))
-
-
-def _places(layer_L: jax.Array | None, page_P: jax.Array) -> Any:
-    return (slice(None), page_P) if layer_L is None else (layer_L[:, None], page_P)

@@ -21,8 +21,9 @@ KEEP = jax.jit(keep, static_argnames="most")
 @functools.partial(jax.jit, static_argnames=("compression", "most"))
 def chosen(s, evidence, kept, recent, number, edges, compression, most):  # type: ignore[no-untyped-def]
     """Of stacked layers, as the runner does it."""
-    one = functools.partial(choose, compression=compression, most=most)
-    return jax.vmap(one)(s, evidence, kept, recent, number, edges)
+    return jax.vmap(
+        lambda s, evidence: choose(s, evidence, kept, recent, number, edges, compression=compression, most=most)
+    )(s, evidence)
 
 
 @functools.partial(jax.jit, static_argnames="method")
@@ -56,6 +57,21 @@ def test_the_window_and_the_best_others_are_kept(kind: str, count: int) -> None:
         assert kept_of(s, first, count, size, recent, most) == eviction.kept(s, first, count, size, recent)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_quota_has_recent_tokens_and_sources(method: str) -> None:
+    found = quota(Compression(method, 100, GraphKV(sources=0.25)), SCORERS[method], 1000)  # type: ignore[arg-type]
+    assert found == (100, 50 if method == "h2o" else 32, 25, 32)
+    plain = Compression(method, 64)  # type: ignore[arg-type]
+    assert quota(plain, SCORERS[method], 1000).sources == 0
+    assert [quota(plain, SCORERS[method], count).kept for count in (33, 64, 65)] == [33, 64, 64]
+
+
+def test_a_share_of_sources_is_not_rounded_up_by_arithmetic() -> None:
+    """0.7 * 10 is 7.000000000000001 for 0.1 * 7 * 10; a source too many would be chosen."""
+    asked = Compression("snapkv", 10, GraphKV(sources=0.1 * 7), window=2)
+    assert quota(asked, SCORERS["snapkv"], 1000).sources == 7
+
+
 def test_a_prompt_within_the_budget_is_whole() -> None:
     assert kept_of(np.zeros(N), np.zeros(N), 20, 20, 6, 32) == list(range(20))
     assert kept_of(np.zeros(N), np.zeros(N), 12, 20, 6, 32) == list(range(12))
@@ -86,20 +102,17 @@ GRAPHS = [None, GraphKV(neighbours=4, order="mutual"), GraphKV(neighbours=4, ord
 @pytest.mark.parametrize("heads", ["all", "each"])
 @pytest.mark.parametrize("method", METHODS)
 def test_layers_keep_what_the_papers_keep(method: str, heads: str, graph: GraphKV | None) -> None:
-    """From scores to indexes, with budgets by layer."""
     count, layers = 50, 3
     compression = Compression(method, 20, graph, heads, W)  # type: ignore[arg-type]
     evidence, scorer = prompt(len(method), count), SCORERS[method]
     score = scored(evidence, method)
-    numbers = quota(compression, scorer, layers, count, np.asarray(score.preference))
-    assert numbers.kept_L.sum() == layers * 20
+    size, recent, number, _ = numbers = quota(compression, scorer, count)
     # the choice does not look at the method: one program serves all
     same = Compression("snapkv", 20, graph, heads, W)  # type: ignore[arg-type]
-    found = np.asarray(chosen(score.s_NK, evidence, *map(jnp.asarray, numbers), same, 40))
+    found = np.asarray(chosen(score, evidence, *map(jnp.int32, numbers), same, 40))
     assert found.shape == (layers, K if heads == "each" else 1, 40)
     for layer in range(layers):
-        s, k = (np.asarray(x[layer]) for x in (score.s_NK, evidence.k_NKD))
-        size, recent, number, _ = (int(x[layer]) for x in numbers)
+        s, k = (np.asarray(x[layer]) for x in (score, evidence.k_NKD))
         for node in range(found.shape[1]):
             own = slice(None) if heads == "all" else slice(node, node + 1)
             first = s.mean(1) if heads == "all" else s[:, min(node, s.shape[1] - 1)]
@@ -123,7 +136,7 @@ def test_the_graph_keeps_keys_that_are_less_alike() -> None:
 
     def redundancy(graph: GraphKV | None) -> float:
         edges = graph.neighbours if graph else 0
-        numbers = (jnp.full(1, x, jnp.int32) for x in (16, 2, 5, edges))
+        numbers = (jnp.int32(x) for x in (16, 2, 5, edges))
         compression = Compression("snapkv", 16, graph, window=2)
         index_B = np.asarray(chosen(jnp.asarray(s)[None, :, None], evidence, *numbers, compression, 16)[0, 0])
         kept = k[index_B[:-2]].reshape(14, -1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragjax.compress import SCORERS, Evidence, Score
+from ragjax.compress import SCORERS, Evidence
 from ragjax.core.compression import BY_MASS, BY_QUERIES, METHODS
 from tests.support import eviction
 
@@ -17,7 +17,7 @@ N, K, G, D, W = 48, 2, 3, 8, 5
 
 
 @jax.jit
-def _scored(evidence: Evidence) -> dict[str, Score]:
+def _scored(evidence: Evidence) -> dict[str, jax.Array]:
     return {name: scorer.score(evidence) for name, scorer in SCORERS.items()}
 
 
@@ -43,13 +43,10 @@ def layer(seed: int, count: int, kind: str = "random", rows: int = W) -> Evidenc
 
 def wanted(evidence: Evidence) -> dict[str, np.ndarray]:
     k, q, count = np.asarray(evidence.k_NKD), np.asarray(evidence.q_WHD), int(evidence.count)
-    snapkv = eviction.snapkv(k, q, count)
     return {
-        "snapkv": snapkv,
-        "pyramidkv": snapkv,
+        "snapkv": eviction.snapkv(k, q, count),
         "h2o": np.where(np.arange(N)[:, None] < count, np.asarray(evidence.mass_NK), 0),
         "knorm": eviction.knorm(k, count),
-        "cake": eviction.cake(k, q, count)[0],
     }
 
 
@@ -63,28 +60,13 @@ def test_scores_are_the_papers(kind: str, count: int) -> None:
     evidence = layer(count, count, kind)
     found, want = _scored(evidence), wanted(evidence)
     for name in SCORERS:
-        score = np.asarray(found[name].s_NK)
+        score = np.asarray(found[name])
         assert score.dtype == np.float32 and (score >= 0).all(), name
         # window rows are kept whatever their score: what a scorer gives them says nothing
         np.testing.assert_allclose(
             score[: count - W], want[name][: count - W], rtol=2e-4, atol=1e-5, err_msg=f"{name} {kind} {count}"
         )
         assert not score[count:].any(), name
-
-
-@pytest.mark.parametrize("kind", ["random", "duplicates", "zeros", "peaked"])
-def test_a_layers_preference_is_cakes(kind: str) -> None:
-    evidence = layer(1, 40, kind)
-    found = _scored(evidence)
-    k, q = np.asarray(evidence.k_NKD), np.asarray(evidence.q_WHD)
-    assert float(found["cake"].preference) == pytest.approx(eviction.cake(k, q, 40)[1], rel=1e-3)
-    assert {name for name in SCORERS if float(found[name].preference) != 1} == {"cake"}
-    assert {name for name, scorer in SCORERS.items() if scorer.needs_preference} == {"cake"}
-
-
-def test_a_window_of_one_row_has_no_variance() -> None:
-    found = _scored(layer(2, 30, rows=1))["cake"]
-    assert np.isfinite(found.s_NK).all() and float(found.preference) == 0
 
 
 def test_layers_are_mapped() -> None:
@@ -94,7 +76,7 @@ def test_layers_are_mapped() -> None:
     both = jax.vmap(_scored)(stacked)
     for name in SCORERS:
         for i, evidence in enumerate((one, two)):
-            np.testing.assert_allclose(both[name].s_NK[i], _scored(evidence)[name].s_NK, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(both[name][i], _scored(evidence)[name], rtol=1e-4, atol=1e-6)
 
 
 def test_logits_have_the_models_scale_and_cap() -> None:
@@ -102,7 +84,7 @@ def test_logits_have_the_models_scale_and_cap() -> None:
     k, q = np.asarray(evidence.k_NKD), np.asarray(evidence.q_WHD)
     plain = eviction.snapkv(k, q, 40)[: 40 - W]
     for scale, cap in ((0.7, None), (None, 0.5), (0.7, 0.5)):
-        score = np.asarray(SCORERS["snapkv"].score(replace(evidence, scale=scale, cap=cap)).s_NK)[: 40 - W]
+        score = np.asarray(SCORERS["snapkv"].score(replace(evidence, scale=scale, cap=cap)))[: 40 - W]
         np.testing.assert_allclose(score, eviction.snapkv(k, q, 40, scale, cap)[: 40 - W], rtol=2e-4, atol=1e-6)
         assert np.abs(score - plain).max() > 1e-3
 
@@ -114,7 +96,7 @@ def test_bfloat16_bits_are_keys() -> None:
     as_floats = Evidence(rounded.astype(jnp.float32), evidence.v_NKD, evidence.count, evidence.q_WHD, evidence.mass_NK)
     as_bits = Evidence(bits, evidence.v_NKD, evidence.count, evidence.q_WHD, evidence.mass_NK)
     for name, score in _scored(as_bits).items():
-        np.testing.assert_allclose(score.s_NK, _scored(as_floats)[name].s_NK, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(score, _scored(as_floats)[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(BY_QUERIES | BY_MASS))
@@ -130,4 +112,4 @@ def test_the_others_need_keys_only() -> None:
     others = sorted(SCORERS.keys() - BY_QUERIES - BY_MASS)
     assert others == ["knorm"]
     for name in others:
-        np.testing.assert_array_equal(SCORERS[name].score(bare).s_NK, SCORERS[name].score(evidence).s_NK)
+        np.testing.assert_array_equal(SCORERS[name].score(bare), SCORERS[name].score(evidence))

@@ -52,7 +52,7 @@ def test_an_answer_sees_what_is_kept_and_nothing_else(method: str, more: Mapping
     assert answer.exact_to is None and answer.compression == compression and answer.kept == 48
 
 
-@pytest.mark.parametrize("method", ["snapkv", "pyramidkv", "cake"])
+@pytest.mark.parametrize("method", ["snapkv", "h2o"])
 def test_a_budget_of_the_whole_prompt_changes_nothing(method: str) -> None:
     prompt = tiny.prompt()
     with tiny.engine() as engine:
@@ -111,14 +111,14 @@ def test_shared_pages_are_never_written() -> None:
         runs = [node.run for node in engine._cache.tree.nodes() if node.run is not None]
         slots = np.unique(np.concatenate([run.slots(tiny.PAGE) for run in runs]))
         before = engine._runner.read(slots)
-        for method, graph in (("snapkv", None), ("snapkv", GraphKV()), ("pyramidkv", None), ("cake", GraphKV())):
+        for method, graph in (("snapkv", None), ("snapkv", GraphKV()), ("knorm", None)):
             engine.answer_prompt(prompt, compression=setting(method, graph=graph), max_tokens=20)
         for old, new in zip(before, engine._runner.read(slots), strict=True):
             np.testing.assert_array_equal(new, old)
         audit_engine(engine)
 
 
-@pytest.mark.parametrize("method", ["snapkv", "cake"])
+@pytest.mark.parametrize("method", ["snapkv", "h2o"])
 def test_the_next_turn_finds_the_prompt_and_not_the_answer(method: str) -> None:
     """KV of an answer over a part of the prompt is for nobody else; the prompt's own KV is whole, and exact."""
     prompt = tiny.prompt()
@@ -134,7 +134,7 @@ def test_the_next_turn_finds_the_prompt_and_not_the_answer(method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", few(["snapkv", "pyramidkv", "cake"], ["snapkv", "cake"]))
+@pytest.mark.parametrize("method", few(["snapkv", "h2o"], ["snapkv"]))
 def test_prompt_lookup_and_pauses_do_not_change_compressed_answers(method: str) -> None:
     prompts = [tiny.prompt(i) for i in (0, 2, 4, 5)]
     given: dict[str, Any] = {"compression": setting(method, graph=GraphKV()), "max_tokens": 150}
@@ -261,7 +261,7 @@ def test_a_client_cannot_have_any_number_of_programs_compiled(monkeypatch: pytes
     with tiny.engine() as engine:
         for given in ("knorm:40", "knorm:60", "snapkv:40", "snapkv:400"):
             engine.answer_prompt(tiny.prompt(), compression=given, max_tokens=1)
-        error = refusal(engine, compression="cake:40")
+        error = refusal(engine, compression="h2o:40")
         assert error.param == "rag.compression" and "knorm:64, snapkv:64" in str(error)
         assert engine.answer_prompt(tiny.prompt(), compression="knorm:50", max_tokens=1).kept == 50
 
@@ -279,16 +279,16 @@ def test_a_tenant_cannot_use_up_the_programs_of_all(monkeypatch: pytest.MonkeyPa
             ask("snapkv:40", "one")
         ask("snapkv:40", "other")
         ask("knorm:40", "other")
-        ask("pyramidkv:40", "third")
+        ask("h2o:40", "third")
         with pytest.raises(RequestError, match="with its window and graph: none"):
-            ask("cake:40", "fourth")
+            ask("snapkv+graph:40", "fourth")
 
 
 def test_a_request_that_is_refused_compiles_no_compression(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "MOST_COMPRESSIONS", 1)
     with tiny.engine() as engine:
         too_long = tiny.prompt(question=engine.context_length)
-        for given in ("knorm:40", "cake:40"):
+        for given in ("knorm:40", "h2o:40"):
             with pytest.raises(RequestError, match="tokens"):
                 engine.answer_prompt(too_long, compression=given, max_tokens=1)
         assert engine.answer_prompt(tiny.prompt(), compression="snapkv:40", max_tokens=1).kept == 40

@@ -38,7 +38,7 @@ LINEAR, TREE = prompts()[0][2], prompts()[3][2]
 SYSTEM, *CHUNKS, QUESTION = LINEAR.segments
 OTHER = Segment("other", Kind.JOIN, np.arange(30, 41, dtype=np.int32))
 AGAIN = Prompt((SYSTEM, *reversed(CHUNKS), OTHER))
-COMPRESSIONS = ("snapkv+graph:40",) if STRATEGIES else ("snapkv+graph:40", "pyramidkv:40")
+COMPRESSIONS = ("snapkv+graph:40",) if STRATEGIES else ("snapkv+graph:40", "knorm:40")
 scratch = Path(tempfile.mkdtemp())
 # two KV heads on two devices each; neither the MLP nor the vocabulary is divided by four
 ODD = replace(tiny.CONFIG, intermediate_size=62, vocab_size=261)

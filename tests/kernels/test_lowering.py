@@ -164,27 +164,6 @@ def test_stage_of_a_model_lowers(
     config: ModelConfig, bucket: int, what: Measure | None, kernel: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers under shard_map, one after the other over the same pool."""
-    check_stage(config, bucket, what, kernel, stages.StagePlace(), monkeypatch)
-
-
-@pytest.mark.parametrize("bucket", [1, 3], ids=["decode", "mixed"])
-def test_stage_whose_layers_read_pages_of_their_own_lowers(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same kernels, over the pool as one layer."""
-    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    place = stages.StagePlace(shape((4,)), shape((4, 1024)), shape((4, 1024)))  # type: ignore[arg-type]
-    check_stage(LLAMA, bucket, None, [], place, monkeypatch, pool_layers=32)
-
-
-def check_stage(
-    config: ModelConfig,
-    bucket: int,
-    what: Measure | None,
-    kernel: list[str],
-    place: stages.StagePlace,
-    monkeypatch: pytest.MonkeyPatch,
-    pool_layers: int = 4,
-) -> None:
-    """Lower the programs of a step, and see which kernels they have."""
     monkeypatch.setitem(attention.BACKENDS, "triton", attention.Backend(attention_triton.attend, lambda *_: None))  # type: ignore[arg-type]
     monkeypatch.setattr(reductions_triton, "refusal", lambda *_: None)
     monkeypatch.setattr(reductions_op, "cpu_refusal", lambda *_: "lowered for a GPU")
@@ -197,7 +176,7 @@ def check_stage(
     step |= {f"{n}_SC": shape((entries, slots)) for n in ("index", "hide_from", "hide_until")}
     step["sharer_O"] = shape(row_shape.sharing[:1])
     table = Rotation(*[jax.ShapeDtypeStruct((config.context_length, 64), jnp.float32)] * 2)  # type: ignore[arg-type]
-    pool = Pages(*[jax.ShapeDtypeStruct((pool_layers, 4096, config.num_kv_heads, slots, 128), jnp.bfloat16)] * 2)  # type: ignore[arg-type]
+    pool = Pages(*[jax.ShapeDtypeStruct((layers, 4096, config.num_kv_heads, slots, 128), jnp.bfloat16)] * 2)  # type: ignore[arg-type]
     decoder = Decoder.abstract(config)
     layer, states = split_layers(decoder)
     ends_def, ends = split_ends(decoder)
@@ -212,6 +191,6 @@ def check_stage(
     probe = {name: shape(sizes[name.rsplit("_", 1)[1]]) for name in (ARRAYS[what] if what else ())}
     chosen_L = jax.ShapeDtypeStruct((layers if what else 0,), jnp.bool_)
     whole = partial(stages.stage, spec, row_shape, ("triton",) * attentions, layers, measure)
-    stage = lower(whole, tuple(leaves), pool, x_TE, inputs, table, chosen_L, probe, place)
+    stage = lower(whole, tuple(leaves), pool, x_TE, inputs, table, chosen_L, probe)
     of_layer = ["paged_interval_attention"] * attentions + kernel
     assert [one.name for one in kernels(stage)] == of_layer * layers

@@ -1,4 +1,4 @@
-"""Layer-side sums against the float64 oracle: attention scores, KV deviation and neighbouring keys."""
+"""Layer-side sums against the float64 oracle: attention scores, deviation and neighbouring keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.pages import Pages, from_storage
 from ragjax.kernels.reductions import op as reductions_op
 from ragjax.kernels.reductions import triton as reductions_triton
-from ragjax.kernels.reductions.op import key_neighbours, key_score, kv_deviation, restrict
+from ragjax.kernels.reductions.op import key_deviation, key_neighbours, key_score, restrict
 from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.view import View
 from tests.support.cases import (
@@ -192,15 +192,14 @@ def test_no_rows_by_keys_array(kind: str) -> None:
 # ------------------------------------------------------------------------------------------- deviation
 
 
-compiled_deviation = jax.jit(kv_deviation)
+compiled_deviation = jax.jit(key_deviation)
 
 
-def deviation(case: Case, new: Recomputed, sign: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    k_TKD, v_TKD, slot_T, offset_T = new.arguments
-    view = replace(case.view(), rows=new.rows)
-    found = compiled_deviation(k_TKD, v_TKD, view, slot_T, sign * offset_T)
-    assert found.key_T.dtype == found.value_T.dtype == np.float32
-    return np.asarray(found.key_T), np.asarray(found.value_T)
+def deviation(case: Case, new: Recomputed, sign: int = 1) -> np.ndarray:
+    k_TKD, slot_T, offset_T = new.arguments
+    found = compiled_deviation(k_TKD, replace(case.view(), rows=new.rows), slot_T, sign * offset_T)
+    assert found.dtype == np.float32
+    return np.asarray(found)
 
 
 @pytest.mark.parametrize(
@@ -214,33 +213,28 @@ def test_deviation_equals_oracle(name: str) -> None:
     def holds(requests: list[Request], seed: int) -> None:
         case = make_case(shape, requests, seed)
         new = recomputed(case, seed)
-        for found, what in zip(deviation(case, new), (new.want_k_T, new.want_v_T), strict=True):
-            np.testing.assert_allclose(found, what, rtol=1e-4, atol=1e-8)
-            assert not found[what == 0].any() or shape.dtype != "float32" or found[what == 0].max() < 1e-8
+        found, what = deviation(case, new), new.want_T
+        np.testing.assert_allclose(found, what, rtol=1e-4, atol=1e-8)
+        assert not found[what == 0].any() or shape.dtype != "float32" or found[what == 0].max() < 1e-8
 
     holds()
 
 
 def test_unchanged_token_deviates_by_nothing() -> None:
-    """At any offset: what is compared has been rotated to the same place."""
     case = rich_case(WIDE)
-    new = recomputed(case, SEED)
-    pages, layer = case.layout.pages, case.layout.layer
-    slot_T = np.maximum(np.asarray(new.arguments[2]), 0)
-    kept_v = pages.v_LPKCD[layer, slot_T // 16, :, slot_T % 16]
-    view = replace(case.view(), rows=new.rows)
-    found = compiled_deviation(kept_v, kept_v, view, *new.arguments[2:])
-    assert not np.asarray(found.value_T).any()
+    _, slots_T, offset_T = recomputed(case, SEED).arguments
+    slot_T = np.maximum(np.asarray(slots_T), 0)
+    kept_TKD = case.layout.pages.k_LPKCD[case.layout.layer, slot_T // 16, :, slot_T % 16]
+    view = replace(case.view(), rows=recomputed(case, SEED).rows)
+    assert not np.asarray(compiled_deviation(kept_TKD, view, slots_T, 0 * offset_T)).any()
 
 
-@pytest.mark.parametrize("fault", ["offset sign", "no offset", "keys for values"])
+@pytest.mark.parametrize("fault", ["offset sign", "no offset"])
 def test_fault_in_deviation_is_found(fault: str) -> None:
     case = rich_case(WIDE)
     new = recomputed(case, SEED)
-    key_T, _ = deviation(case, new, sign={"offset sign": -1, "no offset": 0}.get(fault, 1))
-    want_T = new.want_v_T if fault == "keys for values" else new.want_k_T
-    assert far_apart(key_T, want_T)
-    assert not far_apart(deviation(case, new)[0], new.want_k_T)
+    assert far_apart(deviation(case, new, sign={"offset sign": -1, "no offset": 0}[fault]), new.want_T)
+    assert not far_apart(deviation(case, new), new.want_T)
 
 
 # ------------------------------------------------------------------------------------------ neighbours
@@ -335,7 +329,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.pages import Pages
-from ragjax.kernels.reductions.op import kv_deviation
+from ragjax.kernels.reductions.op import key_deviation
 from tests.support import scores as t
 from tests.support.cases import NARROW, rich_case
 
@@ -343,16 +337,16 @@ case = rich_case(NARROW)
 labels = jax.tree.map(jnp.asarray, t.labels_of(case, 1))
 view = case.view()
 new = t.recomputed(case, 1)
-k, v, slot, offset = new.arguments
+k, slot, offset = new.arguments
 
 def scores(q, pages):
     local = replace(view, pages=pages)
     found = t.measure(q, paged_interval_attention(q, local)[1], local, labels, "xla")
     return found, jax.tree.map(lambda x: lax.pmean(x, "kv_heads"), found)
 
-def deviations(k, v, pages):
+def deviations(k, pages):
     local = replace(view, rows=new.rows, pages=pages)
-    return lax.psum(kv_deviation(k, v, local, slot, offset), "kv_heads")
+    return lax.psum(key_deviation(k, local, slot, offset), "kv_heads")
 
 mesh = jax.make_mesh((2,), ("kv_heads",), axis_types=(AxisType.Auto,))
 heads, pool, own = P(None, "kv_heads", None), P(None, None, "kv_heads", None, None), P("kv_heads")
@@ -361,9 +355,8 @@ own, means = jax.jit(sharded(scores, in_specs=(heads, pool), out_specs=(own, P()
 want = t.wanted(case, t.labels_of(case, 1))
 t.assert_near(t.Scores(*map(np.asarray, means)), want, "float32")
 assert all(t.far_apart(x[: len(y)], y) for x, y in zip(own, want))
-found = jax.jit(sharded(deviations, in_specs=(heads, heads, pool), out_specs=P()))(k, v, view.pages)
-np.testing.assert_allclose(found.key_T, new.want_k_T, rtol=1e-4, atol=1e-8)
-np.testing.assert_allclose(found.value_T, new.want_v_T, rtol=1e-4, atol=1e-8)
+found = jax.jit(sharded(deviations, in_specs=(heads, pool), out_specs=P()))(k, view.pages)
+np.testing.assert_allclose(found, new.want_T, rtol=1e-4, atol=1e-8)
 print("agree on", jax.device_count(), "devices")
 """
 

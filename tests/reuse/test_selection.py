@@ -152,12 +152,12 @@ def test_fused_chunk_alone_is_full_too():
 def test_blend_takes_the_highest_deviation_at_the_second_layer(seed: int):
     prompt, executor = tiny.prompt(20 + seed), Executor()
     kept = isolated(prompt)
-    key, value = deviations(prompt, kept)
+    key = deviations(prompt, kept)
     strategy = Selective("blend", Isolated(), Deviation())
     for ratio in (0.15, 0.4):
         done = executor.run(strategy, prompt, ratio)
-        measured = results_of(done, Measure.DEVIATION)[:, -1]
-        np.testing.assert_allclose(measured, [list(key.values()), list(value.values())], rtol=1e-5, atol=1e-5)
+        measured = results_of(done, Measure.DEVIATION)[-1]
+        np.testing.assert_allclose(measured, list(key.values()), rtol=1e-5, atol=1e-5)
         assert chosen_of(done, prompt) == highest(key, counted(prompt, ratio))
         np.testing.assert_allclose(done.logits, repaired(prompt, kept, chosen_of(done, prompt)), atol=1e-5)
         assert sum(r.recomputed for r in done.plan.reports) >= counted(prompt, ratio)
@@ -174,7 +174,7 @@ def literal_gradual(
     """
     k, v = kept[0].copy(), kept[1].copy()
     total, count = len(indices_of(prompt, Kind.CHUNK)), counted(prompt, ratio)
-    key, _ = deviations(prompt, kept)
+    key = deviations(prompt, kept)
     chosen = highest(key, min(2 * count, total))
     ends = [end for end in stages if 1 < end < stages[-1]]
     numbers = [round(len(chosen) + (count - len(chosen)) * s / len(ends)) for s in range(1, len(ends) + 1)]
@@ -309,14 +309,14 @@ def test_fusion_asks_the_last_question_only():
 def test_blend_sees_earlier_turns_in_the_probe():
     prompt, executor = two_turns(), Executor()
     done = executor.run(strategies()["blend"], prompt, 0.2)
-    assert chosen_of(done, prompt) == highest(deviations(prompt, isolated(prompt))[0], counted(prompt, 0.2))
+    assert chosen_of(done, prompt) == highest(deviations(prompt, isolated(prompt)), counted(prompt, 0.2))
 
 
 def test_blend_of_preprocessed_chunks():
     executor = Executor()
     prompt, kept = preprocessed(executor, tiny.prompt(25))
     done = executor.run(strategies()["fusion+blend"], prompt, 0.2)
-    assert chosen_of(done, prompt) == highest(deviations(prompt, kept)[0], counted(prompt, 0.2))
+    assert chosen_of(done, prompt) == highest(deviations(prompt, kept), counted(prompt, 0.2))
     np.testing.assert_allclose(done.logits, repaired(prompt, kept, chosen_of(done, prompt)), atol=1e-5)
 
 

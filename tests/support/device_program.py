@@ -20,7 +20,7 @@ from tests.support.audit import audit_engine
 
 PAGES = 100
 CONFIG = replace(tiny.CONFIG, head_dim=64)  # GPU kernels take heads of 64 and 128
-COMPRESSIONS = ("snapkv+graph:40", "pyramidkv:40")
+COMPRESSIONS = ("snapkv+graph:40", "knorm:40")
 MIXED = ("prefix", "naive", "full", "blend", "prefix", "anchor")
 
 

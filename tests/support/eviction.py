@@ -1,4 +1,4 @@
-"""Scores, budgets, GraphKV and the choice of tokens as the papers write them: NumPy, float64, loops over tokens."""
+"""Scores, GraphKV and the choice of tokens as the papers write them: NumPy, float64, loops over tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ragjax.compress import budget
 from ragjax.core import Compression, Kind, Prompt, Segment
 from ragjax.models.decoder import Decoder, rotation_table
 
@@ -57,24 +56,11 @@ def dense(decoder: Decoder, x: jax.Array, first: int, seen: Callable[[int, int],
     return x, found
 
 
-def budgets(layers: list[Layer], compression: Compression) -> list[int]:
-    """Tokens that each layer keeps."""
-    given = len(layers), compression.budget, compression.window, len(layers[0].k)
-    if compression.method == "pyramidkv":
-        return budget.pyramid(*given, beta=20.0).tolist()
-    if compression.method != "cake":
-        return [compression.budget] * len(layers)
-    preference = [cake(layer.k, layer.q[-compression.window :], given[3])[1] for layer in layers]
-    return budget.proportional(np.array(preference, np.float32), *given[1:]).tolist()
-
-
-def kept_of(layer: Layer, compression: Compression, size: int) -> list[list[int]]:
-    """Indexes that a layer keeps which keeps so many, by KV head."""
-    n, window = len(layer.k), layer.q[-compression.window :]
+def kept_of(layer: Layer, compression: Compression) -> list[list[int]]:
+    """Indexes that a layer keeps, by KV head."""
+    size, n, window = compression.budget, len(layer.k), layer.q[-compression.window :]
     scores = {
         "snapkv": lambda: snapkv(layer.k, window, n),
-        "pyramidkv": lambda: snapkv(layer.k, window, n),
-        "cake": lambda: cake(layer.k, window, n)[0],
         "knorm": lambda: knorm(layer.k, n),
         "h2o": lambda: layer.mass[:, None],
     }[compression.method]()
@@ -103,8 +89,7 @@ def expected(decoder: Decoder, tokens: np.ndarray, compression: Compression | No
     everything = [list(range(len(tokens)))] * decoder.config.num_kv_heads
     kept = [everything] * len(layers)
     if compression is not None:
-        sizes = budgets(layers, compression)
-        kept = [kept_of(layer, compression, size) for layer, size in zip(layers, sizes, strict=True)]
+        kept = [kept_of(layer, compression) for layer in layers]
 
     def seen(i: int, h: int) -> list[Any]:
         return [layers[i].k[kept[i][h], h], layers[i].v[kept[i][h], h]]
@@ -133,14 +118,10 @@ def attention(k: F, q: F, count: int, scale: float | None = None, cap: float | N
     return out
 
 
-def pooled(s: F, size: int, how: str) -> F:
-    """Along tokens, which is PyTorch's max_pool1d, or avg_pool1d with padding counted."""
+def pooled(s: F, size: int) -> F:
+    """Along tokens, which is PyTorch's max_pool1d."""
     half = size // 2
-    out = np.zeros_like(s)
-    for n in range(len(s)):
-        around = s[max(0, n - half) : n + half + 1]
-        out[n] = around.max() if how == "max" else around.sum() / size
-    return out
+    return np.array([s[max(0, n - half) : n + half + 1].max() for n in range(len(s))])
 
 
 def grouped(per_head: F, kv_heads: int, total: int) -> F:
@@ -151,16 +132,8 @@ def grouped(per_head: F, kv_heads: int, total: int) -> F:
 
 def snapkv(k: F, q: F, count: int, scale: float | None = None, cap: float | None = None) -> F:
     before = attention(k, q, count, scale, cap)[:, :, : count - len(q)]
-    per_head = np.array([pooled(head.mean(0), 7, "max") for head in before])
+    per_head = np.array([pooled(head.mean(0), 7) for head in before])
     return grouped(per_head, k.shape[1], len(k))
-
-
-def cake(k: F, q: F, count: int, gamma: float = 200.0) -> tuple[F, float]:
-    before = attention(k, q, count)[:, :, : count - len(q)]
-    variance = before.var(1, ddof=1) if len(q) > 1 else np.zeros(before.shape[::2])
-    per_head = np.array([pooled(m + gamma * v, 5, "mean") for m, v in zip(before.mean(1), variance, strict=True)])
-    seen = before[before > 0]
-    return grouped(per_head, k.shape[1], len(k)), float(-(seen * np.log(seen)).sum() * variance.sum())
 
 
 def knorm(k: F, count: int) -> F:

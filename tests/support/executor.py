@@ -275,7 +275,7 @@ class Talk:
         x, measured = self._layers(keys, x, asked.rows, asked.positions, slots, begin, end, asked)
         self._residual, self._reached = dict(zip(map(int, asked.rows), x, strict=True)), end
         results: dict[Measure, NDArray[np.float32]] = {
-            what: np.stack(values[first - begin : last - begin], axis=1 if what is Measure.DEVIATION else 0)
+            what: np.stack(values[first - begin : last - begin])
             for what, values in measured.items()
             if what in asked.measures
         }
@@ -352,18 +352,17 @@ class Talk:
                         score_TZ[t, segment] += prob[t, :, s].mean()
             out[Measure.SEGMENT_SCORE] = score_TZ
         if Measure.DEVIATION in asked.measures:
-            out[Measure.DEVIATION] = self._deviation(asked, layer, k, v)
+            out[Measure.DEVIATION] = self._deviation(asked, layer, k)
         return out
 
-    def _deviation(self, asked: Pass, layer: int, k: Array, v: Array) -> Array:
+    def _deviation(self, asked: Pass, layer: int, k: Array) -> Array:
         stale = Keys.of(asked.stale, self.executor.page_size)
         at = stale.at(asked.rows)
-        out = np.zeros((2, len(at)))
+        out = np.zeros(len(at))
         for t in np.flatnonzero(at >= 0):
             slot, offset = stale.slot[at[t]], stale.offset[at[t]]
             old_k = self.executor.model.rotate(self.executor.k[layer, slot][None], np.array([offset]))[0]
-            out[0, t] = ((k[t] - old_k) ** 2).sum()
-            out[1, t] = ((v[t] - self.executor.v[layer, slot]) ** 2).sum()
+            out[t] = ((k[t] - old_k) ** 2).sum()
         return out
 
     def _move(self, move: Move) -> Results:

@@ -66,14 +66,10 @@ def highest(scores: dict[int, float], count: int) -> list[int]:
     return sorted(sorted(scores, key=lambda order: (-scores[order], order))[:count])
 
 
-def deviations(prompt: Prompt, kept: tuple[Array, Array], layer: int = 1) -> tuple[dict[int, float], dict[int, float]]:
-    """Eq. 7 at one layer (the second), of keys and of values, for every chunk token."""
-    full = model().dense(prompt.tokens)
-    key, value = {}, {}
-    for order in map(int, indices_of(prompt, Kind.CHUNK)):
-        key[order] = float(((full.k[layer, order] - kept[0][layer, order]) ** 2).sum())
-        value[order] = float(((full.v[layer, order] - kept[1][layer, order]) ** 2).sum())
-    return key, value
+def deviations(prompt: Prompt, kept: tuple[Array, Array], layer: int = 1) -> dict[int, float]:
+    """Eq. 7 at one layer (the second), of keys, for every chunk token."""
+    far = model().dense(prompt.tokens).k[layer] - kept[0][layer]
+    return {order: float((far[order] ** 2).sum()) for order in map(int, indices_of(prompt, Kind.CHUNK))}
 
 
 def chosen_of(done: Done, prompt: Prompt) -> list[int]:

@@ -142,12 +142,11 @@ def everybody(labels: Labels) -> Labels:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """New KV of tokens of a case, and where the cached KV lies; what the squared distances are."""
+    """New keys of tokens of a case, and where the cached KV lies; what the squared distances are."""
 
     arguments: tuple[jax.Array, ...]
     rows: Rows
-    want_k_T: np.ndarray
-    want_v_T: np.ndarray
+    want_T: np.ndarray
 
 
 def recomputed(case: Case, seed: int) -> Recomputed:
@@ -158,25 +157,21 @@ def recomputed(case: Case, seed: int) -> Recomputed:
     drawn = rng.integers(0, len(keys.index_N), t)
     page_S, offset_S = (np.asarray(x) for x in (layout.entries.page_S, layout.entries.offset_S))
     entry_T, slot_T = layout.entry_N[drawn], layout.slot_N[drawn]
-    kept = [np.asarray(from_storage(pool), np.float64) for pool in vars(layout.pages).values()]
-    kept_k_TKD, kept_v_TKD = (pool[layout.layer, page_S[entry_T], :, slot_T] for pool in kept)
-    size = rng.exponential(size=(2, t, 1, 1)) * (rng.random((2, t, 1, 1)) < 0.8)
-    change = size * rng.standard_normal((2, t, shape.kv_heads, shape.dim))
-    new_k = rotate(keys.k_NKD[drawn], keys.position_N[drawn], case.inv_freq_R) + change[0]
-    new_v = keys.v_NKD[drawn] + change[1]
-    want_k_T = ((new_k - rotate(kept_k_TKD, offset_S[entry_T], case.inv_freq_R)) ** 2).sum((1, 2))
-    want_v_T = ((new_v - kept_v_TKD) ** 2).sum((1, 2))
+    kept = np.asarray(from_storage(layout.pages.k_LPKCD), np.float64)[layout.layer]
+    size = rng.exponential(size=(t, 1, 1)) * (rng.random((t, 1, 1)) < 0.8)
+    change = size * rng.standard_normal((t, shape.kv_heads, shape.dim))
+    new_k = rotate(keys.k_NKD[drawn], keys.position_N[drawn], case.inv_freq_R) + change
+    kept_TKD = rotate(kept[page_S[entry_T], :, slot_T], offset_S[entry_T], case.inv_freq_R)
+    want_T = ((new_k - kept_TKD) ** 2).sum((1, 2))
     padding_T, alone_T = rng.random(t) < 0.2, rng.random(t) < 0.2
     new_k[padding_T] = np.nan
     slots = page_S[entry_T] * shape.page_size + slot_T
-    unowned = np.argwhere(np.isnan(kept[0][layout.layer]).any((1, 3))) @ [shape.page_size, 1]  # [P, C] of NaN
+    unowned = np.argwhere(np.isnan(kept).any((1, 3))) @ [shape.page_size, 1]  # [P, C] of NaN
     slots = np.where(padding_T & (rng.random(t) < 0.5), rng.choice(unowned, t), slots)
     slots = np.where(alone_T, -rng.integers(1, 99, t), slots)
     index_T = np.where(padding_T, -1, np.arange(t))
     rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (index_T, np.zeros(t), np.zeros(t))))
     arguments = (
-        jnp.asarray(new_k, jnp.float32), jnp.asarray(new_v, jnp.float32),
-        jnp.asarray(slots, jnp.int32), jnp.asarray(offset_S[entry_T], jnp.int32),
+        jnp.asarray(new_k, jnp.float32), jnp.asarray(slots, jnp.int32), jnp.asarray(offset_S[entry_T], jnp.int32),
     )  # fmt: skip
-    compared_T = ~padding_T & ~alone_T
-    return Recomputed(arguments, rows, np.where(compared_T, want_k_T, 0), np.where(compared_T, want_v_T, 0))
+    return Recomputed(arguments, rows, np.where(~padding_T & ~alone_T, want_T, 0))

@@ -78,7 +78,7 @@ class Gradual(SourceStrategy):
     ) -> tuple[Tokens, Tokens]:
         """The tokens that deviate most in the stage's last layer, and the others."""
         rows = np.union1d(kept, stitched.queries)
-        narrowed = top(deviation[0, -1, np.searchsorted(rows, kept)], kept, count)
+        narrowed = top(deviation[-1, np.searchsorted(rows, kept)], kept, count)
         return narrowed, np.setdiff1d(kept, narrowed).astype(np.int32)
 
 

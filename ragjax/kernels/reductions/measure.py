@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragjax.core import Measure
-from ragjax.kernels.reductions.op import key_score, key_scores, kv_deviation, row_segment_score
+from ragjax.kernels.reductions.op import key_deviation, key_score, key_scores, row_segment_score
 from ragjax.kernels.view import View
 
 ARRAYS: Mapping[Measure, tuple[str, ...]] = {
@@ -24,9 +24,8 @@ ARRAYS: Mapping[Measure, tuple[str, ...]] = {
 }
 """The arrays of `core.StepMeasure` by measure."""
 
-
-ROWS: Mapping[Measure, int] = {Measure.SEGMENT_SCORE: 0, Measure.DEVIATION: 1, Measure.QUERY: 0}
-"""The axis of rows, of measures that have one."""
+BY_ROW = frozenset({Measure.SEGMENT_SCORE, Measure.DEVIATION, Measure.QUERY})
+"""Measures whose first axis is that of rows; the others have none."""
 
 SILENT: Mapping[str, int] = {"asking_T": 0, "segment_T": -1, "stale_T": -1}
 """What says of a row that nothing of it is measured."""
@@ -37,7 +36,6 @@ def measure(
     segments: int,
     q_THD: jax.Array,
     k_TKD: jax.Array,
-    v_TKD: jax.Array,
     lse_TH: jax.Array,
     view: View,
     arrays: Mapping[str, jax.Array],
@@ -45,15 +43,15 @@ def measure(
 ) -> jax.Array:
     """Measure on the KV heads of one device, float32; `combine` joins devices.
 
-    [S, C] of scores by key, [2, S, C] of VALUED_SCORE (plain and valued), [T, Z] of SEGMENT_SCORE, [2, T] of DEVIATION
-    (key and value), [T, H, D] of QUERY. A layer that is not `chosen` has no rows that count, so its sweeps visit
+    [S, C] of scores by key, [2, S, C] of VALUED_SCORE (plain and valued), [T, Z] of SEGMENT_SCORE, [T] of DEVIATION,
+    [T, H, D] of QUERY. A layer that is not `chosen` has no rows that count, so its sweeps visit
     nothing. what: any but LOGITS. segments: how many there are (Z). arrays: those that `ARRAYS` names, int32.
     """
     if what is Measure.QUERY:
         return jnp.where(chosen, q_THD, 0.0)
     arrays = {name: jnp.where(chosen, x, SILENT[name]) if name in SILENT else x for name, x in arrays.items()}
     if what is Measure.DEVIATION:
-        return jnp.stack(kv_deviation(k_TKD, v_TKD, view, arrays["stale_T"], arrays["offset_T"]))
+        return key_deviation(k_TKD, view, arrays["stale_T"], arrays["offset_T"])
     if what is Measure.SEGMENT_SCORE:
         return row_segment_score(q_THD, lse_TH, view, arrays["segment_T"], arrays["segment_SC"], segments)
     asking_T = arrays["asking_T"] != 0
@@ -65,10 +63,9 @@ def measure(
 
 def behind(what: Measure, measured: jax.Array, rows: int) -> jax.Array:
     """The same with so many rows in front, of which nothing was measured; scores by key have no rows."""
-    if what not in ROWS or not rows:
+    if what not in BY_ROW or not rows:
         return measured
-    axis = ROWS[what]
-    return jnp.pad(measured, [(rows if i == axis else 0, 0) for i in range(measured.ndim)])
+    return jnp.pad(measured, [(rows, 0), *[(0, 0)] * (measured.ndim - 1)])
 
 
 def combine(what: Measure, measured: jax.Array, kv_heads: str, groups: str) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Reductions over one layer for selection methods: attention scores, KV deviation, similarity of keys.
+"""Reductions over one layer for selection methods: attention scores, deviation and similarity of keys.
 
 An attention score is the probability that a key receives. Scores are summed blockwise from the LSE of an attention
 call: no rows x keys array is formed, and entries that a row block does not see are skipped. Averages over heads are
@@ -6,7 +6,7 @@ over the heads at hand: under `shard_map` over KV heads every device returns the
 say how they combine.
 
 Sources: key scores, FusionRAG §3.2 (question-guided selection); segment scores, Cache-Craft §3.1 (eqs. 3, 4 and 14);
-KV deviation, CacheBlend as FusionRAG §2.2 has it (eqs. 7, 8); neighbouring keys, GraphKV §4 (eqs. 1 and 3, arXiv
+deviation, CacheBlend as FusionRAG §2.2 has it (eqs. 7, 8); neighbouring keys, GraphKV §4 (eqs. 1 and 3, arXiv
 2509.00388). `xla.py` is the fallback, `triton.py` has the Pallas kernels of key and segment scores for GPUs,
 `kernels/cpu/score_tile.py` the one of key scores for CPUs. The others have none: the deviation is bound by memory and
 fused by XLA, the neighbours are a matrix product.
@@ -40,13 +40,6 @@ class KeyScore(NamedTuple):
 
     plain_SC: jax.Array
     valued_SC: jax.Array
-
-
-class KVDeviation(NamedTuple):
-    """Squared distance of each token's key and value from the cached ones, float32 [T] each."""
-
-    key_T: jax.Array
-    value_T: jax.Array
 
 
 class KeyNeighbours(NamedTuple):
@@ -117,36 +110,28 @@ def row_segment_score(
     return compute(q_THD, lse_TH, view, row_segment_T, key_segment_SC, segments)
 
 
-def kv_deviation(k_TKD: jax.Array, v_TKD: jax.Array, view: View, slot_T: jax.Array, offset_T: jax.Array) -> KVDeviation:
-    """Squared difference of newly computed keys and values from cached ones, summed over heads and components.
+def key_deviation(k_TKD: jax.Array, view: View, slot_T: jax.Array, offset_T: jax.Array) -> jax.Array:
+    """Squared difference of newly computed keys from cached ones, summed over heads and components.
 
     A cached key is first rotated by its offset, so that keys are compared at equal rotation. Under `shard_map` over KV
     heads: the sum over the device's heads; `lax.psum` gives the sum over all.
 
     Args:
         k_TKD: new keys, rotated at `view.rows.position_T`; float32, bfloat16 or float16.
-        v_TKD: new values, likewise.
         view: its rows, pages, layer and rotation are used.
         slot_T: int32, where the token's cached KV lies (page * C + slot); negative for a row that has none.
         offset_T: int32, RoPE offset of the entry by which that slot takes part.
 
     Returns:
-        float32 [T] for keys and for values. Rows without cached KV and padding rows get zero, whatever their slots and
-        new values hold.
+        float32 [T]. Rows without cached KV and padding rows get zero, whatever their slots and new keys hold.
     """
     compared_T = (slot_T >= 0) & (view.rows.index_T >= 0)
     slot_T = jnp.where(compared_T, slot_T, 0)
     page_T, slot_T = slot_T // view.pages.page_size, slot_T % view.pages.page_size
     cos_TR, sin_TR = view.rotation.at(offset_T)
-
-    def kept(pool: jax.Array) -> jax.Array:
-        return from_storage(pool[view.layer, page_T, :, slot_T]).astype(jnp.float32)
-
-    def distance(new_TKD: jax.Array, kept_TKD: jax.Array) -> jax.Array:
-        return jnp.where(compared_T, jnp.square(new_TKD.astype(jnp.float32) - kept_TKD).sum((1, 2)), 0.0)
-
-    moved_TKD = rotate(kept(view.pages.k_LPKCD), cos_TR[:, None], sin_TR[:, None])
-    return KVDeviation(distance(k_TKD, moved_TKD), distance(v_TKD, kept(view.pages.v_LPKCD)))
+    kept_TKD = from_storage(view.pages.k_LPKCD[view.layer, page_T, :, slot_T]).astype(jnp.float32)
+    moved_TKD = rotate(kept_TKD, cos_TR[:, None], sin_TR[:, None])
+    return jnp.where(compared_T, jnp.square(k_TKD.astype(jnp.float32) - moved_TKD).sum((1, 2)), 0.0)
 
 
 def key_neighbours(k_NKD: jax.Array, valid_N: jax.Array, source_I: jax.Array, count: int) -> KeyNeighbours:

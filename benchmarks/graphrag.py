@@ -6,7 +6,8 @@ paths of up to three hops from its entities, the gold ones among them, as `train
 its documents, GRAPHS/SET.jsonl: entities are linked and paths retrieved as a server does it.
 
 - accuracy (section 6.5): `self` is causal attention over the paths written out one a line, `streaming` StreamingLLM's
-  over the same, with a window of a fifth of the prompt; `tree` over the merged
+  over the same, with a window of a fifth of the prompt, `communities` full attention over the five communities of the
+  set's facts that are most similar to the question (Figure 15); `tree` over the merged
   tree of their tokens, `dependency` over the same tree under its mask, for both schemes of positions. `logprob` is
   the mean over the tokens of the first answer, `top1` the share of them that the model likes best; `accuracy` whether
   one of the answers occurs in what it generates. Intervals are 95% paired bootstrap intervals over questions;

@@ -11,6 +11,7 @@ import numpy as np
 
 from benchmarks.baseline.strategy.streaming import Streaming
 from benchmarks.common.samples import Progress, Samples
+from benchmarks.graph.communities import Communities
 from benchmarks.graph.question import Question, answered, opened, prompt_of
 from benchmarks.quality.score import column, compared
 from ragjax.core import Answer, Kind, Prompt, RequestError
@@ -78,20 +79,23 @@ def predicted(merged: Prompt, question: Question) -> tuple[float, float]:
     return n * common**2 + n * k * (length**2 - common**2), (n * k * length) ** 2
 
 
-METHODS: Mapping[str, tuple[str | Strategy, bool, str | None]] = {
-    "self": ("full", False, None), "streaming": (Streaming(), False, None), "tree": ("full", True, None),
+METHODS: Mapping[str, tuple[str | Strategy, bool | None, str | None]] = {
+    "self": ("full", False, None), "streaming": (Streaming(), False, None), "communities": ("full", None, None),
+    "tree": ("full", True, None),
     "dependency/path": ("dependency", True, "path"), "dependency/preorder": ("dependency-preorder", True, "preorder"),
 }  # fmt: skip
-"""Strategy, whether paths are merged, positions."""
+"""Strategy, whether paths are merged (None: communities stand in their place), positions."""
 
 
 def accuracy(
     engine: Engine, name: str, questions: Sequence[Question], samples: Samples, progress: Progress
 ) -> list[dict[str, Any]]:
     found: dict[str, list[Mapping[str, float]]] = {method: [] for method in METHODS}
+    communities = Communities(questions)
     for question in questions:
         for method, (strategy, trees, _) in METHODS.items():
-            ask = partial(answered, engine, question, strategy, prompt_of(engine, question, trees))
+            whole = communities.prompt(engine, question) if trees is None else prompt_of(engine, question, trees)
+            ask = partial(answered, engine, question, strategy, whole)
             found[method].append(samples.of(f"{name}/{question.id}/{method}", ask))
         progress.step(f"{name}: {question.id}")
     return list(accuracy_rows(name, found))

@@ -1,22 +1,31 @@
-"""`ragjax extract`: triples of documents by a language model behind an endpoint (docs/graph.md).
+"""`ragjax extract`: triples of documents, by a model behind an endpoint; documents of the communities of a graph.
 
 ragjax extract --documents docs/ --out facts.jsonl --base-url http://127.0.0.1:8000/v1 --model M
+ragjax extract --graph facts.jsonl --out communities.jsonl
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import re
+from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from ragjax.commands.flags import Parser, exit_code, integer, positive
-from ragjax.core import Tokens
+from ragjax.core import ConfigError, Document, Tokens
+from ragjax.core.file import atomic_path
 from ragjax.retrieval.chunking import MIN_TOKENS, Chunker
+from ragjax.retrieval.communities import SUMMARY, community_documents, summarised
 from ragjax.retrieval.document import load
 from ragjax.retrieval.endpoint import open_client
-from ragjax.retrieval.extraction import ChatEndpoint, extract
+from ragjax.retrieval.extraction import INSTRUCTION, ChatEndpoint, extract
+from ragjax.retrieval.triple_files import read_triples
+from ragjax.retrieval.triples import Triple
 
 CHUNK_TOKENS = 512
 """Of a chunk (DepCache, section 6.1)."""
@@ -29,12 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = Parser("ragjax extract", "Have a language model extract triples from documents (docs/graph.md).")
+    parser = Parser(
+        "ragjax extract",
+        "Have a language model extract triples from documents, or summarise a graph's communities (docs/graph.md).",
+    )
     flag = parser.add_argument
-    flag("--documents", required=True, help="folder or .jsonl of documents")
-    flag("--out", metavar="FILE", required=True, help="JSON lines; chunks that are in it already are not asked again")
-    flag("--base-url", metavar="URL", required=True, help="of the endpoint, with its /v1")
-    flag("--model", metavar="NAME", required=True, help="model that the endpoint shall use")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--documents", help="folder or .jsonl of documents, whose triples are extracted")
+    source.add_argument("--graph", metavar="FILE", help="triples, whose communities become documents")
+    flag("--out", metavar="FILE", required=True, help="JSON lines; what is in it already is not asked again")
+    flag("--base-url", metavar="URL", help="of the endpoint, with its /v1; not needed for --graph")
+    flag("--model", metavar="NAME", help="model that the endpoint shall use")
     flag("--api-key", help="key of the endpoint (default: $OPENAI_API_KEY, or none)")
     flag("--chunk-tokens", type=integer(MIN_TOKENS), default=CHUNK_TOKENS, help="of 4 bytes each (%(default)s)")
     flag("--max-tokens", type=integer(1), default=1024, help="of an answer (%(default)s)")
@@ -43,6 +57,20 @@ def _run(argv: Sequence[str] | None) -> int:
     options = parser.parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
+    if options.graph is None or options.base_url is not None:
+        if options.base_url is None or options.model is None:
+            raise ConfigError("--base-url and --model are needed: name the endpoint that is asked, and its model")
+        named = "--base-url or --api-key"
+        with open_client(options.base_url, options.api_key, timeout=options.timeout, named=named) as client:
+            instruction = INSTRUCTION if options.graph is None else SUMMARY
+            endpoint = ChatEndpoint(client, options.model, max_tokens=options.max_tokens, instruction=instruction)
+            print(_communities(options, endpoint) if options.graph is not None else _triples(options, endpoint))
+        return 0
+    print(_communities(options))
+    return 0
+
+
+def _triples(options: Namespace, endpoint: ChatEndpoint) -> object:
     def count_tokens(text: str) -> Tokens:
         return np.zeros(math.ceil(len(text.encode()) / _TOKEN_BYTES), np.int32)
 
@@ -50,8 +78,32 @@ def _run(argv: Sequence[str] | None) -> int:
     chunks = [
         chunk for document in load(options.documents, strict=False).documents for chunk in chunker.chunks(document)
     ]
-    client = open_client(options.base_url, options.api_key, timeout=options.timeout, named="--base-url or --api-key")
-    with client:
-        endpoint = ChatEndpoint(client, options.model, max_tokens=options.max_tokens)
-        print(extract(chunks, endpoint.ask, options.out, concurrency=options.concurrency))
-    return 0
+    return extract(chunks, endpoint.ask, options.out, concurrency=options.concurrency)
+
+
+def _communities(options: Namespace, endpoint: ChatEndpoint | None = None) -> object:
+    """Write a document for each community: its facts, or what the endpoint makes of them."""
+    out = Path(options.out)
+    told = load(out, strict=False).documents if out.exists() else ()
+    if not all(re.fullmatch(r"[0-9a-f]{16}", one.id) for one in told):
+        raise ConfigError(f"--out: {out} holds something else; name another file")
+    documents = community_documents([one for one in read_triples(options.graph) if isinstance(one, Triple)])
+    texts = {document.id: document.text for document in documents}
+    try:
+        if endpoint is not None:
+            texts = {one.id: one.text for one in told if one.id in texts}
+            asked = [document for document in documents if document.id not in texts]
+            with out.open("a", encoding="utf-8") as file:  # a run that is stopped goes on from here
+                for document, text in summarised(asked, endpoint.ask, options.concurrency):
+                    texts[document.id] = text
+                    file.write(_line(document, text))
+                    file.flush()
+        with atomic_path(out) as part:
+            part.write_text("".join(_line(one, texts[one.id]) for one in documents if one.id in texts), "utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out: {out} cannot be written: {error.strerror}") from error
+    return f"{len(texts)} of {len(documents)} communities are in {out}; serve them with --knowledge {out}"
+
+
+def _line(document: Document, text: str) -> str:
+    return json.dumps({"id": document.id, "title": document.title, "text": text}, ensure_ascii=False) + "\n"

@@ -19,6 +19,7 @@ from ragjax.commands import extract as module
 from ragjax.commands.extract import main
 from ragjax.core import Chunk, ConfigError, EndpointError
 from ragjax.retrieval import endpoint as endpoints
+from ragjax.retrieval.document import load
 from ragjax.retrieval.extraction import INSTRUCTION, ChatEndpoint, extract, parse_triples
 from ragjax.retrieval.triple_files import read_triples
 from ragjax.retrieval.triples import Triple
@@ -338,6 +339,53 @@ def test_what_cannot_run_is_one_line(change: list[str], message: str, tmp_path: 
     told = [line for line in err.splitlines() if "error:" in line]
     assert len(told) == 1 and message in told[0] and told[0] == err.splitlines()[-1]
     assert out == ""
+
+
+TRIANGLES = "a\tknows\tb\nb\tknows\tc\na\tknows\tc\nx\tlikes\ty\ny\tlikes\tz\nx\tlikes\tz\nc\tmet\tx\n"
+
+
+def test_communities_of_a_graph_are_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "g.tsv").write_text(TRIANGLES)
+    out = tmp_path / "out.jsonl"
+    assert main(["--graph", str(tmp_path / "g.tsv"), "--out", str(out)]) == 0
+    assert f"2 of 2 communities are in {out}; serve them with --knowledge {out}" in capsys.readouterr().out
+    assert [one.title for one in load(out).documents] == ["c, a, b", "x, y, z"]
+
+
+def test_communities_are_summarised_once(server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "g.tsv").write_text(TRIANGLES)
+    out, url = tmp_path / "out.jsonl", f"http://127.0.0.1:{server.server_port}/v1"
+    command = ["--graph", str(tmp_path / "g.tsv"), "--out", str(out), "--base-url", url, "--model", "m"]
+    assert main(command) == 0 and len(server.seen) == 2
+    before = load(out).documents
+    assert len(before) == 2 and all("knows" not in one.text for one in before)
+    out.write_text(out.read_text() + '{"id": "torn')  # by a kill
+    (tmp_path / "g.tsv").write_text(TRIANGLES + "z\tlikes\tw\n")
+    assert main(command) == 0 and len(server.seen) == 3  # one of them is as it was
+    after = load(out).documents
+    assert len(after) == 2 and {one.id for one in before} & {one.id for one in after} == {before[0].id}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--out", "out.jsonl"], "one of the arguments --documents --graph is required"),
+        (["--documents", ".", "--out", "out.jsonl"], "--base-url and --model are needed"),
+        (["--graph", "g.tsv", "--out", "out.jsonl", "--base-url", "http://h/v1"], "--base-url and --model are needed"),
+        (["--graph", "none.tsv", "--out", "out.jsonl"], "no such file"),
+        (["--graph", "g.tsv", "--out", "nowhere/out.jsonl"], "cannot be written"),
+        (["--graph", "g.tsv", "--out", "others.jsonl"], "holds something else; name another file"),
+    ],
+)
+def test_what_cannot_be_summarised_is_one_line(
+    given: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "g.tsv").write_text(TRIANGLES)
+    (tmp_path / "others.jsonl").write_text('{"id": "mine", "text": "A document."}\n')
+    assert main(given) == 1
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert (tmp_path / "others.jsonl").read_text().startswith('{"id": "mine"')
 
 
 def test_an_endpoint_that_is_not_there(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from benchmarks import graphrag
 from benchmarks.baseline.attention import pqcache
 from benchmarks.common.samples import Progress, Samples
 from benchmarks.compression.laboratory import Laboratory
-from benchmarks.graph import part, retrieved
+from benchmarks.graph import communities, part, retrieved
 from benchmarks.graph.part import accuracy, capacity, pairs, requests, work, workload
 from benchmarks.graph.question import Question, prompt_of, questions_of
 from benchmarks.quality import __main__ as quality
@@ -135,6 +135,7 @@ def test_a_length_with_too_many_entities_is_left_out_and_said(
 
 def test_the_other_parts(engine: Engine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part, "LENGTHS", (120, 100_000))
+    monkeypatch.setattr(communities, "packaged_encoder", WordEncoder)
     questions = questions_of(folder, "films", 3)
     progress = Progress(10)
     made = work(engine, "films", questions)
@@ -151,7 +152,7 @@ def test_the_other_parts(engine: Engine, folder: Path, tmp_path: Path, monkeypat
     )
     assert rows["work", "dependency", None]["visited_share"] < 1
     assert 0 < rows["length", "self", None]["visited_share"] <= 1
-    assert len(samples._samples) == 15
+    assert len(samples._samples) == 18 and rows["accuracy", "communities", None]["n"] == 3
 
 
 def test_pqcache_reads_what_its_codes_rank_highest() -> None:

@@ -17,7 +17,7 @@ COMMANDS = {
     "gate": ("ragjax.commands.gate", "measure what each strategy loses and gains on a model"),
     "cache": ("ragjax.commands.cache", "look into a disk cache, check it, make it smaller"),
     "models": ("ragjax.commands.models", "which models there are, what one takes, and downloading it"),
-    "extract": ("ragjax.commands.extract", "extract triples from documents by a language model"),
+    "extract": ("ragjax.commands.extract", "extract triples from documents, or communities from a graph"),
 }
 """Module whose `main` runs a command, and what it does."""
 

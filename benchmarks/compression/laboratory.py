@@ -20,8 +20,8 @@ from jax import lax
 from numpy.typing import NDArray
 
 from benchmarks.baseline.attention.pqcache import Retrieval
-from ragjax.compress import SCORERS, Evidence
 from ragjax.compress.choose import choose, quota
+from ragjax.compress.scorers import SCORERS, Evidence
 from ragjax.core.compression import Compression
 from ragjax.kernels.rope import rotate
 from ragjax.models.decoder import Decoder, rotation_table

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ragjax.compress.base import Evidence, Scorer
 from ragjax.compress.graph import propagate, sources
+from ragjax.compress.scorers import Evidence, Scorer
 from ragjax.core.compression import Compression
 
 

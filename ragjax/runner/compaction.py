@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from ragjax.compress import SCORERS, Evidence
 from ragjax.compress.choose import Quota, choose, quota
+from ragjax.compress.scorers import SCORERS, Evidence
 from ragjax.core import Compression
 from ragjax.kernels.pages import Pages, from_storage, to_storage
 from ragjax.kernels.rope import Rotation, rotate

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragjax.compress import SCORERS, Evidence
 from ragjax.compress.choose import choose, keep, quota
+from ragjax.compress.scorers import SCORERS, Evidence
 from ragjax.core.compression import METHODS, Compression, GraphKV
 from tests.support import eviction
 

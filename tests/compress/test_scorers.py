@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragjax.compress import SCORERS, Evidence
+from ragjax.compress.scorers import SCORERS, Evidence
 from ragjax.core.compression import BY_MASS, BY_QUERIES, METHODS
 from tests.support import eviction
 

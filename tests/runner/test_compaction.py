@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragjax.compress import SCORERS
+from ragjax.compress.scorers import SCORERS
 from ragjax.core import Compression
 from ragjax.core.compression import BY_MASS, BY_QUERIES, METHODS, GraphKV
 from ragjax.kernels.pages import Pages

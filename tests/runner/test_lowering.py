@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ragjax.compress import SCORERS
+from ragjax.compress.scorers import SCORERS
 from ragjax.core import Compression, Measure
 from ragjax.engine.build import PAGE_SIZE, _grid
 from ragjax.kernels.device import Device

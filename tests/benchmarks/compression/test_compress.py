@@ -48,8 +48,7 @@ def test_budgets_hold_and_the_last_tokens_stay(laboratory: Laboratory, method: s
     for graph in (None, GraphKV()):
         kept = laboratory.keep(prefill, Compression(method, 40, graph, window=8))
         mask = np.asarray(kept.kept_LKN)
-        assert mask.sum(-1).tolist() == [[number] * 2 for number in kept.kept_L]
-        assert kept.kept_L.sum() == 40 * len(mask)
+        assert (mask.sum(-1) == 40).all() and kept.tokens == 40
         assert mask[..., 82:90].all() and not mask[..., 90:].any()
 
 

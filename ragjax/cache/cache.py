@@ -25,12 +25,9 @@ from ragjax.cache.policy.base import Policy
 from ragjax.cache.pool import PagePool
 from ragjax.cache.tree import KnowledgeTree
 from ragjax.cache.variant import Variants
-from ragjax.core import OutOfPages, Run, Tokens
+from ragjax.core import OutOfPages, Run, StorageOptions, Tokens
 from ragjax.core.prompt import Keep
 from ragjax.core.tiers import Inquiry, Tier
-
-VARIANTS = 500
-"""Variants in all: N = 100 chunks with M = 5 (Cache-Craft, section 5)."""
 
 
 class KnowledgeCache:
@@ -46,7 +43,7 @@ class KnowledgeCache:
         policy: Policy,
         storage: Storage | None = None,
         *,
-        variants: int = VARIANTS,
+        variants: int = StorageOptions.variants,
         keep: Keep = "all",
     ):
         self.pool = pool

@@ -165,7 +165,7 @@ class StorageOptions:
     keep: Annotated[Keep, Flag(CACHE, "what prefix keeps of a prompt (docs/cache.md)")] = "all"
     load_timeout: Positive = 10.0  # seconds after which a request computes KV rather than wait for it
     quotas: Mapping[str, Positive] = field(default_factory=dict)  # 2^30 bytes of KV of a tenant, on device and in host
-    variants: AtLeastOne = 500  # variants of chunks that Cache-Craft's strategies keep, in all (its N times M)
+    variants: AtLeastOne = 500  # of chunks, kept by Cache-Craft's strategies in all: N = 100 with M = 5 (section 5)
     # How fast an answer comes then tells one tenant which documents others asked for.
     share_knowledge: Annotated[
         bool, Flag(CACHE, "let tenants share the KV of the knowledge bases (docs/security.md)")

@@ -39,6 +39,9 @@ BUILD_SETTINGS: Mapping[str, Mapping[str, str]] = {
 }
 """Environment variables that an installation needs besides its requirement file."""
 
+UNNEEDED: Mapping[str, Sequence[str]] = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
+"""Packages that are removed again: text needs none, and one of another build than torch's ends the start."""
+
 REDIS_START_S = 10.0  # within which a Redis server listens
 TAIL = 4000  # characters of a failed process's words that an error repeats
 
@@ -71,6 +74,8 @@ def python(name: str) -> Path:
     shutil.rmtree(home, ignore_errors=True)
     venv.create(home, with_pip=True)
     _install(interpreter, pins, home, BUILD_SETTINGS.get(name, {}))
+    if name in UNNEEDED:
+        subprocess.run([interpreter, "-m", "pip", "uninstall", "--quiet", "--yes", *UNNEEDED[name]], check=True)
     stamp.write_text(digest)
     return interpreter
 

@@ -17,8 +17,6 @@ import wire
 def load(model: str, gigabytes: str, most: str, context: str) -> Any:
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(float(gigabytes))))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for unneeded in ("torchvision", "torchaudio", "torchcodec"):  # one of another build than torch's ends the start
-        sys.modules[unneeded] = None  # type: ignore[assignment]
     import vllm
 
     asked = vllm.EngineArgs(

@@ -28,6 +28,7 @@ from benchmarks.load.own_server import body, served, wait
 
 COLUMNS = ("state", "files", "mb", "read", "ready_s", "answer_s", "indexed_s", "chunks", "skipped", "others")
 KINDS = (".html", ".htm", ".md", ".txt", ".pdf")
+MOST_S = 12 * 3600.0  # of indexing
 BAD = {"broken.pdf": b"%PDF-1.4 and no more", "binary.txt": b"\0\0\0", "broken.docx": b"PK\3\4 and no more"}
 
 
@@ -66,7 +67,7 @@ def started(state: str, cache: Path, folder: Path, index: Path) -> dict[str, Any
         times["answer_s"] = time.perf_counter() - began
         if state == "none":
             return {"state": state, **times, "others": load.so_far()}
-        told = wait(process, url, lambda health: not health["indexing"]["running"], 0.5)["indexing"]
+        told = wait(process, url, lambda health: not health["indexing"]["running"], 0.5, MOST_S)["indexing"]
         times["indexed_s"] = time.perf_counter() - began
         others = load.so_far()
     return {

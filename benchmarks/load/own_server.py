@@ -38,13 +38,14 @@ def wait(
     url: str,
     done: Callable[[Mapping[str, Any]], bool] = lambda health: True,
     pause: float = 0.05,
+    limit_s: float = START_S,
 ) -> Mapping[str, Any]:
     """Wait until a server is ready, and what it says of its health is `done`; returns that. pause: between two looks.
 
     Raises:
         RivalError: if it ends instead, or takes too long.
     """
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and process.poll() is None:
         with suppress(httpx.TransportError):
             answer = httpx.get(f"{url}/health", timeout=5)

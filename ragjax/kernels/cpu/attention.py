@@ -19,7 +19,7 @@ from ragjax.kernels.cpu.attention_tile import ARGUMENTS, COUNT, AttentionForm, A
 from ragjax.kernels.cpu.code import Code, Value
 from ragjax.kernels.cpu.foreign import CallFrame, Kernel, KernelLibrary, KernelPhase, Machine
 from ragjax.kernels.cpu.numbers import LOG2E
-from ragjax.kernels.cpu.score_tile import ScoreTile
+from ragjax.kernels.cpu.score_tile import ScoreTile, add_parts, sums
 from ragjax.kernels.view import View
 
 
@@ -64,14 +64,14 @@ def attend(q_THD: jax.Array, view: View, machine: Machine | None = None) -> tupl
 
 def key_scores(q_THD: jax.Array, lse_TH: jax.Array, view: View, *, valued: bool) -> tuple[jax.Array, ...]:
     """See `reductions.op.key_scores`; without `valued` the plain score alone. Float32 [S, C] each."""
-    (_, heads, dim), shape = q_THD.shape, view.entries.index_SC.shape
+    dim, shape = q_THD.shape[2], view.entries.index_SC.shape
     machine = Machine.here()
     form = form_of(dim, view.pages.k_LPKCD.dtype, view.cap is not None, machine)
     _registered(_WantedAttention(form, machine))
     tiles = view.blocks.count_N.shape[0] * view.pages.k_LPKCD.shape[2]
-    out = jax.ShapeDtypeStruct((tiles, 2, *shape), jnp.float32)
-    call = jax.ffi.ffi_call(_of_scores(form).name("score", machine), out)
-    found_2SC = call(*_operands(q_THD, view), lse_TH).sum(0) / heads
+    parts, out = (jax.ShapeDtypeStruct((*more, 2, *shape), jnp.float32) for more in ((tiles,), ()))
+    call = jax.ffi.ffi_call(_of_scores(form).name("score", machine), (parts, out))
+    _, found_2SC = call(*_operands(q_THD, view), lse_TH)
     return tuple(found_2SC[: 1 + valued])
 
 
@@ -112,7 +112,9 @@ def _registered(wanted: _WantedAttention) -> KernelLibrary:
     def kernels() -> list[Kernel]:
         attend = KernelPhase(_tiles, lambda *x: AttentionTile(form, *x).write())
         score = KernelPhase(_tiles, lambda *x: ScoreTile(scores, *x).write())
-        return [Kernel(name, ARGUMENTS, (attend,)), Kernel(scores.name("score", machine), ARGUMENTS + 1, (score,))]
+        add = KernelPhase(sums, add_parts)
+        of_scores = Kernel(scores.name("score", machine), ARGUMENTS + 1, (score, add))
+        return [Kernel(name, ARGUMENTS, (attend,)), of_scores]
 
     return KernelLibrary(name, kernels, machine, wanted.folder)
 

@@ -1,28 +1,42 @@
-"""The code of a tile of key scores: the probabilities that a block of rows gives to each key, of one KV head."""
+"""The code of key scores: the probabilities that a block of rows gives to each key, of one KV head, and their sum."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ragjax.kernels.cpu.attention_tile import ARGUMENTS, CHUNK, HIDDEN, INDEX, KEYS, AttentionForm, AttentionTile
+from ragjax.kernels.cpu.attention_tile import (
+    ARGUMENTS,
+    CHUNK,
+    COUNT,
+    HIDDEN,
+    INDEX,
+    KEYS,
+    AttentionForm,
+    AttentionTile,
+    K,
+    Q,
+)
 from ragjax.kernels.cpu.code import F32, I8, I32, I64, Code, Pointer, Value
 from ragjax.kernels.cpu.foreign import CallFrame
 from ragjax.kernels.cpu.numbers import LOG2E, power
 
-_LSE, _OUT = ARGUMENTS, ARGUMENTS + 1  # of the buffers; those before are as in `attention_tile`
+_LSE, _PARTS, _OUT = range(ARGUMENTS, ARGUMENTS + 3)  # of the buffers; those before are as in `attention_tile`
+
+SUMMED = 4096
+"""Scores that a tile of the sum makes."""
 
 
 class ScoreTile(AttentionTile):
     """Scores of slots from the LSE of their rows, float32 [T, H].
 
-    Out: float32 [tiles, 2, S * C], sums over the block's rows and the head's group: plain, and times the length of the
-    key's value. A row whose LSE is infinite counts for nothing.
+    Parts: float32 [tiles, 2, S * C], sums over the block's rows and the head's group: plain, and times the length of
+    the key's value. A row whose LSE is infinite counts for nothing.
     """
 
     def __init__(self, form: AttentionForm, code: Code, frame: CallFrame, tile: Value):
         super().__init__(form, code, frame, tile)
         self.slots = frame.size(INDEX, 0) * frame.size(INDEX, 1)
-        self.plain = frame.data(_OUT, F32).at((self.block * self.kv_heads + self.kv_head) * (self.slots * 2))
+        self.plain = frame.data(_PARTS, F32).at((self.block * self.kv_heads + self.kv_head) * (self.slots * 2))
         self.lengths = code.room(F32, CHUNK * KEYS)
 
     def write(self) -> None:
@@ -82,3 +96,27 @@ class ScoreTile(AttentionTile):
         for j in code.range(0, KEYS):
             place = self.weights.at(j * self.row_bytes)
             place[0] = place.load(0, self.wide) + power(code, logits(j).load(0, self.wide) - lse)
+
+
+def sums(code: Code, frame: CallFrame) -> Value:
+    """How many tiles add the parts up."""
+    return (_scores(frame) + (SUMMED - 1)) / SUMMED
+
+
+def add_parts(code: Code, frame: CallFrame, tile: Value) -> None:
+    """Some of the scores, float32 [2, S * C]: the sum of all parts, in their order, over the number of query heads."""
+    parts, out, size = frame.data(_PARTS, F32), frame.data(_OUT, F32), _scores(frame)
+    begin = tile * SUMMED
+    end = code.least(begin + SUMMED, size)
+    for at in code.range(begin, end):
+        out[at] = code.constant(F32, 0)
+    for part in code.range(0, frame.size(COUNT, 0) * frame.size(K, 2)):
+        for at in code.range(begin, end):
+            out[at] = out[at] + parts[part * size + at]
+    heads = frame.size(Q, 1).cast(F32)
+    for at in code.range(begin, end):
+        out[at] = out[at] / heads
+
+
+def _scores(frame: CallFrame) -> Value:
+    return frame.size(INDEX, 0) * frame.size(INDEX, 1) * 2

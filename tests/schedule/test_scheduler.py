@@ -234,11 +234,11 @@ def test_each_takes_the_layers_that_it_measures():
         )
     batch = scheduler.next_batch()
     rows = len(batch.step.index_T)
-    measured = np.arange(2 * 2 * rows, dtype=np.float32).reshape(2, 2, rows)
+    measured = np.arange(2 * rows, dtype=np.float32).reshape(2, rows)
     batch.deliver(np.zeros((0, 1), np.float32), measured)
     for task, piece, layer in zip(tasks, batch.parts, (0, 1), strict=True):
         at = slice(piece.row, piece.row + 5)
-        assert task.rows.measured.tolist() == measured[layer : layer + 1, :, at].tolist()
+        assert task.rows.measured.tolist() == measured[layer : layer + 1, at].tolist()
 
 
 def test_passes_through_other_layers_share_no_step():

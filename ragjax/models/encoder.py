@@ -25,13 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from numpy.typing import NDArray
-from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from ragjax.core import ConfigError, Embedded, RequestError
 from ragjax.models.encoder_files import EncoderConfig, EncoderReading
 from ragjax.models.executables import Executables, key_of
 from ragjax.models.hub import cache_dir
+from ragjax.models.weights import mapped
 
 GRID: Mapping[int, tuple[int, ...]] = {
     32: (1, 32), 64: (1, 16), 128: (1, 8), 192: (1, 6), 256: (1, 4), 384: (1, 3), 512: (1, 2)
@@ -56,12 +56,16 @@ _PREFIXES = ("bert.", "roberta.")
 """Of the encoder's tensors in a file that has heads for other tasks too."""
 
 _EMBEDDINGS, _LAYER = "embeddings.", "encoder.layer."  # what names of tensors begin with
+_WORDS = f"{_EMBEDDINGS}word_embeddings.weight"
 
 _log = logging.getLogger(__name__)
 
 
-def _read_weights(config: EncoderConfig, tensors: Mapping[str, NDArray[Any]], narrow: bool) -> dict[str, jax.Array]:
-    """The weights by name, float32; matrices are turned to [in, out], and bfloat16 if `narrow`.
+def _read_weights(
+    config: EncoderConfig, tensors: Mapping[str, NDArray[Any]], narrow: bool
+) -> tuple[NDArray[Any], dict[str, jax.Array]]:
+    """The table of words as it is, and the other weights by name, float32; matrices are turned to [in, out], and
+    bfloat16 if `narrow`.
 
     Raises ValueError for a tensor that is missing, of another shape, or unknown.
     """
@@ -77,9 +81,11 @@ def _read_weights(config: EncoderConfig, tensors: Mapping[str, NDArray[Any]], na
         value, is_matrix = own[name], len(shape) == 2 and not name.startswith(_EMBEDDINGS)
         if value.shape != shape:
             raise ValueError(f"{name} has shape {value.shape}, which does not fit")
-        value = value.astype(jnp.bfloat16 if is_matrix and narrow else np.float32, copy=False)
-        weights[name] = jax.device_put(value.T if is_matrix else value)  # jnp.asarray compiles a program for each shape
-    return weights
+        if name != _WORDS:
+            value = value.astype(jnp.bfloat16 if is_matrix and narrow else np.float32)
+            # jnp.asarray compiles a program for each shape
+            weights[name] = jax.device_put(value.T if is_matrix else value)
+    return own[_WORDS], weights
 
 
 def _shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
@@ -103,10 +109,10 @@ def _embed(
     config: EncoderConfig,
     reading: EncoderReading,
     weights: Mapping[str, jax.Array],
-    ids_BT: jax.Array,
+    word_BTE: jax.Array,
     lengths_B: jax.Array,
 ) -> jax.Array:
-    """Token ids int32 [B, T] and lengths int32 [B] → normalised sentence embeddings float32 [B, E]."""
+    """Embedded tokens float32 [B, T, E] and lengths int32 [B] → normalised sentence embeddings float32 [B, E]."""
 
     def table(name: str) -> jax.Array:
         return weights[f"{_EMBEDDINGS}{name}.weight"]
@@ -128,11 +134,9 @@ def _embed(
 
     # a bucket may be longer than the table, and beyond a table there is NaN; only padding stands there
     last = config.max_position_embeddings - 1
-    position_T = jnp.minimum(reading.first_position + jnp.arange(ids_BT.shape[1], dtype=jnp.int32), last)
-    valid_BT = jnp.arange(ids_BT.shape[1], dtype=jnp.int32) < lengths_B[:, None]
-    x_BTE = jnp.take(table("word_embeddings"), ids_BT, axis=0) + jnp.take(
-        table("position_embeddings"), position_T, axis=0
-    )
+    position_T = jnp.minimum(reading.first_position + jnp.arange(word_BTE.shape[1], dtype=jnp.int32), last)
+    valid_BT = jnp.arange(word_BTE.shape[1], dtype=jnp.int32) < lengths_B[:, None]
+    x_BTE = word_BTE + jnp.take(table("position_embeddings"), position_T, axis=0)
     x_BTE = norm(f"{_EMBEDDINGS}LayerNorm", x_BTE + table("token_type_embeddings")[0])
     mask_B11T = valid_BT[:, None, None, :]
     for i in range(config.num_hidden_layers):
@@ -153,12 +157,15 @@ def _embed(
 class Encoder:
     """Sentence encoder with its tokenizer. Safe to call from several threads.
 
+    The table of words, half of its weights, stays in the file, where only rows that are needed are read.
+
     identity: hash of weights, tokenizer and configuration; embeddings of equal identity are comparable.
     """
 
     def __init__(
         self,
         config: EncoderConfig,
+        words_VE: NDArray[Any],
         weights: Mapping[str, jax.Array],
         tokenizer: Tokenizer,
         reading: EncoderReading,
@@ -169,7 +176,7 @@ class Encoder:
         self.max_tokens = reading.max_tokens
         self._reading = reading
         self._tokenizer = tokenizer
-        self._weights = weights
+        self._words_VE, self._weights = words_VE, weights
         self._embed = jax.jit(partial(_embed, config, reading))
         self._programs = dict[tuple[int, int], Any]()
         self._executables = Executables(cache_dir() / "executables")
@@ -189,13 +196,13 @@ class Encoder:
             tokenizer = Tokenizer.from_file(str(vocabulary))
             tokenizer.no_padding()
             tokenizer.enable_truncation(reading.max_tokens)
-            read = _read_weights(config, load_file(weights), narrow)
+            read = _read_weights(config, dict(mapped(weights)), narrow)
             identity = _identity((weights, vocabulary), f"{config} {reading.max_tokens}{reading.unusual}")
         except ConfigError:
             raise
         except Exception as error:  # tokenizers raises bare Exception
             raise ConfigError(f"{directory}: not a whole encoder: {error!r}; delete it to download it again") from error
-        return cls(config, read, tokenizer, reading, identity)
+        return cls(config, *read, tokenizer, reading, identity)
 
     def encode(self, texts: Sequence[str], query: bool = False) -> NDArray[np.float32]:
         """Embed passages, or questions: float32 [len(texts), dim], rows of length one."""
@@ -288,7 +295,8 @@ class Encoder:
             lengths_B[i] = len(row)
         if (batch, length) not in self._programs:
             self._programs[batch, length] = self._make(batch, length)
-        return np.asarray(self._programs[batch, length](self._weights, ids_BT, lengths_B))[: len(rows)]
+        word_BTE = self._words_VE[ids_BT].astype(np.float32, copy=False)
+        return np.asarray(self._programs[batch, length](self._weights, word_BTE, lengths_B))[: len(rows)]
 
     def _make(self, batch: int, length: int) -> Any:
         [*devices], dtypes = (
@@ -299,8 +307,9 @@ class Encoder:
         found = self._executables.load(key, devices)
         if found is not None:
             return found[0]
-        arrays = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, length), (batch,)))
-        program = self._embed.lower(self._weights, *arrays).compile()
+        word_BTE = jax.ShapeDtypeStruct((batch, length, self.dim), jnp.float32)
+        lengths_B = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        program = self._embed.lower(self._weights, word_BTE, lengths_B).compile()
         self._executables.keep(key, program, None)
         return program
 

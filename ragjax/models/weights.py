@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes: XLA on a CPU uses a mapped file as it is, if arrays begin so
-_KINDS = {**SAFETENSORS_DTYPES, "U8": np.uint8}
+_KINDS = {**SAFETENSORS_DTYPES, "U8": np.uint8, "I64": np.int64}
 _CACHE_FORMAT = 2  # raise it when the content of the dequantised cache changes meaning
 
 
@@ -119,14 +119,16 @@ def load_decoder(
     pairs = sorted({(first, second) for first, second in mlps if first and second}, key=repr)
     op.register_packed(sorted(set(packings.values()), key=repr), Path(cache_dir) / "kernels", pairs)
     file = _own_file(checkpoint, sources, Path(path), np.dtype(dtype), Path(cache_dir))
-    return Decoder.from_arrays(checkpoint.config, _mapped(file), np.dtype(dtype), packings)
+    return Decoder.from_arrays(checkpoint.config, mapped(file), np.dtype(dtype), packings)
 
 
-def _mapped(file: Path) -> Iterator[tuple[str, Array]]:
+def mapped(file: Path) -> Iterator[tuple[str, Array]]:
     """The arrays of a safetensors file, by name, as parts of a mapping of it."""
     data = np.memmap(file, np.uint8, "r")
     begin = 8 + int(data[:8].view("<u8")[0])
-    for name, about in json.loads(data[8:begin].tobytes()).items():
+    header = json.loads(data[8:begin].tobytes())
+    header.pop("__metadata__", None)
+    for name, about in header.items():
         low, high = about["data_offsets"]
         array = data[begin + low : begin + high].view(_KINDS[about["dtype"]])
         yield name, array.reshape(about["shape"])

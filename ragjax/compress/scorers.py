@@ -115,7 +115,7 @@ def _pooled(s_GN: jax.Array) -> jax.Array:
 
 
 def _attention(evidence: Evidence, head: jax.Array) -> jax.Array:
-    """What the window's rows give to each token before the window, for the queries of a KV head: float32 [W, G, N].
+    """Attention of the window's rows to each token before the window, of the queries of a KV head: float32 [W, G, N].
 
     From a softmax over all tokens that the row sees; 0 for the window's own tokens and for padding.
     """

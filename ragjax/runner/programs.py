@@ -106,7 +106,7 @@ class Programs:
         ]
 
     def _kinds(self, measures: Collection[Measure], end: int, segments: int) -> Iterator[Name]:
-        """What tells the programs of stages from each other: how many layers they run, and what those measure."""
+        """Yield the ends of names of stages: how many layers they run, and what those measure."""
         depth = self._weights.depth
         yield (depth,)
         whole, rest = divmod(end or depth, depth)

@@ -99,7 +99,7 @@ class ScoreTile(AttentionTile):
 
 
 def sums(code: Code, frame: CallFrame) -> Value:
-    """How many tiles add the parts up."""
+    """The number of tiles that add the parts up."""
     return (_scores(frame) + (SUMMED - 1)) / SUMMED
 
 

@@ -82,27 +82,29 @@ def _triples(options: Namespace, endpoint: ChatEndpoint) -> object:
 
 
 def _communities(options: Namespace, endpoint: ChatEndpoint | None = None) -> object:
-    """Write a document for each community: its facts, or what the endpoint makes of them."""
+    """Write a document for each community: its facts, or what the endpoint makes of them now or made before."""
     out = Path(options.out)
     told = load(out, strict=False).documents if out.exists() else ()
     if not all(re.fullmatch(r"[0-9a-f]{16}", one.id) for one in told):
         raise ConfigError(f"--out: {out} holds something else; name another file")
     documents = community_documents([one for one in read_triples(options.graph) if isinstance(one, Triple)])
-    texts = {document.id: document.text for document in documents}
+    texts = {one.id: one.text for one in documents}
+    texts |= {one.id: one.text for one in told if one.id in texts}
     try:
         if endpoint is not None:
-            texts = {one.id: one.text for one in told if one.id in texts}
-            asked = [document for document in documents if document.id not in texts]
+            asked = [one for one in documents if texts[one.id] == one.text]
             with out.open("a", encoding="utf-8") as file:  # a run that is stopped goes on from here
                 for document, text in summarised(asked, endpoint.ask, options.concurrency):
                     texts[document.id] = text
                     file.write(_line(document, text))
                     file.flush()
         with atomic_path(out) as part:
-            part.write_text("".join(_line(one, texts[one.id]) for one in documents if one.id in texts), "utf-8")
+            part.write_text("".join(_line(one, texts[one.id]) for one in documents), "utf-8")
     except OSError as error:
         raise ConfigError(f"--out: {out} cannot be written: {error.strerror}") from error
-    return f"{len(texts)} of {len(documents)} communities are in {out}; serve them with --knowledge {out}"
+    summaries = sum(texts[one.id] != one.text for one in documents)
+    count = f"{len(documents)} communities are in {out}, {summaries} of them summarised"
+    return f"{count}; serve them with --knowledge {out}"
 
 
 def _line(document: Document, text: str) -> str:

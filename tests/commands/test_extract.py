@@ -348,7 +348,8 @@ def test_communities_of_a_graph_are_documents(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "g.tsv").write_text(TRIANGLES)
     out = tmp_path / "out.jsonl"
     assert main(["--graph", str(tmp_path / "g.tsv"), "--out", str(out)]) == 0
-    assert f"2 of 2 communities are in {out}; serve them with --knowledge {out}" in capsys.readouterr().out
+    told = f"2 communities are in {out}, 0 of them summarised; serve them with --knowledge {out}"
+    assert told in capsys.readouterr().out
     assert [one.title for one in load(out).documents] == ["c, a, b", "x, y, z"]
 
 
@@ -356,9 +357,11 @@ def test_communities_are_summarised_once(server, tmp_path: Path, capsys: pytest.
     (tmp_path / "g.tsv").write_text(TRIANGLES)
     out, url = tmp_path / "out.jsonl", f"http://127.0.0.1:{server.server_port}/v1"
     command = ["--graph", str(tmp_path / "g.tsv"), "--out", str(out), "--base-url", url, "--model", "m"]
-    assert main(command) == 0 and len(server.seen) == 2
+    assert main(command[:4]) == 0 and main(command) == 0 and len(server.seen) == 2
+    assert "2 communities are in" in (told := capsys.readouterr().out) and "2 of them summarised" in told
     before = load(out).documents
     assert len(before) == 2 and all("knows" not in one.text for one in before)
+    assert main(command[:4]) == 0 and load(out).documents == before  # without an endpoint summaries stay
     out.write_text(out.read_text() + '{"id": "torn')  # by a kill
     (tmp_path / "g.tsv").write_text(TRIANGLES + "z\tlikes\tw\n")
     assert main(command) == 0 and len(server.seen) == 3  # one of them is as it was

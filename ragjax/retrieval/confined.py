@@ -71,7 +71,7 @@ def read_confined(data: bytes, path: Path, reader: Reader) -> Generator[None, No
             spent += time.monotonic() - begin
             if spent >= limits.seconds:
                 raise ConfigError(f"{path}: not read within {limits.seconds:g} seconds; split the file")
-            process.signal(signal.SIGSTOP)
+            process.pause()
             yield
             process.signal(signal.SIGCONT)
         reason, end, told = process.told().partition("\n")
@@ -152,6 +152,12 @@ class ReadingProcess:
         """The reason for which the file is not read, a line end, and its reading; nothing if the process has ended."""
         self._told.seek(0)
         return self._told.read().decode()
+
+    def pause(self) -> None:
+        """Stop it, and wait until it has stopped: before that, the system would not end it with this process."""
+        self.signal(signal.SIGSTOP)
+        if hasattr(os, "waitid"):  # not on every system
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)

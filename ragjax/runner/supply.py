@@ -67,7 +67,8 @@ class Supply:
 
     def _next(self, made: Name | None) -> Name | None:
         with self._lock:
-            self._making.discard(made or ())
+            if made is not None:
+                self._making.remove(made)
             first = self._threads[0] is threading.current_thread()
             for names in (self._asked, self._planned)[: 1 + first]:
                 while names and not self._closed:

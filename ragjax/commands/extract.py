@@ -23,7 +23,7 @@ from ragjax.retrieval.chunking import MIN_TOKENS, Chunker
 from ragjax.retrieval.communities import SUMMARY, community_documents, summarised
 from ragjax.retrieval.document import load
 from ragjax.retrieval.endpoint import open_client
-from ragjax.retrieval.extraction import INSTRUCTION, ChatEndpoint, extract
+from ragjax.retrieval.extraction import INSTRUCTION, ChatEndpoint, ExtractionReport, extract
 from ragjax.retrieval.triple_files import read_triples
 from ragjax.retrieval.triples import Triple
 
@@ -70,7 +70,7 @@ def _run(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def _triples(options: Namespace, endpoint: ChatEndpoint) -> object:
+def _triples(options: Namespace, endpoint: ChatEndpoint) -> ExtractionReport:
     def count_tokens(text: str) -> Tokens:
         return np.zeros(math.ceil(len(text.encode()) / _TOKEN_BYTES), np.int32)
 
@@ -81,7 +81,7 @@ def _triples(options: Namespace, endpoint: ChatEndpoint) -> object:
     return extract(chunks, endpoint.ask, options.out, concurrency=options.concurrency)
 
 
-def _communities(options: Namespace, endpoint: ChatEndpoint | None = None) -> object:
+def _communities(options: Namespace, endpoint: ChatEndpoint | None = None) -> str:
     """Write a document for each community: its facts, or what the endpoint makes of them now or made before."""
     out = Path(options.out)
     told = load(out, strict=False).documents if out.exists() else ()

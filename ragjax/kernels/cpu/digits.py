@@ -67,7 +67,7 @@ def panel_phase(
 class Digits:
     """Layout of the whole numbers of 16 rows' block: of each row, high bytes, then low bytes.
 
-    Behind them stand, for each row, the scale (float32), the sum times `zero` (int32), and the sum (float32).
+    Behind them stand, for each row, the scale (float32), the sum times -`zero` (int32), and the sum (float32).
     paired: 16-bit numbers in place of bytes, of each four inputs the first and third, then the second and fourth.
     span: blocks that share a scale, which stands in each of them.
     """
@@ -174,7 +174,7 @@ class SpanScale:
             own[at + digits.block] = (whole - (high << digits.shift)).cast(vector(I8, lanes))
         rest, total = place.at(digits.about), code.total(sum(wholes[1:], wholes[0]))
         rest.of(F32)[row] = self._scale
-        rest.of(I32)[row + TOGETHER] = total * digits.zero
+        rest.of(I32)[row + TOGETHER] = total * -digits.zero
         rest.of(F32)[row + 2 * TOGETHER] = total.cast(F32)
 
 

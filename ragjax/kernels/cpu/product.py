@@ -51,21 +51,34 @@ class Bytes:
     def sums(
         self, code: Code, packing: Packing, weight: Pointer, digits: Digits, numbers: Pointer, rows: int
     ) -> list[list[Value]]:
-        kind = vector(I32, self.lanes)
-        found = [[[code.constant(kind, 0)] * (PANEL // self.lanes) for _ in range(2)] for _ in range(rows)]
-        for four, part, codes in _fours(code, packing, weight, self.lanes):
+        def add(found: list[list[Value]], half: int, four: int, part: int, codes: Value) -> None:
             for row in range(rows):
-                for half in range(2):
-                    place = numbers.at(row * digits.row_bytes + half * digits.block + 4 * four)
-                    number = code.spread(place.of(I32)[0], self.lanes)
-                    found[row][half][part] = code.intrinsic(
-                        f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}",
-                        kind,
-                        found[row][half][part],
-                        codes.bits(vector(I8, 4 * self.lanes)),
-                        number.bits(vector(I8, 4 * self.lanes)),
-                    )
-        return [[(high << digits.shift) + low for high, low in zip(*halves, strict=True)] for halves in found]
+                place = numbers.at(row * digits.row_bytes + half * digits.block + 4 * four)
+                found[row][part] = code.intrinsic(
+                    f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}",
+                    kind,
+                    found[row][part],
+                    codes.bits(vector(I8, 4 * self.lanes)),
+                    code.spread(place.of(I32)[0], self.lanes).bits(vector(I8, 4 * self.lanes)),
+                )
+
+        kind = vector(I32, self.lanes)
+        high, low = ([[code.constant(kind, 0)] * (PANEL // self.lanes) for _ in range(rows)] for _ in range(2))
+        if rows <= 8:
+            for at_and_codes in _fours(code, packing, weight, self.lanes):
+                add(high, 0, *at_and_codes)
+                add(low, 1, *at_and_codes)
+            return [
+                [(of_high << digits.shift) + of_low for of_high, of_low in zip(*halves, strict=True)]
+                for halves in zip(high, low, strict=True)
+            ]
+        # one sum for both halves: the registers hold twice as many rows, for which codes are taken out twice
+        for at_and_codes in _fours(code, packing, weight, self.lanes, raised=packing.bits == 4):
+            add(high, 0, *at_and_codes)
+        both = high if packing.bits == 4 else [[part << digits.shift for part in parts] for parts in high]
+        for at_and_codes in _fours(code, packing, weight, self.lanes):
+            add(both, 1, *at_and_codes)
+        return both
 
 
 @dataclass(frozen=True)
@@ -97,10 +110,15 @@ class Words:
         return found
 
 
-def _fours(code: Code, packing: Packing, weight: Pointer, lanes: int) -> list[tuple[int, int, Value]]:
-    """The codes of a block by fours: number of the four, part of the panel, int32 lanes with a code in each byte."""
+def _fours(
+    code: Code, packing: Packing, weight: Pointer, lanes: int, raised: bool = False
+) -> list[tuple[int, int, Value]]:
+    """The codes of a block by fours: number of the four, part of the panel, int32 lanes with a code in each byte.
+
+    raised: codes of 4 bits are in the high halves of bytes, and so 16 times what they are.
+    """
     count, parts = packing.block // 4, PANEL // lanes
-    kind = vector(I32, lanes)
+    kind, mask = vector(I32, lanes), 0xF0F0F0F0 if raised else 0x0F0F0F0F
     if packing.bits == 8:
         return [
             (four, part, weight.load((four * PANEL + part * lanes) * 4, kind))
@@ -111,8 +129,8 @@ def _fours(code: Code, packing: Packing, weight: Pointer, lanes: int) -> list[tu
     for four in range(count // 2):
         for part in range(parts):
             both = weight.load((four * PANEL + part * lanes) * 4, kind)
-            found.append((four, part, both & 0x0F0F0F0F))
-            found.append((four + count // 2, part, (both >> 4) & 0x0F0F0F0F))
+            found.append((four, part, (both << 4 if raised else both) & mask))
+            found.append((four + count // 2, part, (both if raised else both >> 4) & mask))
     return found
 
 
@@ -122,7 +140,7 @@ Form = Bytes | Words
 def form_for(machine: Machine) -> Form:
     """The fastest way to make the sums on a machine."""
     if machine.has("avx512vnni", "avx512vl"):
-        return Bytes(16)
+        return Bytes(16, rows=(16, 8, 4, 2, 1))
     if machine.has("avxvnni"):
         return Bytes(8)
     return Words(plain=not machine.has("avx2"))
@@ -260,7 +278,7 @@ class PanelSums:
                     about = of_block.at(digits.about + (within + r) * 4)
                     whole = found[r][part]
                     if packing.zero:
-                        whole = whole - code.spread(about.of(I32)[TOGETHER], form.lanes)
+                        whole = whole + code.spread(about.of(I32)[TOGETHER], form.lanes)
                     of_span[r, part].value = add_block(code, factors[part], whole, about, of_span[r, part].value)
             about = numbers.at((end - 1) * digits.block_bytes + digits.about + within * 4).of(F32)
             for r, part in places:

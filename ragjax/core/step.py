@@ -63,17 +63,19 @@ class Grid:
     logits: rows whose logits are computed together, ascending.
     segments: the least bucket of segments, where attention is measured by segment; others are 4, 16, ... times as many.
     wide: entries of steps in which many requests decode (0: no more than the last of `entries`).
+    padding: what a row of padding costs, in rows that hold tokens.
     """
 
     rows: tuple[RowShape, ...] = (
         *(RowShape(2, 2), RowShape(7, 7), RowShape(8, 1), RowShape(16, 1)),
         *(RowShape(16 + 64, 32, 16), RowShape(16 + 256, 128, 16)),
-        *(RowShape(32, 32), RowShape(128, 32), RowShape(512, 128)),
+        *(RowShape(32, 16), RowShape(128, 32), RowShape(512, 128)),
     )
     entries: tuple[int, ...] = (256,)
     logits: tuple[int, ...] = (2, 8, 16)
     segments: int = 16
     wide: int = 0
+    padding: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(RowShape(*shape) for shape in self.rows))

@@ -29,7 +29,7 @@ from ragjax.retrieval.kept import open_kept
 from ragjax.retrieval.knowledge import KnowledgeBase, TextEncoder
 from ragjax.retrieval.library import Library
 from ragjax.retrieval.triple_files import read_triples
-from ragjax.runner.device import cpu_features, platform
+from ragjax.runner.device import BFLOAT16_FEATURES, cpu_features, platform
 
 _log = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ def encoder_opener(place: str | Path, chunk_tokens: int = CHUNK_TOKENS) -> Calla
             local = resolve(place)
             if local.kind == "gguf":
                 raise ConfigError(f"--encoder {place}: is a .gguf file; name a folder of sentence-transformers")
-            narrow = platform() == "cpu" and "amx_bf16" in cpu_features()  # AVX-512's alone is slower in XLA
+            narrow = platform() == "cpu" and bool(cpu_features() & BFLOAT16_FEATURES)
             found = Encoder.load(local.path, narrow)  # its programs are loaded, or compiled, at their first use
         if found.max_tokens is not None and chunk_tokens > found.max_tokens:
             raise ConfigError(

@@ -142,8 +142,8 @@ FEW = PREFILL_ROWS
 STEP_ROWS = 35
 """Rows that would take as long to compute as a step costs at any size."""
 
-BLOCK_ROWS = 48
-"""Rows that would take as long to compute as a block of rows, of any size, costs: it sweeps a thousand keys or so."""
+BLOCK_ROWS = 4
+"""Rows that would take as long to compute as a block of rows, of any size, costs: it gathers a thousand keys or so."""
 
 
 Shapes = Callable[[tuple[int, int], StepMeasure | None], tuple[RowShape, ...]]
@@ -262,7 +262,12 @@ class Scheduler:
         tables = [rows_of(state).table for state in states]
         entries = sum(-(-left // shape.block) * len(table) for left, table in zip(lefts, tables, strict=True))
         saved = sum(group.saved for group in self._groups(shape, states, lefts))
-        return shape.rows + (entries - saved) * self.limits.page_size / self.budget.decode_keys
+        keys = (entries - saved) * self.limits.page_size / self.budget.decode_keys
+        return self._rows(shape.rows, sum(lefts)) + keys
+
+    def _rows(self, rows: int, live: int) -> float:
+        """Cost of rows of which so many hold tokens, in such rows."""
+        return live + self.grid.padding * (rows - live)
 
     def _groups(self, shape: RowShape, states: Sequence[RequestState], lefts: Sequence[int]) -> list[Group]:
         """Groups of requests that share keys, with so many rows each; their rows are in blocks of one."""
@@ -310,13 +315,14 @@ class Scheduler:
     def _fill(
         self, states: Sequence[RequestState], lefts: Sequence[int], shapes: Sequence[RowShape]
     ) -> tuple[list[tuple[RequestState, int]], RowShape]:
-        """Prefill rows of a step, and its shape: the one that computes the most rows for its cost, in rows."""
+        """Prefill rows of a step, and its shape: the one whose steps compute all of these rows for the least cost."""
 
-        def pace(shape: RowShape) -> float:
-            takes = _takes(lefts, shape)
-            return sum(takes) / (shape.rows + STEP_ROWS + BLOCK_ROWS * _blocks(takes, shape))
+        def cost(shape: RowShape) -> float:
+            blocks = _blocks(lefts, shape)
+            steps = -(-blocks * shape.block // (shape.rows - shape.single))
+            return self._rows(steps * shape.rows, sum(lefts)) + STEP_ROWS * steps + BLOCK_ROWS * blocks
 
-        shape = max(shapes, key=pace)
+        shape = min(shapes, key=cost)
         return list(zip(states, _takes(lefts, shape), strict=False)), shape
 
     def _take_turns(self, states: Sequence[RequestState], rows: int, entries: int) -> list[RequestState]:

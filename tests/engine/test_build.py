@@ -35,7 +35,7 @@ def test_64_bits_are_refused() -> None:
 def test_on_a_cpu_eight_full_contexts_fit_every_step() -> None:
     """With less room beside a prompt that is computed, requests that decode would take turns."""
     context = 4096
-    grid = _grid(tiny.CONFIG, context, "cpu", 1)
+    grid = _grid(tiny.CONFIG, context, "cpu", 1, packed=False)
     assert min(grid.entries_of(shape)[-1] for shape in grid.rows) >= 8 * context // PAGE_SIZE
 
 

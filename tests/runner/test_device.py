@@ -10,9 +10,8 @@ import psutil
 import pytest
 
 from ragjax.core import ConfigError
-from ragjax.runner.device import allowed_features, precision, untouched, widening_pays
+from ragjax.runner.device import allowed_features, storage_dtype, untouched, widening_pays, widens
 
-NARROW, WIDENED = ("bfloat16", False), ("bfloat16", True)
 ZEN5 = "processor\t: 0\nflags\t\t: fpu avx2 fma avx512f avx512_bf16 avx512_vnni\n"
 SAPPHIRE = "flags\t\t: avx2 avx512f avx512_bf16 amx_bf16 amx_tile\n"
 SKYLAKE = "flags\t\t: fpu avx2 fma avx512f avx512bw\n"
@@ -24,31 +23,28 @@ GRAVITON2 = "Features\t: fp asimd\n"
 @pytest.mark.parametrize(
     ("cpuinfo", "flags", "expected"),
     [
-        (ZEN5, "", NARROW),
-        (SAPPHIRE, "", NARROW),
-        (GRAVITON3, "", NARROW),
-        (SKYLAKE, "", WIDENED),
-        (LAPTOP, "", WIDENED),
-        (GRAVITON2, "", WIDENED),
-        ("", "", WIDENED),
-        (ZEN5, "--xla_cpu_max_isa=AVX2", WIDENED),
-        (ZEN5, "--xla_cpu_max_isa=avx512_vnni", WIDENED),
-        (ZEN5, "--xla_dump_to=/d --xla_cpu_max_isa=AVX512_BF16", NARROW),
-        (SAPPHIRE, "--xla_cpu_max_isa=amx", NARROW),
-        (ZEN5, "--xla_cpu_max_isa=AMX --xla_cpu_max_isa=AVX2", WIDENED),
-        (LAPTOP, "--xla_cpu_max_isa=AMX", WIDENED),
+        (ZEN5, "", True),
+        (SAPPHIRE, "", False),
+        (GRAVITON3, "", False),
+        (SKYLAKE, "", True),
+        (LAPTOP, "", True),
+        (GRAVITON2, "", True),
+        ("", "", True),
+        (SAPPHIRE, "--xla_cpu_max_isa=AVX2", True),
+        (SAPPHIRE, "--xla_cpu_max_isa=avx512_vnni", True),
+        (SAPPHIRE, "--xla_dump_to=/d --xla_cpu_max_isa=AVX512_BF16", True),
+        (SAPPHIRE, "--xla_cpu_max_isa=amx", False),
+        (SAPPHIRE, "--xla_cpu_max_isa=AMX --xla_cpu_max_isa=AVX2", True),
+        (LAPTOP, "--xla_cpu_max_isa=AMX", True),
     ],
 )
-def test_auto_follows_what_the_cpu_multiplies_and_xla_may_use(
-    cpuinfo: str, flags: str, expected: tuple[str, bool]
-) -> None:
-    assert precision("auto", "cpu", allowed_features(cpuinfo, flags), lambda: True) == expected
+def test_auto_follows_what_the_cpu_multiplies_and_xla_may_use(cpuinfo: str, flags: str, expected: bool) -> None:
+    assert widens("auto", "cpu", allowed_features(cpuinfo, flags), lambda: True) is expected
 
 
 def test_where_features_leave_it_open_it_is_measured() -> None:
-    assert precision("auto", "cpu", allowed_features(LAPTOP, ""), lambda: False) == NARROW
-    asked = [precision("auto", "cpu", allowed_features(ZEN5, ""), lambda: pytest.fail("it was measured"))]
-    assert asked == [NARROW]
+    assert not widens("auto", "cpu", allowed_features(LAPTOP, ""), lambda: False)
+    assert not widens("auto", "cpu", allowed_features(SAPPHIRE, ""), lambda: pytest.fail("it was measured"))
 
 
 @pytest.mark.parametrize(("narrow_s", "wide_s", "pays"), [(2.0, 1.0, True), (1.0, 2.0, False)])
@@ -66,14 +62,14 @@ def test_widening_pays_if_its_product_takes_less_time(
 
 
 def test_a_gpu_gets_bfloat16_and_a_named_dtype_stays() -> None:
-    assert precision("auto", "gpu", frozenset(), lambda: True) == NARROW
+    assert storage_dtype("auto") == "bfloat16" and not widens("auto", "gpu", frozenset(), lambda: True)
     for dtype in ("bfloat16", "float32"):
-        assert precision(dtype, "cpu", frozenset(), lambda: True) == (dtype, False)
+        assert storage_dtype(dtype) == dtype and not widens(dtype, "cpu", frozenset(), lambda: True)
 
 
 def test_an_unknown_dtype_is_one_clear_error() -> None:
     with pytest.raises(ConfigError, match="unknown dtype 'int4'; choose one of auto, bfloat16, float32"):
-        precision("int4", "cpu", frozenset(), lambda: True)
+        storage_dtype("int4")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone takes pages back")

@@ -80,7 +80,7 @@ def programs() -> Programs:
         _weights=weights,
         _pool=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), pool),
         _rotation=Rotation(table, table),
-        _grid=_grid(CONFIG, CONFIG.context_length, "gpu", 1),
+        _grid=_grid(CONFIG, CONFIG.context_length, "gpu", 1, packed=False),
         _attention=None,
         _device=HOPPER,
         _pool_sharding=place,

@@ -452,12 +452,13 @@ class AttentionTile:
         for number in code.range(0, self.states):
             state = self.state(number)
             last = state.at(self._about(3)).of(I32)[0].cast(I64)
-            # the next block's logits are begun before this one's weights, to be made meanwhile
-            self._make_logits(state, code.constant(I64, 0))
+            with code.when(self.block_number[0] * KEYS <= last):  # of padding no block is
+                self._make_logits(state, code.constant(I64, 0))
             for at in code.range(0, count):
-                with code.when(at + 1 < count):
-                    self._make_logits(state, at + 1)
                 with code.when(self.block_number[at] * KEYS <= last):
+                    # the next block's logits are begun before this one's weights, to be made meanwhile
+                    with code.when(at + 1 < count):
+                        self._make_logits(state, at + 1)
                     self._step(state, at)
 
     def _visible(self, row: Value, index: Value, hide_from: Value, hide_until: Value) -> Value:
@@ -554,27 +555,32 @@ class AttentionTile:
         for half in range(2):
             self.tiles.store(_S_TILE + half, logits.at(half * 16 * 64))
 
+    @property
+    def _chains(self) -> int:
+        """Sums that are made side by side, as many as the registers hold: each waits for its last addition."""
+        return min(16, self.form.lanes)
+
     def _plain_logits(self, state: Pointer, keys: list[Pointer], logits: Pointer) -> None:
-        code, dim = self.code, self.form.dim
-        for j in range(0, KEYS, 8):
+        code, dim, chains = self.code, self.form.dim, range(self._chains)
+        for j in range(0, KEYS, len(chains)):
             part = keys[j // PART].at(j % PART * 4 * dim).of(F32)
-            sums = [code.variable(code.constant(self.wide, 0)) for _ in range(8)]
+            sums = [code.variable(code.constant(self.wide, 0)) for _ in chains]
             for d in code.range(0, dim):
                 q = state.at(d * self.row_bytes).load(0, self.wide)
-                for i in range(8):
+                for i in chains:
                     key = code.spread(part[i * dim + d], self.form.lanes)
                     sums[i].value = self._fma(q, key, sums[i].value)
-            for i in range(8):
+            for i in chains:
                 logits.at((j + i) * self.row_bytes)[0] = sums[i].value
 
     def _plain_outputs(self, acc: Pointer, values: Pointer) -> None:
-        code, dim = self.code, self.form.dim
-        for d in code.range(0, dim, 8):
-            sums = [code.variable(acc.at((d + i) * self.row_bytes).load(0, self.wide)) for i in range(8)]
+        code, dim, chains = self.code, self.form.dim, range(self._chains)
+        for d in code.range(0, dim, len(chains)):
+            sums = [code.variable(acc.at((d + i) * self.row_bytes).load(0, self.wide)) for i in chains]
             for j in code.range(0, KEYS):
                 p = self.weights.at(j * self.row_bytes).load(0, self.wide)
-                for i in range(8):
+                for i in chains:
                     value = code.spread(values.of(F32)[j * dim + d + i], self.form.lanes)
                     sums[i].value = self._fma(p, value, sums[i].value)
-            for i in range(8):
+            for i in chains:
                 acc.at((d + i) * self.row_bytes)[0] = sums[i].value

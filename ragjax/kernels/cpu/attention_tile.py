@@ -310,15 +310,15 @@ class AttentionTile:
                 with code.when(done.value.compare("!=", 0)):
                     offset = self.frame.data(_OFFSET, I32)[first / self.page_size]
                     in_place = form.tiled or not form.bits
+                    key, value = (code.pointer(self._slot_at(pool, first), I8) for pool in (K, _V))
                     if in_place:
                         with code.when(offset.compare("==", 0)):
-                            self.key_at[at * (KEYS // PART) + part / PART] = self._slot_at(K, first)
+                            self.key_at[at * (KEYS // PART) + part / PART] = self._address(key)
                     with code.when(offset.compare("!=", 0) if in_place else (offset >= -NEVER)):
                         for j in code.range(0, PART):
-                            key = code.pointer(self._slot_at(K, first + j), I8)
-                            self._take_key(key, place.at(j * (form.dim * form.item)), offset)
+                            self._take_key(key.at(j * self._slot_bytes), place.at(j * (form.dim * form.item)), offset)
                     for j in code.range(0, PART):
-                        self.value_at[part + j] = self._slot_at(_V, first + j)
+                        self.value_at[part + j] = self._address(value.at(j * self._slot_bytes))
             with code.when(done.value.compare("==", 0)):
                 for j in code.range(0, PART):
                     index, slot = number * KEYS + part + j, table[j].cast(I64) - 1
@@ -340,13 +340,17 @@ class AttentionTile:
     def _address(self, place: Pointer) -> Value:
         return Value(self.code, self.code.builder.ptrtoint(place.raw, I64))
 
+    @property
+    def _slot_bytes(self) -> int:
+        return self.form.dim * (2 if self.form.bits else 4)
+
     def _slot_at(self, pool: int, slot: Value) -> Value:
         """The address of a slot's key or value."""
         frame = self.frame
         pages = frame.data(_LAYER, I32)[0].cast(I64) * frame.size(K, 1)
         page = pages + frame.data(_PAGE, I32)[slot / self.page_size].cast(I64)
         row = (page * self.kv_heads + self.kv_head) * self.page_size + slot % self.page_size
-        return self._address(frame.data(pool, I8)) + row * (self.form.dim * (2 if self.form.bits else 4))
+        return self._address(frame.data(pool, I8)) + row * self._slot_bytes
 
     def _gather_run(self, index: Value, slot: Value, about: list[Pointer], done: Any) -> None:
         """Slots of one entry that hold tokens one after the other, if every row sees them all."""
@@ -555,32 +559,27 @@ class AttentionTile:
         for half in range(2):
             self.tiles.store(_S_TILE + half, logits.at(half * 16 * 64))
 
-    @property
-    def _chains(self) -> int:
-        """Sums that are made side by side, as many as the registers hold: each waits for its last addition."""
-        return min(16, self.form.lanes)
-
     def _plain_logits(self, state: Pointer, keys: list[Pointer], logits: Pointer) -> None:
-        code, dim, chains = self.code, self.form.dim, range(self._chains)
-        for j in range(0, KEYS, len(chains)):
+        code, dim = self.code, self.form.dim
+        for j in range(0, KEYS, 8):
             part = keys[j // PART].at(j % PART * 4 * dim).of(F32)
-            sums = [code.variable(code.constant(self.wide, 0)) for _ in chains]
+            sums = [code.variable(code.constant(self.wide, 0)) for _ in range(8)]
             for d in code.range(0, dim):
                 q = state.at(d * self.row_bytes).load(0, self.wide)
-                for i in chains:
+                for i in range(8):
                     key = code.spread(part[i * dim + d], self.form.lanes)
                     sums[i].value = self._fma(q, key, sums[i].value)
-            for i in chains:
+            for i in range(8):
                 logits.at((j + i) * self.row_bytes)[0] = sums[i].value
 
     def _plain_outputs(self, acc: Pointer, values: Pointer) -> None:
-        code, dim, chains = self.code, self.form.dim, range(self._chains)
-        for d in code.range(0, dim, len(chains)):
-            sums = [code.variable(acc.at((d + i) * self.row_bytes).load(0, self.wide)) for i in chains]
+        code, dim = self.code, self.form.dim
+        for d in code.range(0, dim, 8):
+            sums = [code.variable(acc.at((d + i) * self.row_bytes).load(0, self.wide)) for i in range(8)]
             for j in code.range(0, KEYS):
                 p = self.weights.at(j * self.row_bytes).load(0, self.wide)
-                for i in chains:
+                for i in range(8):
                     value = code.spread(values.of(F32)[j * dim + d + i], self.form.lanes)
                     sums[i].value = self._fma(p, value, sums[i].value)
-            for i in chains:
+            for i in range(8):
                 acc.at((d + i) * self.row_bytes)[0] = sums[i].value

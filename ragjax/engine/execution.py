@@ -104,6 +104,8 @@ class Execution:
             measured = flight.outcome.measured
             logits = None if flight.logits is None else flight.logits.read(flight.wanted)
             chosen = None if flight.sampled is None else flight.sampled.read()
+            if all(state.background for state in batch.states):
+                flight.outcome.wait()  # a request that comes meanwhile waits for one step of theirs, not for several
         except Exception as error:
             self._failed(batch.states, error)
             return True

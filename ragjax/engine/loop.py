@@ -166,6 +166,9 @@ class Loop:
                 if not self.requests.paused:
                     self._admission.prefetch()  # KV of the next ones is loaded ahead
                 landed = self._land()  # until then the device computes the last step
+                if landed and not self._inbox.empty():  # who came meanwhile shares the next one
+                    busy = True
+                    continue
                 busy = self._launch() or landed or moved or self._tune()
             except BaseException as error:  # no defect, and no strategy that ends its thread, takes down the others
                 told = error if isinstance(error, Exception) else RuntimeError(f"{error!r} in the engine's thread")

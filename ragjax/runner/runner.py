@@ -54,6 +54,9 @@ class StepResult:
     x_TE: jax.Array
     found: tuple[tuple[jax.Array, NDArray[np.bool_]], ...] = ()
 
+    def wait(self) -> None:
+        self.x_TE.block_until_ready()
+
     @property
     def measured(self) -> NDArray[np.float32] | None:
         """The measurement the step asked for, float32 [layers, ...] (`kernels.reductions.measure`); waits for it."""

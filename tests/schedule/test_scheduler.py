@@ -495,6 +495,14 @@ def test_prompts_are_computed_in_the_shapes_of_a_gpu(group):
     assert all(piece.end > piece.begin for batch in (alone, beside) for piece in batch.parts)
 
 
+@pytest.mark.parametrize(("padding", "sizes"), [(1.0, [32, 32]), (0.1, [128])])
+def test_where_padding_costs_little_one_large_step_replaces_two(padding, sizes):
+    scheduler = Scheduler(table(), Grid(padding=padding), PAGE)
+    fixed_tasks(scheduler, [41])
+    _, batches = run_fixed(scheduler)
+    assert [len(batch.step.index_T) for batch in batches] == sizes
+
+
 # -------------------------------------------------------------------------------------------- turns
 
 

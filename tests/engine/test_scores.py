@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import jax
@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragjax.core import Answer, Prompt, Rag, Request, RequestError, Sampling, Segment
+from ragjax.core import Answer, Prompt, Rag, Request, RequestError, Sampling, Segment, Step
 from ragjax.core import Kind as SegmentKind
 from ragjax.engine import Engine
 from ragjax.reuse.exact import Full
+from ragjax.runner.runner import StepResult
 from ragjax.schedule import decoding
 from ragjax.schedule.state import RequestState
 from tests.support import tiny
@@ -101,6 +102,33 @@ def test_background_requests_let_others_pass_and_are_not_counted() -> None:
         assert behind[5].result().tokens == alone.tokens
         assert sum(engine.stats()["requests_total"].values()) == 6  # type: ignore[union-attr]
         audit_engine(engine)
+
+
+def test_who_comes_waits_for_one_step_of_the_background_and_shares_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    long, short = (
+        Prompt((Segment("q", SegmentKind.JOIN, np.arange(*of, dtype=np.int32)),)) for of in ((200,), (220, 225))
+    )
+    told: list[str] = []
+    real = StepResult.wait
+
+    def waited(result: StepResult) -> None:
+        if told == ["long"]:  # somebody comes while the first step is computed
+            pool.submit(engine.begin_prompt, short, strategy="full", max_tokens=1).result()
+        real(result)
+        told.append("done")
+
+    monkeypatch.setattr(StepResult, "wait", waited)
+    with tiny.engine() as engine, ThreadPoolExecutor() as pool:
+        step = engine._runner.step
+
+        def watched(made: Step) -> StepResult:
+            told.append("short" if 220 in made.token_T else "long")
+            return step(made)
+
+        engine._runner.step = watched  # type: ignore[method-assign]
+        engine.answer_prompt(long, strategy="full", max_tokens=1, background=True)
+    assert told[:3] == ["long", "done", "short"]
+    assert told[3::2] == ["long"] * len(told[3::2]) and told[4::2] == ["done"] * len(told[4::2]) and len(told) > 6
 
 
 def test_background_requests_make_room() -> None:

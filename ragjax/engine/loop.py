@@ -37,6 +37,9 @@ OWN_THREAD = "the engine's own thread cannot wait for the engine: call it from a
 TICK = 0.02
 """Seconds between two looks at whether a load takes too long, while there is nothing else to do."""
 
+QUIET_S = 0.1
+"""Seconds after an answer in which nothing runs in the background: a program that was answered often asks again."""
+
 
 class Loop:
     """The thread that serves requests between their arrival and their end. replays: run finished ones again."""
@@ -217,7 +220,8 @@ class Loop:
 
     def _launch(self) -> bool:
         self._copying(self._pauses.make_room)
-        batch = self._scheduler.next_batch()
+        rests = not self.requests.in_front and self.requests.quiet_s < QUIET_S
+        batch = None if rests else self._scheduler.next_batch()
         if batch is not None:
             self._execution.launch(batch)
         # copies ahead of need take turns with steps only if steps do not end

@@ -7,6 +7,7 @@ table. It belongs to the engine's thread; other threads use `QueueLimit` alone.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -161,6 +162,11 @@ class Requests:
     @property
     def in_front(self) -> list[RequestState]:
         return [state for state in self.running if not state.background]
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since a request was answered that was not in the background."""
+        return time.monotonic() - self._recent[0][0] if self._recent else math.inf
 
     @property
     def in_background(self) -> list[RequestState]:

@@ -26,7 +26,7 @@ WeightBits = Literal["stored", "int8", "int4"]
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 DTYPES = get_args(Dtype)
-"""Of weights and KV; "auto" suits the device (`runner.device.precision`)."""
+"""Of weights and KV; "auto" suits the device (`runner.device.storage_dtype`)."""
 
 Retrieve = Literal["auto", "always", "asked"]
 """When requests that say nothing of it get passages of the default knowledge base."""

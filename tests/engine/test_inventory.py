@@ -84,6 +84,7 @@ def test_a_tenants_own_nodes_hang_below_public_ones_unseen(engine: Engine) -> No
     assert next(one.text for one in seen.holdings if one.parent is None).startswith("Maud keeps")
 
 
+@pytest.mark.engine(pages=16, host_bytes=0, policy="lru")  # where nothing is copied between two looks
 def test_a_look_is_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Maud", "Elspeth", "Odile"):
         ask(engine, name)

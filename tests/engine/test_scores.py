@@ -16,7 +16,7 @@ from ragjax.core import Answer, Prompt, Rag, Request, RequestError, Sampling, Se
 from ragjax.core import Kind as SegmentKind
 from ragjax.engine import Engine
 from ragjax.reuse.exact import Full
-from ragjax.runner.runner import StepResult
+from ragjax.runner.runner import Runner, StepResult
 from ragjax.schedule import decoding
 from ragjax.schedule.state import RequestState
 from tests.support import tiny
@@ -109,7 +109,7 @@ def test_who_comes_waits_for_one_step_of_the_background_and_shares_the_next(monk
         Prompt((Segment("q", SegmentKind.JOIN, np.arange(*of, dtype=np.int32)),)) for of in ((200,), (220, 225))
     )
     told: list[str] = []
-    real = StepResult.wait
+    real, step = StepResult.wait, Runner.step
 
     def waited(result: StepResult) -> None:
         if told == ["long"]:  # somebody comes while the first step is computed
@@ -117,15 +117,13 @@ def test_who_comes_waits_for_one_step_of_the_background_and_shares_the_next(monk
         real(result)
         told.append("done")
 
+    def watched(runner: Runner, made: Step) -> StepResult:
+        told.append("short" if 220 in made.token_T else "long")
+        return step(runner, made)
+
     monkeypatch.setattr(StepResult, "wait", waited)
+    monkeypatch.setattr(Runner, "step", watched)
     with tiny.engine() as engine, ThreadPoolExecutor() as pool:
-        step = engine._runner.step
-
-        def watched(made: Step) -> StepResult:
-            told.append("short" if 220 in made.token_T else "long")
-            return step(made)
-
-        engine._runner.step = watched  # type: ignore[method-assign]
         engine.answer_prompt(long, strategy="full", max_tokens=1, background=True)
     assert told[:3] == ["long", "done", "short"]
     assert told[3::2] == ["long"] * len(told[3::2]) and told[4::2] == ["done"] * len(told[4::2]) and len(told) > 6

@@ -103,7 +103,7 @@ def test_a_burst_computes_each_passage_once(name: str) -> None:
         stats = engine.stats()
         audit_engine(engine)
     tokens = sum(len(segment) for segment in prompts[0].segments[:-1])
-    if name in ("prefix", "set-cache"):
+    if name in ("prefix", "set-cache", "moved"):
         questions = sum(len(prompt.segments[-1]) for prompt in prompts)
         assert stats["admitted_tokens_total"] == tokens + questions + 16 * 1  # and the answers
         assert computed(answers, [s.id for s in prompts[0].segments[:-1]]) == tokens

@@ -15,21 +15,21 @@ from ragjax import core
 if TYPE_CHECKING:
     from ragjax.cluster.fleet import Service
 
-_HELP = {
+HELP = {
     "requests_total": "Requests answered, by strategy.",
     "prompt_tokens_total": "Prompt tokens of answered requests.",
     "reused_tokens_total": "Prompt tokens whose keys and values came from the cache.",
     "recomputed_tokens_total": "Prompt tokens computed for the request, whether missing or repaired.",
     "generated_tokens_total": "Tokens generated for answered requests.",
     "cancelled_total": "Requests cancelled before their answer was complete.",
-    "errors_total": "Requests that failed inside the engine.",
+    "errors_total": "Requests that failed inside the engine, without those that were refused (400).",
     "lookups_total": "Look-ups in the cache.",
     "exact_hit_tokens_total": "Tokens that cache look-ups found, computed on exactly their context.",
     "approximate_hit_tokens_total": "Tokens that cache look-ups found, computed on another context.",
     "missed_tokens_total": "Tokens that cache look-ups did not find.",
     "admitted_tokens_total": "Tokens put into the cache.",
     "evicted_tokens_total": "Tokens evicted from the device.",
-    "unwritten_tokens_total": "Tokens that left memory while too much waited to be written to disk.",
+    "unwritten_tokens_total": "Tokens that left memory unwritten, since more than 1 GiB waited to be written to disk.",
     "tier_hit_tokens_total": "Tokens that cache look-ups found, by the tier they came from.",
     "transfers_total": "Copies of KV between tiers: save to host memory, write to disk, load to the device.",
     "transfer_bytes_total": "Bytes that these copies moved, by kind.",
@@ -45,8 +45,9 @@ _HELP = {
     "device_losses_total": "Times the device's pool was lost and allocated again.",
     "dropped_tokens_total": "Prompt tokens that no token of the answer saw, since the prompt was compressed.",
     "lookup_tokens_total": "Tokens that prompt lookup proposed, and of these those that were accepted.",
-    "speculations_total": "Generations offered before their documents were final, by what came of them.",
-    "speculative_wasted_tokens_total": "Tokens computed for documents that turned out not to be the final ones.",
+    "speculations_total": "Answers that were to begin before their search ended: hit, begun with the final chunks; "
+    "wrong, with others; skipped, no room to begin.",
+    "speculative_wasted_tokens_total": "Tokens computed for chunks that turned out not to be the final ones.",
     "rest_error_max": "Largest relative RMS error of KV encoded at rest.",
     "host_bytes": "Bytes of KV in host memory.",
     "nodes": "Nodes of the knowledge tree.",
@@ -69,16 +70,18 @@ _HELP = {
     "remote_written_bytes_total": "Bytes of these entries.",
     "remote_kept_total": "Entries that were to be written and were there already.",
     "remote_evicted_total": "Entries that left the shared cache for others.",
-    "remote_dropped_total": "Entries that were not written to the shared cache, by reason.",
-    "remote_errors_total": "Calls that the shared cache did not answer, or refused.",
+    "remote_dropped_total": "Entries not written to the shared cache: full, too many waited; off, it was off; large, "
+    "over the limit; failed, it did not answer or refused.",
+    "remote_errors_total": "Calls that the shared cache left unanswered, or refused.",
     "shadow_replays_total": "Requests replayed in full attention, dropped as too many waited, or failed.",
-    "shadow_escalations_total": "Times that shadow replay changed what requests run by default, by reason.",
+    "shadow_escalations_total": "Times that shadow replay changed what requests run by default: raise, to the next "
+    "setting of the report; exact, to prefix; fault, to full.",
     "shadow_faults_total": "Replayed answers that were labelled exact and are not.",
     "steps_total": "Steps of the engine's loop.",
     "overhead_ms_last": "Milliseconds before the last first token that were neither retrieval nor compiled code.",
     "queue_depth": "Requests that wait for admission.",
     "running": "Requests admitted and not finished.",
-    "passages": "Passages of the knowledge bases, by what became of their preprocessing.",
+    "passages": "Passages of the knowledge bases: prepared, waiting, or beyond what the cache has room for.",
     "pages_used": "Pages of the device pool in use.",
     "pages_total": "Pages of the device pool.",
     "routed_total": "Requests that were sent to the replica.",
@@ -117,9 +120,16 @@ class ServerMetrics:
         self._registry = registry = CollectorRegistry()
         registry.register(_EngineCollector(engine))
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
-        self.requests = counter("ragjax_http_requests", "HTTP requests, by route and status.", ["route", "status"])
+        self.requests = counter(
+            "ragjax_http_requests",
+            "HTTP requests; status 499: the client left before the response began.",
+            ["route", "status"],
+        )
         self.connections_ended = counter(
-            "ragjax_http_connections_ended", "Connections that the server ended, by reason.", ["reason"]
+            "ragjax_http_connections_ended",
+            "Connections that the server ended: overloaded, one too many; late, a request did not arrive in time; "
+            "idle, no next request came; unread, the answer was not read; malformed, no HTTP.",
+            ["reason"],
         )
         self.request_seconds = histogram(
             "ragjax_http_request_seconds", "Arrival to end of response.", ["route"], buckets=_LONG
@@ -158,14 +168,14 @@ class _EngineCollector(Collector):
             for name, value in stats.items():
                 make = CounterMetricFamily if name.endswith("_total") and name not in _GAUGES else GaugeMetricFamily
                 kinds = ["replica"] * bool(replica) + [_LABELS.get(name, "kind")] * isinstance(value, Mapping)
-                made: Metric = make(f"ragjax_{_GAUGES.get(name, name)}", _HELP.get(name, ""), labels=kinds)
+                made: Metric = make(f"ragjax_{_GAUGES.get(name, name)}", HELP.get(name, ""), labels=kinds)
                 family = families.setdefault(name, made)
                 for key, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
                     labels = [*([replica] if replica else []), *([] if key is None else [key])]
                     family.add_metric(labels, float(number))  # type: ignore[attr-defined] # of counters and gauges
         read = CounterMetricFamily(
             "ragjax_files_damaged",
-            "Reads of uploaded files that were found damaged.",
+            "Reads of uploaded files, by clients or into stores, that found one damaged.",
             value=self._engine.library.damaged,
         )
         told = engine.indexing

@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from ragjax.serve.command import parse_options
+from ragjax.serve.metric import ServerMetrics
 from tests.support.devices import ROOT
+from tests.support.fakes import FakeEngine
 
 DEPLOY = ROOT / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
@@ -31,8 +33,8 @@ def expressions() -> list[str]:
 
 
 def known() -> set[str]:
-    """Metrics that docs/http.md lists, which another test compares with the server's."""
-    return set(re.findall(r"`(ragjax_\w+)", (ROOT / "docs" / "http.md").read_text()))
+    """Metrics of a server."""
+    return set(re.findall(r"^# TYPE (\w+)", ServerMetrics(FakeEngine()).exposition().decode(), re.MULTILINE))
 
 
 @pytest.mark.parametrize("expression", expressions())

@@ -93,7 +93,7 @@ def test_a_link_that_leads_nowhere_is_found(link: str) -> None:
 
 
 def test_a_link_that_leads_somewhere_is_not() -> None:
-    text = "[a](http.md#flags), ![b](figure/load.png), [c](../README.md), [d](graph.ipynb), [e](https://example.org)"
+    text = "[a](http.md#metrics), ![b](figure/load.png), [c](../README.md), [d](graph.ipynb), [e](https://example.org)"
     assert lost(text, "cache.md") == []
 
 

@@ -1,4 +1,4 @@
-"""Metrics, and the page that lists them."""
+"""Metrics, and the pages that name them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ragjax import core
 from ragjax.cluster.fleet import ROUTING
 from ragjax.serve.app import create_app
+from ragjax.serve.metric import HELP
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, Served, serving
 
@@ -71,15 +72,25 @@ def test_every_engine_number_is_exposed() -> None:
     assert {f"ragjax_{renamed.get(name, name)}" for name in engine.stats()} <= names
 
 
-def test_the_page_names_every_metric() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
-    engine = FakeEngine()
-    with serving(engine) as served:
-        names = {f.name + "_total" * (f.type == "counter") for f in _families(served)}
-    names |= {f"ragjax_{name}" for name in ROUTING}  # of a fleet alone
-    names |= {"ragjax_indexing_files", "ragjax_indexing_skipped"}  # of a server with documents alone
-    rows = "\n".join(line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
-    assert set(re.findall(r"ragjax_\w+", rows)) == {name for name in names if not name.endswith("_created")}
+def test_every_metric_says_what_it_counts() -> None:
+    with serving(FakeEngine()) as served:
+        lines = served.get("/metrics").text.splitlines()
+    told = {line.split()[2]: line.split()[3:] for line in lines if line.startswith("# HELP ")}
+    named = [line.split()[2] for line in lines if line.startswith("# TYPE ")]
+    assert named and [name for name in named if not told[name]] == []
+    assert set(ROUTING) <= set(HELP), "of a fleet alone"
+
+
+def test_metrics_that_pages_name_exist() -> None:
+    pages = "".join(page.read_text() for page in (Path(__file__).parents[2] / "docs").glob("*.md"))
+    with serving(FakeEngine()) as served:
+        known = {f.name + "_total" * (f.type == "counter") for f in _families(served)}
+    known |= {f"ragjax_{name}" for name in ROUTING}  # of a fleet alone
+    known |= {"ragjax_indexing_files", "ragjax_indexing_skipped"}  # of a server with documents alone
+    named = re.findall(r"`(ragjax_\w+)[`{]", pages)
+    assert len(named) > 20 and set(named) <= known
+    groups = re.findall(r"`(ragjax_\w+)\*`", pages)
+    assert groups and [group for group in groups if not any(name.startswith(group) for name in known)] == []
 
 
 def test_the_page_names_every_endpoint() -> None:

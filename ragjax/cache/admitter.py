@@ -98,12 +98,7 @@ class Admitter:
         whether every tenant may read it (None: if the request has no tenant). totals: as in `admit_prefix`.
         """
         self._matcher.require(context, provenance)
-        if not context.complete:
-            raise ValueError(f"the context was found for {context.length} of {context.asked} tokens: admit it first")
-        if context.broken is not None:
-            raise ValueError(f"the context never arrived: {context.broken}")
-        if run.length != len(tokens) or not run.length:
-            raise ValueError(f"the run holds {run.length} tokens, the segment {len(tokens)}")
+        _check_whole(context, run, len(tokens))
         raw, parent = raw_of(tokens), self._matcher.end_of(context)
         tenant = _owner(context, parent, public)
         key = self._tree.key(tenant, provenance, method, context.context, raw, behind)
@@ -146,12 +141,7 @@ class Admitter:
         `admit_prefix` and `admit_segment`.
         """
         self._matcher.require(context)
-        if not context.complete or run.length != len(tokens) - from_:
-            raise ValueError(
-                f"a run of {run.length} tokens, or its context, does not fit tokens [{from_}, {len(tokens)})"
-            )
-        if context.broken is not None:
-            raise ValueError(f"the context never arrived: {context.broken}")
+        _check_whole(context, run, len(tokens) - from_)
         raw, top, page_size = raw_of(tokens), self._matcher.end_of(context), self._page_size
         steps = self._tree.walk(raw, context.tenant, top, method)
         at = sum(used for _, used in steps)
@@ -196,6 +186,15 @@ class Admitter:
         self._hierarchy.admitted(nodes)
         for owner in owners:
             self._hierarchy.enforce(owner)
+
+
+def _check_whole(context: Match, run: Run, length: int) -> None:
+    if not context.complete:
+        raise ValueError(f"the context was found for {context.length} of {context.asked} tokens: admit it first")
+    if context.broken is not None:
+        raise ValueError(f"the context never arrived: {context.broken}")
+    if run.length != length or not length:
+        raise ValueError(f"the run holds {run.length} tokens, the segment {length}")
 
 
 def _owner(context: Match, parent: Node, public: bool | None) -> str:

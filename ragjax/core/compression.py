@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import InstanceOf
 
 from ragjax.core.check import check_fields
-from ragjax.core.errors import ConfigError, RequestError
+from ragjax.core.errors import ConfigError, RequestError, invalid
 
 Order = Literal["mutual", "ordered"]
 Heads = Literal["all", "each"]
@@ -117,7 +117,7 @@ class Compression:
         try:
             return Compression.parse(text)
         except ConfigError as error:
-            raise RequestError(str(error), param="rag.compression", code="invalid_value") from None
+            raise invalid("rag.compression", str(error)) from None
 
     def __str__(self) -> str:
         graph = "+graphkv" if self.graph == PAPER else "+graph" if self.graph else ""
@@ -125,4 +125,4 @@ class Compression:
 
 
 def _invalid(name: str, reason: str) -> RequestError:
-    return RequestError(f"compression: {reason}", param=f"rag.compression.{name}", code="invalid_value")
+    return invalid(f"rag.compression.{name}", f"compression: {reason}")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import InstanceOf
 
 from ragjax.core.check import check_fields, put
-from ragjax.core.errors import RequestError
+from ragjax.core.errors import RequestError, invalid
 
 Tokens = NDArray[np.int32]
 """Token ids, int32 [n]."""
@@ -59,10 +59,6 @@ def has_controls(text: str) -> bool:
     return any(unicodedata.category(char) == "Cc" for char in text)
 
 
-def _refused(reason: str, param: str) -> RequestError:
-    return RequestError(reason, param=param, code="invalid_value")
-
-
 @dataclass(frozen=True)
 class Place:
     """Where a part of a document stands in its source; it ends where the next one begins."""
@@ -72,7 +68,7 @@ class Place:
     heading: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, lambda _, reason: _refused(f"a place's {reason}", "documents"))
+        check_fields(self, lambda _, reason: invalid("documents", f"a place's {reason}"))
 
 
 @dataclass(frozen=True)
@@ -85,10 +81,10 @@ class Document:
     unread: str = ""  # what of its file cannot be read
 
     def __post_init__(self) -> None:
-        check_fields(self, lambda _, reason: _refused(f"a document's {reason}", "documents"))
+        check_fields(self, lambda _, reason: invalid("documents", f"a document's {reason}"))
         begins = [place.begin for place in self.places]
         if begins != sorted(begins) or (begins and begins[-1] > len(self.text)):
-            raise _refused("a document's places must be ascending by begin, and within its text", "documents")
+            raise invalid("documents", "a document's places must be ascending by begin, and within its text")
 
     def place_at(self, offset: int) -> Place | None:
         found = bisect_right(self.places, offset, key=lambda place: place.begin)
@@ -158,8 +154,7 @@ class Segment:
         kind = self.kind if isinstance(self.kind, Kind) else Kind.__members__.get(str(self.kind).upper())
         if kind is None:
             known = ", ".join(each.name.lower() for each in Kind)
-            reason = f"segment {self.id!r} has no kind {self.kind!r}: give one of {known}"
-            raise _refused(reason, "prompt")
+            raise invalid("prompt", f"segment {self.id!r} has no kind {self.kind!r}: give one of {known}")
         put(self, "kind", kind)
 
     def __len__(self) -> int:

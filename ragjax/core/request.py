@@ -13,7 +13,7 @@ from pydantic import InstanceOf
 
 from ragjax.core.check import check_fields, put
 from ragjax.core.compression import Compression
-from ragjax.core.errors import RequestError
+from ragjax.core.errors import invalid
 from ragjax.core.passes import Exactness, SegmentReport
 from ragjax.core.prompt import Document, Prompt, Tokens
 from ragjax.core.registry import strategy_named
@@ -44,7 +44,7 @@ class Message:
     tool_call_id: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, lambda _, reason: _invalid(reason, "messages"))
+        check_fields(self, lambda _, reason: invalid("messages", reason))
 
 
 @dataclass(frozen=True)
@@ -133,17 +133,13 @@ class Sampling:
         if isinstance(self.stop, str):
             put(self, "stop", (self.stop,))
         if not isinstance(self.json_schema, str | None):
-            raise _invalid("json_schema must be JSON text: give json.dumps(schema)", "response_format")
-        check_fields(self, lambda name, reason: _invalid(reason, "top_logprobs" if name == "logprobs" else name))
-
-
-def _invalid(reason: str, param: str) -> RequestError:
-    return RequestError(reason, param=param, code="invalid_value")
+            raise invalid("response_format", "json_schema must be JSON text: give json.dumps(schema)")
+        check_fields(self, lambda name, reason: invalid("top_logprobs" if name == "logprobs" else name, reason))
 
 
 def _check(ok: bool, message: str, param: str) -> None:
     if not ok:
-        raise _invalid(message, param)
+        raise invalid(param, message)
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,7 @@ class Graph:
     paths: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, lambda name, reason: _invalid(reason, f"rag.graph.{name}"))
+        check_fields(self, lambda name, reason: invalid(f"rag.graph.{name}", reason))
         for name in ("name", "entities", "hops", "paths"):
             both = self.relation_paths is not None and getattr(self, name) is not None
             _check(not both, f"give {name} or relation_paths, not both", f"rag.graph.{name}")
@@ -202,7 +198,7 @@ class Rag:
     min_score: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, lambda name, reason: _invalid(reason, f"rag.{name}"))
+        check_fields(self, lambda name, reason: invalid(f"rag.{name}", reason))
         if self.strategy is not None:
             put(self, "strategy", strategy_named(self.strategy))
         texts = self.knowledge is not None or bool(self.sources) or self.top_k is not None or self.documents is not None
@@ -313,7 +309,7 @@ class Request:
     echo: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, lambda name, reason: _invalid(reason, name), unchecked=("prompt", "continuation"))
+        check_fields(self, invalid, unchecked=("prompt", "continuation"))
 
     @property
     def question(self) -> str:

@@ -41,6 +41,8 @@ class Encoding:
 
     names = frozenset({"k", "v"})
     """Names of an entry's arrays; no other encoding has the same."""
+    values = "k"
+    """The array that has a value for each token."""
 
     def layout(self, dims: Dims) -> Layout:
         return dict.fromkeys(("k", "v"), ((dims.layers, dims.heads, dims.tokens, dims.dim), dims.dtype))
@@ -54,7 +56,7 @@ class Encoding:
 
     def length(self, arrays: Arrays) -> int:
         """Tokens of an entry; 0 if its arrays have too few axes."""
-        return tokens_of(arrays["k"])
+        return tokens_of(arrays[self.values])
 
     def cut(self, arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
         """Tokens [begin, end) as an entry that decodes to the same bits. No values are copied."""
@@ -126,6 +128,7 @@ class Int8(Encoding):
     """
 
     names = frozenset({"k.int8", "k.scale", "v.int8", "v.scale"})
+    values = "k.int8"
 
     def layout(self, dims: Dims) -> Layout:
         values = (dims.layers, dims.heads, dims.tokens, dims.dim), np.dtype(np.int8)
@@ -153,9 +156,6 @@ class Int8(Encoding):
             for bits_KTD, scale_KD, x_KTD in scaled:
                 put(x_KTD, bits_KTD.astype(np.float32) * scale_KD[:, None])
         return k_LKTD, v_LKTD
-
-    def length(self, arrays: Arrays) -> int:
-        return tokens_of(arrays["k.int8"])
 
     def cut(self, arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
         return {name: x if name.endswith(".scale") else x[:, :, begin:end] for name, x in arrays.items()}
@@ -205,6 +205,7 @@ class Int4(Encoding):
     """
 
     names = frozenset({"kv.int4", "k.scale", "k.least", "k.skip", "v.scale", "v.least"})
+    values = "kv.int4"
 
     def layout(self, dims: Dims) -> Layout:
         return _layout(dims, max(dims.tokens // GROUP, min(dims.tokens, 1)))
@@ -234,9 +235,6 @@ class Int4(Encoding):
             for x_LKTD, wide_LKTD in zip((k_LKTD, v_LKTD), wide, strict=True):
                 put(x_LKTD[some], wide_LKTD)
         return k_LKTD, v_LKTD
-
-    def length(self, arrays: Arrays) -> int:
-        return tokens_of(arrays["kv.int4"])
 
     def cut(self, arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
         """Views; of keys, the groups that the tokens lie in, with the number of tokens before them in the first."""

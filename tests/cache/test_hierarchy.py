@@ -1355,7 +1355,7 @@ class Tiers(RuleBasedStateMachine):
     def begin(self, policy, host, disk, lossy, quota, overhead):
         self.options = {"host_bytes": host * BYTES, "quota": QUOTA.get if quota else None, "overhead": overhead}
         self.policy, self.quota = policy, quota
-        self.disk_index = FakeDiskIndex() if disk or not host else None
+        self.disk_index = FakeDiskIndex() if disk else None
         self.readers = {}
         self.ever_lossy = lossy
         self.requests = self.steps = 0
@@ -1523,7 +1523,7 @@ class Tiers(RuleBasedStateMachine):
     @rule(pick=PICK, fails=st.sampled_from([False, False, True]), poll=FEW)
     def finish(self, pick, fails, poll):
         """A job is done, or has failed; in any order."""
-        if self.transfer.pending:
+        if self.transfer is not None and self.transfer.pending:
             self.transfer.finish(pick, "it failed" if fails else None)
         if poll > 2:
             self.poll()
@@ -1622,7 +1622,8 @@ class Tiers(RuleBasedStateMachine):
         type(self).operations += 1
         self.steps += 1
         audit_counts(self.cache)
-        self.transfer.check()
+        if self.transfer is not None:
+            self.transfer.check()
         for held in self.held:
             if held.match.ready and held.match.broken is None:
                 self.check_content(held)
@@ -1672,7 +1673,8 @@ class Tiers(RuleBasedStateMachine):
         self.bench.settle()
         audit_cache(self.cache, live=())
         assert self.bench.pool.free_pages == self.bench.pool.capacity
-        assert self.cache.metrics.host_bytes == 0 and not self.transfer.entries and not len(self.cache.tree)
+        assert self.cache.metrics.host_bytes == 0 and not len(self.cache.tree)
+        assert self.transfer is None or not self.transfer.entries
 
     # ---- helpers
 

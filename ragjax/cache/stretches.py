@@ -11,12 +11,15 @@ from numpy.lib.stride_tricks import sliding_window_view
 from ragjax.cache.node import PUBLIC, Node, Provenance, common_prefix
 
 BLOCK = 16
-"""Tokens of a block. A stretch of 31 holds a whole one of its node's, and so does a node of 16 that stands whole."""
+"""Tokens of a block. A stretch of 31 holds a whole one of its node's, and so does a node of 16 that stands whole.
+
+The first block of a moved node begins with what stood before it, so that shorter ones are found where the same stands
+before them again."""
 
 _FACTORS = np.cumprod(np.full(BLOCK, 0x9E3779B97F4A7C15, np.uint64))
 
 MOVED = "moved"
-"""The method of KV that was computed behind stretches which stood elsewhere before."""
+"""The method of KV that was computed behind stretches which stood elsewhere before; `behind` holds the last tokens there."""
 
 
 class Stretch(NamedTuple):
@@ -47,16 +50,20 @@ class Stretches:
     def find(self, raw: bytes, begin: int, end: int, tenant: str) -> Iterator[Stretch]:
         """Stretches of tokens [begin, end) that the tenant may read, ascending and apart, each as long as it goes."""
         kept = [own for owner in dict.fromkeys((PUBLIC, tenant)) if (own := self._blocks.get(owner))]
-        digests = _digests(raw[4 * begin : 4 * end]) if kept else []
+        first = max(0, begin - BLOCK)
+        digests = _digests(raw[4 * first : 4 * end]) if kept else []
         hits: dict[int, tuple[Node, int]] = {}
         for own in kept:  # the tenant's go before public ones
-            hits |= {at: hit for at, hit in enumerate(map(own.get, digests), begin) if hit}
+            hits |= {at: hit for at, hit in enumerate(map(own.get, digests), first) if hit}
         for at, (node, place) in sorted(hits.items(), key=lambda item: item[0]):
-            if at < begin:
+            before = max(0, -place)  # tokens of the block that stand before the node
+            if at + before < begin:
                 continue
-            forth = common_prefix(node.raw[4 * place :], raw[4 * at : 4 * end])
+            block = node.behind[len(node.behind) - 4 * before :] + node.raw[4 * max(0, place) :]
+            forth = common_prefix(block, raw[4 * at : 4 * end])
             if forth < BLOCK:  # other tokens with the same digest
                 continue
+            at, place, forth = at + before, place + before, forth - before
             back = 0
             while back < min(place, at - begin) and _token(raw, at - back - 1) == _token(node.raw, place - back - 1):
                 back += 1
@@ -65,9 +72,13 @@ class Stretches:
 
 
 def _blocks(node: Node) -> Iterator[tuple[int, int]]:
-    """Places and digests of a node's whole blocks."""
+    """Places and digests of a node's whole blocks, and of the one that begins with what stood before a moved node."""
     if node.provenance is not Provenance.CAUSAL and node.method != MOVED:
         return
+    before = len(node.behind) // 4 if node.method == MOVED else 0
+    if 0 < before < BLOCK:
+        for digest in _digests(node.behind + node.raw[: 4 * (BLOCK - before)]):
+            yield -before, digest
     for number, digest in enumerate(_digests(node.raw, BLOCK)):
         yield number * BLOCK, digest
 

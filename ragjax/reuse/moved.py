@@ -21,7 +21,7 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.lookahead import Outlook
 from ragjax.cache.match import Totals
 from ragjax.cache.node import raw_of
-from ragjax.cache.stretches import BLOCK, MOVED, Stretch
+from ragjax.cache.stretches import MOVED, Stretch
 from ragjax.cache.tree import Provenance, join_runs
 from ragjax.core import Measure, Pass, Plan, Prefill, Prompt, Run, Span, Tokens
 from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report
@@ -37,7 +37,8 @@ LEAST = 8
 """Tokens of the shortest stretch that is moved."""
 
 LEAST_FIRST = 32
-"""The same of the first: what stands behind it is no exact prefix any more, which a conversation would extend."""
+"""The same of the first with those that go on from it: behind them is no exact prefix any more, which grows with a
+conversation."""
 
 
 class Moved(Strategy):
@@ -92,7 +93,7 @@ class Moved(Strategy):
         first = int(moved[0].indices[0])
         for span in fresh:
             at, end = int(span.indices[0]), min(int(span.indices[-1]) + 1, prompt.kept(allocation.cache.keep))
-            if end - at < BLOCK or end == n:  # a seam is nothing to find; what ends the prompt is kept with the answer
+            if end - at <= self._mended or end == n:  # nothing new; what ends the prompt is kept with the answer
                 continue
             piece = span.run.slice(0, end - at, page_size)
             if end <= first:
@@ -123,12 +124,10 @@ class Moved(Strategy):
 
     def _keep(self, allocation: Allocation, tokens: Tokens, run: Run, begin: int, totals: Totals) -> None:
         """Keep what was computed from `begin` on behind moved stretches, on no context: its tokens alone find it."""
-        if len(tokens) - begin < BLOCK:
-            return
         before = raw_of(tokens[max(0, begin - self._mended) : begin])
         nothing = allocation.prefix(tokens[:0], quiet=True)
         allocation.cache.admitter.admit_segment(
-            nothing, tokens[begin:], run, begin, Provenance.APPROXIMATE, MOVED, meta=before, totals=totals
+            nothing, tokens[begin:], run, begin, Provenance.APPROXIMATE, MOVED, behind=before, totals=totals
         )  # fmt: skip
 
     def _found(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[int, list[Stretch]]:
@@ -138,10 +137,21 @@ class Moved(Strategy):
         kept: list[Stretch] = []
         for begin, node, at, length in cache.tree.stretches.find(raw, hit, len(prompt) - ASKING, tenant):
             assert node.parent is not None
-            before = (node.meta if node.method == MOVED else node.parent.raw) + node.raw[: 4 * at]
+            before = (node.behind if node.method == MOVED else node.parent.raw) + node.raw[: 4 * at]
             before = before[-4 * self._mended :]
             goes_on = before and raw.endswith(before, 0, 4 * begin)
             seam = 0 if goes_on else self._mended
-            if length - seam >= (LEAST if kept else LEAST_FIRST):
+            if length - seam >= LEAST:
                 kept.append(Stretch(begin + seam, node, at + seam, length - seam))
+        while kept and self._together(kept) < LEAST_FIRST:
+            kept.pop(0)
         return hit, kept
+
+    def _together(self, found: list[Stretch]) -> int:
+        """Tokens of the first stretch and of those that follow it with a seam between at most."""
+        length, end = 0, found[0].begin
+        for one in found:
+            if one.begin - end > self._mended:
+                break
+            length, end = length + one.length, one.begin + one.length
+        return length

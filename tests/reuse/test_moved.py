@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -110,6 +112,52 @@ def test_a_phrase_is_not_moved_where_it_would_end_the_exact_prefix(executor: Exe
     assert reused == len(FILE) - MENDED
     reused, exact = serve(executor, Moved(), prompt(HEAD, turn, phrase, words(50)))
     assert reused == len(HEAD) + len(turn) + len(phrase) and exact, "the conversation extends its exact prefix"
+
+
+def test_a_phrase_counts_with_what_goes_on_from_it(executor: Executor) -> None:
+    """Of a trimmed history the first text is found in pieces, each too short for itself."""
+    pieces = [words(30) for _ in range(3)]
+    for one, other in pairwise(pieces):
+        serve(executor, Prefix(), prompt(words(20), one[-16:], other, words(40)))
+    serve(executor, Prefix(), prompt(OTHER, pieces[0], words(40)))
+    reused, _ = serve(executor, Moved(), prompt(HEAD, *pieces, words(40)))
+    assert reused == 3 * 30 - MENDED
+
+
+def test_new_words_between_stretches_are_found_where_the_same_stands_before_them(executor: Executor) -> None:
+    """Seven words and the first tokens of what follows are fewer than a block: what stood before them completes it."""
+    first, few, second = words(60), words(7), words(60)
+    serve(executor, Prefix(), prompt(words(20), first, words(40)))
+    serve(executor, Prefix(), prompt(words(20), second, words(40)))
+    reused, _ = serve(executor, Moved(), prompt(HEAD, first, few, second, words(40)))
+    assert reused == 60 - MENDED + 60 - MENDED
+    reused, _ = serve(executor, Moved(), prompt(OTHER, first, few, second, words(40)))
+    assert reused == 60 - MENDED + len(few) + 60
+    reused, _ = serve(executor, Moved(), prompt(OTHER, first, words(9), few, second, words(40)))
+    assert reused == len(OTHER) + 60 + 60 - MENDED, "behind other tokens they are new"
+
+
+def test_the_same_few_words_behind_different_stretches_are_kept_for_each(executor: Executor) -> None:
+    firsts, few, second = [words(60) for _ in range(3)], words(7), words(60)
+    for part in (*firsts, second):
+        serve(executor, Prefix(), prompt(words(20), part, words(40)))
+    for _ in range(2):
+        found = [serve(executor, Moved(), prompt(words(20), one, few, second, words(40)))[0] for one in firsts]
+    assert found == [60 - MENDED + len(few) + 60] * 3
+
+
+def test_a_conversation_that_is_cut_and_shuffled_is_found_and_its_books_add_up(executor: Executor) -> None:
+    """Random histories over a store that is too small: each is covered once, and no block outlives its node."""
+    draw = np.random.default_rng(11)
+    turns = [draw.integers(0, 256, draw.integers(3, 70)).astype(np.int32) for _ in range(24)]
+    executor = Executor(pages=110)
+    shares = []
+    for _ in range(60):
+        some = [turns[i] for i in draw.integers(0, len(turns), draw.integers(2, 9))]
+        asked = prompt(HEAD[: draw.integers(5, 30)], *some, words(40))
+        reused, _ = serve(executor, Moved(), asked, words(5) if draw.random() < 0.5 else None)
+        shares.append(reused / len(asked))
+    assert sum(shares[30:]) > 15 and executor.cache.metrics.evicted_tokens > 0
 
 
 def test_the_last_tokens_are_computed_though_they_are_known(executor: Executor) -> None:

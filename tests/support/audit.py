@@ -10,6 +10,7 @@ from ragjax.cache.hierarchy import Hierarchy
 from ragjax.cache.host_memory import HostMemory
 from ragjax.cache.node import PUBLIC, Node, Provenance, edge_of, name
 from ragjax.cache.pool import PagePool
+from ragjax.cache.stretches import BLOCK, _digests
 from ragjax.cache.tree import KnowledgeTree
 from ragjax.core import Run
 from ragjax.core.tiers import Tier
@@ -112,6 +113,14 @@ def audit_tree(tree: KnowledgeTree) -> None:
     contents = sum(len(n) if isinstance(n, dict) else 1 for n in tree._by_content.values())
     if len(nodes) != len(tree) or len(nodes) != contents:
         raise AuditError("an index holds a node that the root does not lead to")
+    for tenant, blocks in tree.stretches._blocks.items():
+        for digest, (node, place) in blocks.items():
+            if tree.find(node.key) is not node or node.tenant != tenant:
+                raise AuditError(f"a block of {name(node)} is found, which left the tree")
+            held = node.behind[len(node.behind) + 4 * min(place, 0) :] if place < 0 else b""
+            held += node.raw[4 * max(place, 0) :]
+            if _digests(held[: 4 * BLOCK]) != [digest]:
+                raise AuditError(f"a block of {name(node)} is not the {BLOCK} tokens from {place} on")
 
 
 def _audit_node(node: Node) -> None:

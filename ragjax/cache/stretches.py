@@ -19,7 +19,7 @@ before them again."""
 _FACTORS = np.cumprod(np.full(BLOCK, 0x9E3779B97F4A7C15, np.uint64))
 
 MOVED = "moved"
-"""The method of KV that was computed behind stretches which stood elsewhere before; `behind` holds the last tokens there."""
+"""The method of KV computed behind stretches that stood elsewhere before. Its `behind` holds the last tokens there."""
 
 
 class Stretch(NamedTuple):

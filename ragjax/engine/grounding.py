@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from ragjax.core import Chunk, Document, Hit, Message, Notice, Rag, Request, RequestError
 from ragjax.engine.knowledge import KnowledgeRegistry
 from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.knowledge import BasePart, KnowledgeBase, Query, SearchStage, search_parts
+from ragjax.retrieval.knowledge import KnowledgeBase, Query, SearchStage
+from ragjax.retrieval.union import BasePart, search_parts
 
 BROUGHT = Notice(
     "the messages bring passages, so none were retrieved (--retrieve auto); rag.top_k asks for some", "passages_brought"

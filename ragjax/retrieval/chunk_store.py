@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import Chunk, ConfigError
-from ragjax.retrieval.database import checksum, compare_schema, exclusive
+from ragjax.core import Chunk, ConfigError, RequestError
+from ragjax.retrieval.database import FairLock, checksum, compare_schema, exclusive, transaction
 from ragjax.retrieval.index import IndexShape, VectorIndex, Vectors
 
 FORMAT = "1"
@@ -56,15 +59,14 @@ create table files (name text primary key, note text not null) without rowid;
 _SIZES = "create temp table sizes (document_id text primary key, size integer not null) without rowid"
 _MEASURED = "select document_id, sum(length(cast(text as blob)) + length(tokens)) from chunks"
 _CONTENT = "id, document_id, title, text, tokens, embedding, page, heading"
-CHUNK = """
+_CHUNK = """
 select number, chunks.id, document_id, title, text, tokens, coalesce(behind, x''), coalesce(filename, ''), page, heading
 from chunks left join fused using (number) join documents on documents.id = document_id
 """
-"""Rows that `chunk_of` takes."""
-
 _FLAGS = {"encoder": "; or name the --encoder that it was made with", "tokens per chunk": "; or give --chunk-tokens {}"}
 """What uses a directory that was made with other settings."""
 
+_CACHED = 20_000  # chunks in memory, a few kilobytes each; those that were read first leave
 _ROUNDING = 1e-5  # the index may misorder scores that are nearer to each other
 
 _log = logging.getLogger(__name__)
@@ -143,24 +145,14 @@ def insert(database: sqlite3.Connection, chunk: Chunk, embedding: NDArray[np.flo
     return number
 
 
-def measure(database: sqlite3.Connection, document_ids: Iterable[str]) -> None:
-    sql = f"insert into sizes {_MEASURED} where document_id = ? group by document_id"
-    database.executemany(sql, [(document_id,) for document_id in document_ids])
+def numbers_of(database: sqlite3.Connection, document_ids: Iterable[str]) -> list[int]:
+    sql = "select number from chunks where document_id = ?"
+    return [number for document_id in document_ids for (number,) in database.execute(sql, (document_id,))]
 
 
-def numbers(database: sqlite3.Connection, document_id: str) -> list[int]:
-    return [row[0] for row in database.execute("select number from chunks where document_id = ?", (document_id,))]
-
-
-def chunk_of(row: tuple[Any, ...]) -> tuple[int, Chunk]:
+def _chunk_of(row: tuple[Any, ...]) -> tuple[int, Chunk]:
     number, chunk_id, document_id, title, text, tokens, *about = row
     return number, Chunk(chunk_id, document_id, title, text, np.frombuffer(tokens, np.int32), *about)
-
-
-def embeddings(database: sqlite3.Connection, document_ids: Iterable[str]) -> dict[str, Vectors]:
-    sql = "select text, embedding from chunks where document_id = ?"
-    rows = (row for document_id in document_ids for row in database.execute(sql, (document_id,)))
-    return {text: np.frombuffer(raw, np.float32) for text, raw in rows}
 
 
 def nearest_chunks(
@@ -218,3 +210,173 @@ class _EmbeddedChunks:
                 seen.add(raw)
                 ranked.append((score, candidate))
         return ranked
+
+
+class ChunkStore:
+    """Documents and their chunks in an open database. Any thread may read and write."""
+
+    def __init__(self, database: sqlite3.Connection, name: str):
+        self.name = name
+        self.changes = 0  # counts the times that chunks came or went
+        self._database = database
+        self._writing = FairLock()
+        self._reading = threading.Lock()  # the connection, and the cache of chunks
+        self._cache: dict[int, Chunk] = {}
+        self._extent: tuple[int, int] | None = None  # counted when it is asked for; None again after a write
+        self._closed = False
+
+    def document(self, document_id: str) -> tuple[Chunk, ...]:
+        """A stored document's chunks, in order. Raises RequestError if the id is unknown."""
+        rows = self._rows(f"{_CHUNK} where document_id = ? order by number", document_id)
+        if not rows:
+            raise self._unknown(document_id)
+        return tuple(_chunk_of(row)[1] for row in rows)
+
+    def chunks(self, numbers: Iterable[int]) -> dict[int, Chunk]:
+        with self._opened():
+            return self._read(numbers)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(number for (number,) in self._rows("select number from chunks order by number"))
+
+    @property
+    def document_ids(self) -> frozenset[str]:
+        return frozenset(name for (name,) in self._rows("select id from documents"))
+
+    def sizes(
+        self, count: int = -1, *, after: str | None = None, before: str | None = None, last: bool = False
+    ) -> list[tuple[str, int]]:
+        """Documents by id, ascending, each with the bytes of the text and tokens of its chunks.
+
+        count: at most; -1: all. after, before: ids that they stand behind and before. last: the last ones within these.
+        """
+        bounds = [(sign, bound) for sign, bound in ((">", after), ("<", before)) if bound is not None]
+        where = " and ".join(f"document_id {sign} ?" for sign, _ in bounds) or "true"
+        order = "desc" if last else "asc"
+        sql = f"select document_id, size from sizes where {where} order by document_id {order} limit ?"
+        found = self._rows(sql, *(bound for _, bound in bounds), count)
+        return found[::-1] if last else found
+
+    def size(self, document_id: str) -> int | None:
+        rows = self._rows("select size from sizes where document_id = ?", document_id)
+        return int(rows[0][0]) if rows else None
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Notes on the files of its source (`filling.py`), by name."""
+        return dict(self._rows("select name, note from files"))
+
+    def note_files(self, notes: Mapping[str, str], gone: Iterable[str] = ()) -> None:
+        with self._writing, self._transaction() as database:
+            database.executemany("delete from files where name = ?", [(name,) for name in gone])
+            database.executemany("insert or replace into files values (?, ?)", notes.items())
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        with self._opened():
+            if self._extent is None:
+                sql = "select count(*), coalesce(sum(size), 0) from sizes"
+                self._extent = self._database.execute(sql).fetchone()
+            return self._extent
+
+    def __contains__(self, document_id: str) -> bool:
+        return bool(self._digests([document_id]))
+
+    def mark_fused(self, number: int, neighbours: Sequence[int], behind: bytes) -> bool:
+        """Note that the KV of a chunk is kept as computed behind these neighbours, in this order.
+
+        behind: digest of their tokens (`ragjax.cache.cache.neighbours_digest`), which `Chunk.behind` has from now on.
+        False, and no mark, if one of them has been deleted meanwhile.
+        """
+        numbers = (number, *neighbours)
+        with self._writing, self._transaction() as database:
+            if any(not database.execute("select 1 from chunks where number = ?", (n,)).fetchone() for n in numbers):
+                return False
+            database.execute("delete from fused where number = ?", (number,))
+            database.execute("insert into fused values (?, ?)", (number, behind))
+            rows = [(number, rank, neighbour) for rank, neighbour in enumerate(neighbours)]
+            database.executemany("insert into neighbours values (?, ?, ?)", rows)
+            self._cache.pop(number, None)
+        return True
+
+    def _digests(self, document_ids: Iterable[str]) -> dict[str, bytes]:
+        sql = "select id, digest from documents where id = ?"
+        with self._opened():
+            return dict(row for name in document_ids for row in self._database.execute(sql, (name,)))
+
+    def _chunks(self, numbers: Sequence[int]) -> dict[int, Chunk]:
+        """Stored chunks with these numbers; cached ones do not wait for a write to end."""
+        found = {number: chunk for number in numbers if (chunk := self._cache.get(number)) is not None}
+        absent = [number for number in numbers if number not in found]
+        if absent:
+            with self._opened():
+                fetched = self._read(absent)
+                self._cache.update(fetched)
+                for number in [*islice(self._cache, max(0, len(self._cache) - _CACHED))]:
+                    del self._cache[number]
+            found.update(fetched)
+        return found
+
+    def _read(self, numbers: Iterable[int]) -> dict[int, Chunk]:
+        sql = f"{_CHUNK} where number = ?"
+        return dict(_chunk_of(row) for number in numbers for row in self._database.execute(sql, (number,)))
+
+    def _unknown(self, document_id: str) -> RequestError:
+        return RequestError(
+            f"no document {document_id!r} in knowledge base {self.name!r}",
+            param="rag.documents",
+            code="document_not_found",
+        )
+
+    def _rows(self, sql: str, *values: object) -> list[Any]:
+        with self._opened():
+            return self._database.execute(sql, values).fetchall()
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        with self._reading:
+            if self._closed:
+                reason = f"knowledge base {self.name!r} is gone: name another one"
+                raise RequestError(reason, param="rag.knowledge", code="not_found")
+            yield
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._opened(), transaction(self._database):
+            self._database.execute("begin immediate")
+            yield self._database
+
+    def _forget(self, database: sqlite3.Connection, document_ids: Sequence[str]) -> list[int]:
+        """Delete what is stored of these documents, and marks that rest on it; returns the numbers of their chunks."""
+        gone = numbers_of(database, document_ids)
+        sql = "delete from fused where number in (select number from neighbours where neighbour = ?) returning number"
+        unmarked = [row[0] for neighbour in gone for row in database.execute(sql, (neighbour,)).fetchall()]
+        ids = [(document_id,) for document_id in document_ids]
+        database.executemany("delete from documents where id = ?", ids)
+        database.executemany("delete from sizes where document_id = ?", ids)  # no key binds a temporary table
+        self.changes += bool(gone)
+        self._extent = None
+        for number in (*gone, *unmarked):
+            self._cache.pop(number, None)
+        return gone
+
+    def _replace(
+        self, documents: Sequence[tuple[str, bytes, str | None]], chunks: Sequence[Chunk], embedding_NE: Vectors
+    ) -> tuple[list[int], list[int]]:
+        """Store documents (id, digest, filename), each in place of one of its id; numbers that went, and that came."""
+        ids = [document_id for document_id, *_ in documents]
+        with self._transaction() as database:
+            gone = self._forget(database, ids)
+            database.executemany("insert into documents (id, digest, filename) values (?, ?, ?)", documents)
+            numbers = [insert(database, chunk, row_E) for chunk, row_E in zip(chunks, embedding_NE, strict=True)]
+            sql = f"insert into sizes {_MEASURED} where document_id = ? group by document_id"
+            database.executemany(sql, [(document_id,) for document_id in ids])
+        self.changes += 1
+        return gone, numbers
+
+    def _embedded(self, document_ids: Iterable[str]) -> dict[str, Vectors]:
+        """The embeddings of these documents' chunks, by text."""
+        sql = "select text, embedding from chunks where document_id = ?"
+        rows = (row for document_id in document_ids for row in self._rows(sql, document_id))
+        return {text: np.frombuffer(raw, np.float32) for text, raw in rows}

@@ -16,9 +16,7 @@ import sqlite3
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -27,16 +25,15 @@ from numpy.typing import NDArray
 
 from ragjax.core import CHUNK_TOKENS, Chunk, Document, Hit, Indexing, RequestError, Tokens, is_unicode
 from ragjax.retrieval import chunk_store
-from ragjax.retrieval.chunk_store import nearest_chunks
+from ragjax.retrieval.chunk_store import ChunkStore, nearest_chunks
 from ragjax.retrieval.chunking import Chunker, finish
-from ragjax.retrieval.database import FairLock, free, transaction
+from ragjax.retrieval.database import free
 from ragjax.retrieval.index import NONE, Ids, VectorIndex, Vectors
 from ragjax.retrieval.words import POOL, fused_order, weights_of
 
 _BATCH_CHUNKS = 256  # committed together: what a kill can cost; and put into the index between writes of others
 _STEP_CHUNKS = 16  # embedded in a step: a second or so, and batches of the encoder are full
 _WIDTHS = (1, 4, 16)  # times as many chunks as are wanted are looked at, before all that a filter leaves are
-_CACHED = 20_000  # chunks in memory, a few kilobytes each; those that were read first leave
 _ASKED = 64  # chunks that were found lately and are remembered
 _REMEMBERED = 1024  # vectors of questions, a kilobyte or two each, and what was found
 FADING = 0.4  # what a question counts for the next one of a conversation; measured by benchmarks.retrieval
@@ -119,7 +116,7 @@ class Recent(Generic[K, V]):
             self.age += 1
 
 
-class KnowledgeBase:
+class KnowledgeBase(ChunkStore):
     """Documents that can be searched by meaning. Any thread may read and write.
 
     A write waits until others have stored what they have embedded, not while they embed. Of a long document it waits
@@ -136,24 +133,17 @@ class KnowledgeBase:
         name: str,
         index_path: Path | None,
     ):
-        self.name = name
-        self._database = database
+        super().__init__(database, name)
         self._index = index
         self._encoder = encoder
         self._chunker = chunker
         self._index_path = index_path
-        self._writing = FairLock()
-        self._reading = threading.Lock()  # the connection, and the cache of chunks
-        self._cache: dict[int, Chunk] = {}
-        self._extent: tuple[int, int] | None = None  # counted when it is asked for; None again after a write
         self._unindexed: set[int] = set()  # chunks that are stored, and not in the index yet
-        self._closed = False
         self._asked: deque[int] = deque(maxlen=_ASKED)  # the latest first
         self.indexing: Indexing | None = None  # how far its source is read; None: it has none
         self._vectors = Recent[tuple[str, str], Vectors](_REMEMBERED)  # of questions, by tenant and text
         # by searches, as numbers with similarities
         self._found = Recent[bytes, tuple[tuple[int, float], ...]](_REMEMBERED)
-        self.changes = 0  # counts the times that chunks came or went
 
     @classmethod
     def open(
@@ -252,40 +242,16 @@ class KnowledgeBase:
             self._update_index(free(self._database, forget))
         return len(ids)
 
-    def mark_fused(self, number: int, neighbours: Sequence[int], behind: bytes) -> bool:
-        """Note that the KV of a chunk is kept as computed behind these neighbours, in this order.
-
-        behind: digest of their tokens (`ragjax.cache.cache.neighbours_digest`), which `Chunk.behind` has from now on.
-        False, and no mark, if one of them has been deleted meanwhile.
-        """
-        numbers = (number, *neighbours)
-        with self._writing, self._transaction() as database:
-            if any(not database.execute("select 1 from chunks where number = ?", (n,)).fetchone() for n in numbers):
-                return False
-            database.execute("delete from fused where number = ?", (number,))
-            database.execute("insert into fused values (?, ?)", (number, behind))
-            rows = [(number, rank, neighbour) for rank, neighbour in enumerate(neighbours)]
-            database.executemany("insert into neighbours values (?, ?, ?)", rows)
-            self._cache.pop(number, None)
-        return True
-
     def _store(
         self, batch: Sequence[tuple[Document, tuple[Chunk, ...]]], max_tokens: int | None, check: Callable[[], None]
     ) -> Generator[None, None, None]:
         chunks = [chunk for _, cut in batch for chunk in cut]
-        with self._opened():
-            known = chunk_store.embeddings(self._database, [document.id for document, _ in batch])
+        known = self._embedded(document.id for document, _ in batch)
         embeddings = yield from self._embeddings([chunk.text for chunk in chunks], known)
         rows = [(document.id, _digest(document, max_tokens), document.filename or None) for document, _ in batch]
         with self._writing:
             check()
-            with self._transaction() as database:
-                gone = self._forget(database, [document_id for document_id, *_ in rows])
-                database.executemany("insert into documents (id, digest, filename) values (?, ?, ?)", rows)
-                pairs = zip(chunks, embeddings, strict=True)
-                numbers = [chunk_store.insert(database, chunk, row) for chunk, row in pairs]
-                chunk_store.measure(database, [document_id for document_id, *_ in rows])
-            self.changes += 1
+            gone, numbers = self._replace(rows, chunks, embeddings)
             self._update_index(gone)
             self._unindexed.update(numbers)
         # others may write between the parts that are put into the index, and delete some of them
@@ -311,34 +277,6 @@ class KnowledgeBase:
             some = by_length[start : start + _STEP_CHUNKS]
             embeddings[some] = self._encoder.encode([texts[i] for i in some])
         return embeddings
-
-    def _forget(self, database: sqlite3.Connection, document_ids: Sequence[str]) -> list[int]:
-        """Delete what is stored of these documents, and marks that rest on it; returns the numbers of their chunks."""
-        gone = [number for document_id in document_ids for number in chunk_store.numbers(database, document_id)]
-        sql = "delete from fused where number in (select number from neighbours where neighbour = ?) returning number"
-        unmarked = [row[0] for neighbour in gone for row in database.execute(sql, (neighbour,)).fetchall()]
-        ids = [(document_id,) for document_id in document_ids]
-        database.executemany("delete from documents where id = ?", ids)
-        database.executemany("delete from sizes where document_id = ?", ids)  # no key binds a temporary table
-        self.changes += bool(gone)
-        self._extent = None
-        for number in (*gone, *unmarked):
-            self._cache.pop(number, None)
-        return gone
-
-    @contextmanager
-    def _opened(self) -> Iterator[None]:
-        with self._reading:
-            if self._closed:
-                reason = f"knowledge base {self.name!r} is gone: name another one"
-                raise RequestError(reason, param="rag.knowledge", code="not_found")
-            yield
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._opened(), transaction(self._database):
-            self._database.execute("begin immediate")
-            yield self._database
 
     def _update_index(
         self, gone: Sequence[int], numbers: Sequence[int] = (), embeddings: Vectors | None = None
@@ -392,7 +330,7 @@ class KnowledgeBase:
                 return fit[:count]
         wanted = [document_id for document_id in self.document_ids if document_id in within]
         with self._opened():
-            numbers = np.array([n for one in wanted for n in chunk_store.numbers(self._database, one)], np.int64)
+            numbers = np.array(chunk_store.numbers_of(self._database, wanted), np.int64)
         return _fitting(self._hits(*self._index.search_among(vector, count, numbers)), least) if len(numbers) else []
 
     def _best(self, query: Query, nearest: Sequence[tuple[int, Hit]], count: int) -> list[tuple[int, Hit]]:
@@ -441,20 +379,6 @@ class KnowledgeBase:
         chunks = self._chunks([number for number, _ in found])
         return [(number, Hit(chunks[number], score)) for number, score in found if number in chunks]
 
-    def document(self, document_id: str) -> tuple[Chunk, ...]:
-        """A stored document's chunks, in order. Raises RequestError if the id is unknown."""
-        with self._opened():
-            rows = self._database.execute(
-                f"{chunk_store.CHUNK} where document_id = ? order by number", (document_id,)
-            ).fetchall()
-        if not rows:
-            raise self._unknown(document_id)
-        return tuple(chunk_store.chunk_of(row)[1] for row in rows)
-
-    def chunks(self, numbers: Iterable[int]) -> dict[int, Chunk]:
-        with self._opened():
-            return self._read(numbers)
-
     def take_asked(self) -> list[int]:
         """Numbers of chunks that searches found since the last call, the latest first."""
         asked = list[int]()
@@ -474,89 +398,8 @@ class KnowledgeBase:
                 found |= nearest_chunks(self._database, self._index, own[begin : begin + _QUERIES], n)
         return found
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        with self._opened():
-            return tuple(row[0] for row in self._database.execute("select number from chunks order by number"))
-
-    @property
-    def document_ids(self) -> frozenset[str]:
-        with self._opened():
-            return frozenset(row[0] for row in self._database.execute("select id from documents"))
-
-    def sizes(
-        self, count: int = -1, *, after: str | None = None, before: str | None = None, last: bool = False
-    ) -> list[tuple[str, int]]:
-        """Documents by id, ascending, each with the bytes of the text and tokens of its chunks.
-
-        count: at most; -1: all. after, before: ids that they stand behind and before. last: the last ones within these.
-        """
-        bounds = [(sign, bound) for sign, bound in ((">", after), ("<", before)) if bound is not None]
-        where = " and ".join(f"document_id {sign} ?" for sign, _ in bounds) or "true"
-        order = "desc" if last else "asc"
-        sql = f"select document_id, size from sizes where {where} order by document_id {order} limit ?"
-        with self._opened():
-            found = self._database.execute(sql, (*(bound for _, bound in bounds), count)).fetchall()
-        return found[::-1] if last else found
-
-    def size(self, document_id: str) -> int | None:
-        with self._opened():
-            found = self._database.execute("select size from sizes where document_id = ?", (document_id,)).fetchone()
-        return None if found is None else int(found[0])
-
-    @property
-    def files(self) -> dict[str, str]:
-        """Notes on the files of its source (`filling.py`), by name."""
-        with self._opened():
-            return dict(self._database.execute("select name, note from files"))
-
-    def note_files(self, notes: Mapping[str, str], gone: Iterable[str] = ()) -> None:
-        with self._writing, self._transaction() as database:
-            database.executemany("delete from files where name = ?", [(name,) for name in gone])
-            database.executemany("insert or replace into files values (?, ?)", notes.items())
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        with self._opened():
-            if self._extent is None:
-                sql = "select count(*), coalesce(sum(size), 0) from sizes"
-                self._extent = self._database.execute(sql).fetchone()
-            return self._extent
-
     def __len__(self) -> int:
         return len(self._index)
-
-    def __contains__(self, document_id: str) -> bool:
-        return bool(self._digests([document_id]))
-
-    def _digests(self, document_ids: Iterable[str]) -> dict[str, bytes]:
-        sql = "select id, digest from documents where id = ?"
-        with self._opened():
-            return dict(row for name in document_ids for row in self._database.execute(sql, (name,)))
-
-    def _chunks(self, numbers: Sequence[int]) -> dict[int, Chunk]:
-        """Stored chunks with these numbers; cached ones do not wait for a write to end."""
-        found = {number: chunk for number in numbers if (chunk := self._cache.get(number)) is not None}
-        absent = [number for number in numbers if number not in found]
-        if absent:
-            with self._opened():
-                fetched = self._read(absent)
-                self._cache.update(fetched)
-                for number in [*islice(self._cache, max(0, len(self._cache) - _CACHED))]:
-                    del self._cache[number]
-            found.update(fetched)
-        return found
-
-    def _read(self, numbers: Iterable[int]) -> dict[int, Chunk]:
-        sql = f"{chunk_store.CHUNK} where number = ?"
-        return dict(chunk_store.chunk_of(row) for number in numbers for row in self._database.execute(sql, (number,)))
-
-    def _unknown(self, document_id: str) -> RequestError:
-        return RequestError(
-            f"no document {document_id!r} in knowledge base {self.name!r}",
-            param="rag.documents",
-            code="document_not_found",
-        )
 
 
 def _fitting(
@@ -588,41 +431,3 @@ def _digest(document: Document, max_tokens: int | None) -> bytes:
     own = (max_tokens, document.filename or None, document.places or None)  # None: the base's own number of tokens
     parts = (document.title, document.text, *(part for part in own if part is not None))
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
-
-
-@dataclass(frozen=True)
-class BasePart:
-    """One of the knowledge bases of a search. within: ids of its documents that may be found; None: all."""
-
-    base: KnowledgeBase
-    within: frozenset[str] | None = None
-
-    def may_find(self, document_id: str) -> bool:
-        return (self.within is None or document_id in self.within) and document_id in self.base
-
-
-def search_parts(
-    parts: Sequence[BasePart], question: str | Query, k: int, min_score: float | None = None
-) -> list[tuple[BasePart, Hit]]:
-    """The k chunks of all parts together that are nearest to the question, best first, and the part of each.
-
-    A document that several parts may find is found in the first of these alone: no text stands in a prompt twice.
-    """
-    filled = [part for part in parts if len(part.base)] or list(parts[:1])
-    found: list[tuple[BasePart, Hit]] = []
-    for n, part in enumerate(filled):
-        within = _LaterDocuments(part, filled[:n]) if n else part.within
-        found += [(part, hit) for hit in part.base.search(question, k, within=within, min_score=min_score)]
-    return sorted(found, key=lambda one: -one[1].score)[:k]
-
-
-@dataclass(frozen=True)
-class _LaterDocuments(Container[str]):
-    """Documents of a part that no earlier one may find."""
-
-    part: BasePart
-    earlier: Sequence[BasePart]
-
-    def __contains__(self, document_id: object) -> bool:
-        assert isinstance(document_id, str)
-        return self.part.may_find(document_id) and not any(part.may_find(document_id) for part in self.earlier)

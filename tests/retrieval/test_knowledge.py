@@ -118,7 +118,7 @@ def test_hits_are_whole_chunks_with_their_similarity() -> None:
 
 
 def test_so_many_chunks_are_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CACHED", 3)
+    monkeypatch.setattr(chunk_store, "_CACHED", 3)
     with open_base() as base:
         base.add(_some_documents(2, 20))
         for k in (2, 5, 20):

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,22 @@ from ragjax.retrieval.library import FOLDER, LEAST_BYTES, QUOTA, Library, steady
 from tests.support.shelf import Shelf, open_library
 
 Holding = Callable[[KnowledgeBase], tuple[threading.Event, threading.Event]]
+Opened = Callable[..., tuple[Library, Shelf]]
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    """Opens a library as a start does: what was open before is closed."""
+    with ExitStack() as held:
+
+        def start(*given: Any, **options: Any) -> tuple[Library, Shelf]:
+            held.close()
+            library, shelf = open_library(*given, **options)
+            held.callback(shelf.close)
+            held.callback(library.close)
+            return library, shelf
+
+        yield start
 
 
 def settled(library: Library, store: str, tenant: str = "") -> Counts:
@@ -49,12 +66,18 @@ def settled(library: Library, store: str, tenant: str = "") -> Counts:
     return counts
 
 
-def put(library: Library, store: str, text: str, name: str = "a.txt", tenant: str = "", **fields: object) -> str:
+def attached(library: Library, store: str, text: str, name: str = "a.txt", tenant: str = "", **fields: Any) -> str:
+    """A file of this text in a store, to be read; its id."""
+    file = library.upload(tenant, name, "assistants", text.encode()).id
+    library.attach(tenant, [Attachment(store, file, 0, **fields)])
+    return file
+
+
+def put(library: Library, store: str, text: str, name: str = "a.txt", tenant: str = "", **fields: Any) -> str:
     """A file of this text in a store, read; its id."""
-    file = library.upload(tenant, name, "assistants", text.encode())
-    library.attach(tenant, [Attachment(store, file.id, 0, **fields)])  # type: ignore[arg-type]
+    file = attached(library, store, text, name, tenant, **fields)
     settled(library, store, tenant)
-    return file.id
+    return file
 
 
 def found(library: Library, store: str, question: str, tenant: str = "", **options: object) -> list[str]:
@@ -62,8 +85,8 @@ def found(library: Library, store: str, question: str, tenant: str = "", **optio
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["directory", "memory"])
-def test_a_file_in_a_store_is_found_until_it_leaves(stored: bool, tmp_path: Path) -> None:
-    library, shelf = open_library(tmp_path if stored else None)
+def test_a_file_in_a_store_is_found_until_it_leaves(opened: Opened, stored: bool, tmp_path: Path) -> None:
+    library, shelf = opened(tmp_path if stored else None)
     store = library.create("", "harbour").id
     honey, salt = put(library, store, "Bees make honey."), put(library, store, "The sea holds salt.", "b.md")
     assert found(library, store, "honey") == [honey, salt]
@@ -77,12 +100,10 @@ def test_a_file_in_a_store_is_found_until_it_leaves(stored: bool, tmp_path: Path
     with pytest.raises(MissingError):
         library.store("", store)
     assert not list(tmp_path.glob("vs_*"))
-    library.close()
-    shelf.close()
 
 
-def test_a_restart_finds_all_and_goes_on_with_what_was_not_read(tmp_path: Path) -> None:
-    library, shelf = open_library(tmp_path)
+def test_a_restart_finds_all_and_goes_on_with_what_was_not_read(opened: Opened, tmp_path: Path) -> None:
+    library, shelf = opened(tmp_path)
     store = library.create("acme", "s", {"a": "b"}, 3).id
     honey = put(library, store, "Bees make honey.", tenant="acme", attributes={"year": 1.0}, chunk_tokens=100)
     salt = library.upload("acme", "b.txt", "assistants", b"The sea holds salt.").id
@@ -92,19 +113,17 @@ def test_a_restart_finds_all_and_goes_on_with_what_was_not_read(tmp_path: Path) 
     catalog = Catalog(tmp_path / FOLDER / "catalog.sqlite")  # as if the process had been killed just then
     catalog.attach([Attachment(store, salt, 5)], QUOTA, LEAST_BYTES)
     catalog.close()
-    library, shelf = open_library(tmp_path)
+    library, shelf = opened(tmp_path)
     assert settled(library, store, "acme") == Counts(completed=2)
     kept = library.store("acme", store)
     assert (kept.name, kept.metadata, kept.days) == ("s", {"a": "b"}, 3)
     assert library.content("acme", salt) == b"The sea holds salt."
     assert found(library, store, "salt", "acme")[0] == salt
     assert library.attachment("acme", store, honey).attributes == {"year": 1.0}
-    library.close()
-    shelf.close()
 
 
-def test_a_knowledge_base_is_brought_in_line_with_the_catalog(tmp_path: Path) -> None:
-    library, shelf = open_library(tmp_path)
+def test_a_knowledge_base_is_brought_in_line_with_the_catalog(opened: Opened, tmp_path: Path) -> None:
+    library, shelf = opened(tmp_path)
     store, other = library.create("", "s").id, library.create("", "t").id
     honey, salt = put(library, store, "Bees make honey."), put(library, store, "The sea holds salt.")
     library.close()
@@ -114,16 +133,14 @@ def test_a_knowledge_base_is_brought_in_line_with_the_catalog(tmp_path: Path) ->
     catalog.detach(store, honey)  # of a removal,
     catalog.remove_store(other)  # and of a deletion
     catalog.close()
-    library, shelf = open_library(tmp_path)
+    library, shelf = opened(tmp_path)
     settled(library, store)
     assert shelf.get(store).document_ids == {salt}
     assert [path.name for path in tmp_path.glob("vs_*")] == [store]
-    library.close()
-    shelf.close()
 
 
-def test_tenants_see_their_own_and_the_servers() -> None:
-    library, _ = open_library(own=("isles",))
+def test_tenants_see_their_own_and_the_servers(opened: Opened) -> None:
+    library, _ = opened(own=("isles",))
     mine, file = library.create("acme", "mine"), library.upload("acme", "a.txt", "assistants", b"a")
     for tenant in ("umbra", ""):
         assert [store.id for store in library.stores(tenant)] == ["isles"] and library.files(tenant) == []
@@ -142,11 +159,10 @@ def test_tenants_see_their_own_and_the_servers() -> None:
     with pytest.raises(MissingError):
         library.attach("umbra", [Attachment(theirs.id, file.id, 0)])
     assert [store.id for store in library.stores("acme")] == ["isles", mine.id]
-    library.close()
 
 
-def test_the_servers_own_bases_are_read_only_stores() -> None:
-    library, _ = open_library(own=("isles",))
+def test_the_servers_own_bases_are_read_only_stores(opened: Opened) -> None:
+    library, _ = opened(own=("isles",))
     assert library.counts("", "isles")[0] == Counts(completed=4)
     (first, *_) = library.search("", "isles", ["honey"], 2)
     assert (first.chunk.document_id, first.name, first.attributes) == ("isle/1", "Merrin", {})
@@ -160,11 +176,10 @@ def test_the_servers_own_bases_are_read_only_stores() -> None:
     ):
         with pytest.raises(RequestError, match="server's own"):
             call()
-    library.close()
 
 
-def test_no_texts_are_read_to_tell_of_an_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    library, shelf = open_library(own=("isles",))
+def test_no_texts_are_read_to_tell_of_an_own_store(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, shelf = opened(own=("isles",))
     statements: list[str] = []
     shelf.get("isles")._database.set_trace_callback(statements.append)
     counts, size = library.counts("", "isles")
@@ -179,12 +194,11 @@ def test_no_texts_are_read_to_tell_of_an_own_store(monkeypatch: pytest.MonkeyPat
     assert library.counts("", "isles") == (counts, size) and not statements
     shelf.get("isles").delete(["isle/0"])
     assert library.counts("", "isles")[0] == Counts(completed=3)
-    library.close()
 
 
-def test_errors_name_what_is_wrong_in_an_order_of_their_own() -> None:
+def test_errors_name_what_is_wrong_in_an_order_of_their_own(opened: Opened) -> None:
     now = 0.0
-    library, _ = open_library(now=lambda: now)
+    library, _ = opened(now=lambda: now)
     store = library.create("", "s", days=1).id
     file = put(library, store, "honey")
     for questions in ([" "], ["honey", "\u00a0"]):
@@ -198,11 +212,10 @@ def test_errors_name_what_is_wrong_in_an_order_of_their_own() -> None:
     with pytest.raises(RequestError, match="has expired") as caught:
         library.passages("", store, file)
     assert caught.value.code == "expired"
-    library.close()
 
 
-def test_filters_find_what_stands_far_behind_the_nearest() -> None:
-    library, _ = open_library()
+def test_filters_find_what_stands_far_behind_the_nearest(opened: Opened) -> None:
+    library, _ = opened()
     store = library.create("", "s").id
     for n in range(12):
         put(library, store, f"honey honey number {n}", attributes={"year": float(n)})
@@ -215,12 +228,11 @@ def test_filters_find_what_stands_far_behind_the_nearest() -> None:
     assert [p.score for p in near] == sorted((p.score for p in near), reverse=True)
     library.detach("", store, far)
     assert found(library, store, "honey", wanted=wanted) == []
-    library.close()
 
 
-def test_a_store_expires_after_its_last_use(tmp_path: Path) -> None:
+def test_a_store_expires_after_its_last_use(opened: Opened, tmp_path: Path) -> None:
     now = 0.0
-    library, shelf = open_library(tmp_path, now=lambda: now)
+    library, shelf = opened(tmp_path, now=lambda: now)
     store = library.create("", "s", days=1).id
     put(library, store, "honey")
     now = 86_000.0
@@ -233,17 +245,14 @@ def test_a_store_expires_after_its_last_use(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="has expired"):
             call()
     assert not (tmp_path / store).exists()
-    library.close()
-    shelf.close()
-    library, shelf = open_library(tmp_path, now=lambda: now)
+    library, shelf = opened(tmp_path, now=lambda: now)
     assert library.store("", store).expired and store not in shelf.held
     library.delete("", store)
-    library.close()
 
 
-def test_a_file_expires(tmp_path: Path) -> None:
+def test_a_file_expires(opened: Opened, tmp_path: Path) -> None:
     now = 10_000.0
-    library, shelf = open_library(tmp_path, now=lambda: now)
+    library, shelf = opened(tmp_path, now=lambda: now)
     store = library.create("", "s").id
     files = [library.upload("", name, "assistants", b"honey " + name.encode(), 3600).id for name in ("a.md", "b.md")]
     library.attach("", [Attachment(store, file, 0) for file in files])
@@ -263,7 +272,7 @@ def test_a_file_expires(tmp_path: Path) -> None:
     library.close()
     shelf.close()
     now = 99_999.0
-    library, shelf = open_library(tmp_path, now=lambda: now)
+    library, shelf = opened(tmp_path, now=lambda: now)
     assert shelf.get(store).document_ids == {kept}
     library.close()
     shelf.close()
@@ -271,33 +280,21 @@ def test_a_file_expires(tmp_path: Path) -> None:
     assert b"honey" in kept_bytes and b"salt in blue boxes" not in kept_bytes
 
 
-def test_a_file_that_expired_goes_with_the_next_call_that_shows_files() -> None:
-    now = 0.0
-    library, _ = open_library(now=lambda: now)
-    file = library.upload("", "a.md", "assistants", b"honey", 7200)
-    now = 7199.0
-    assert library.files("") == [file] and library._catalog.content(file.id) == b"honey"
-    now = 7200.0
-    assert library.files("") == [] and library._catalog.content(file.id) is None
-    library.close()
-
-
-def test_a_clock_that_is_set_while_files_are_kept_changes_nothing() -> None:
+def test_a_clock_that_is_set_while_files_are_kept_changes_nothing(opened: Opened) -> None:
     wall, passed = [1_000_000.0], 50.0
-    library, _ = open_library(now=steady_clock(lambda: wall[0], lambda: passed))
+    library, _ = opened(now=steady_clock(lambda: wall[0], lambda: passed))
     file = library.upload("", "a.md", "assistants", b"honey", 7200)
     for hours in (100, -100):
         wall[0] = 1_000_000.0 + hours * 3600
         assert library.files("") == [file]
     passed += 7200
     assert library.files("") == []
-    library.close()
 
 
-def test_a_clock_that_is_set_back_between_two_starts_takes_no_new_response(tmp_path: Path) -> None:
+def test_a_clock_that_is_set_back_between_two_starts_takes_no_new_response(opened: Opened, tmp_path: Path) -> None:
     responses = [KeptResponse(name, None, "[]", "x" * 98) for name in "abcd"]
     for hour, two in ((10, responses[:2]), (0, responses[2:])):
-        library, shelf = open_library(tmp_path, now=lambda hour=hour: hour * 3600, quota=16 * 200)  # type: ignore[misc]
+        library, shelf = opened(tmp_path, now=lambda hour=hour: hour * 3600, quota=16 * 200)  # type: ignore[misc]
         for one in two:
             library.keep_response("acme", one)
         assert [library.response("acme", one.id) for one in two] == two
@@ -305,9 +302,9 @@ def test_a_clock_that_is_set_back_between_two_starts_takes_no_new_response(tmp_p
         shelf.close()
 
 
-def test_a_file_is_discarded_that_no_store_has() -> None:
+def test_a_file_is_discarded_that_no_store_has(opened: Opened) -> None:
     now = 1_000_000.0
-    library, shelf = open_library(now=lambda: now)
+    library, _ = opened(now=lambda: now)
     kept, brief = library.create("acme", "kept").id, library.create("acme", "brief", days=1).id
     file = put(library, brief, "Bees make honey.", tenant="acme")
     library.attach("acme", [Attachment(kept, file, 0)])
@@ -323,12 +320,10 @@ def test_a_file_is_discarded_that_no_store_has() -> None:
     now += 86_400  # an expired store cannot be used any more
     library.discard("acme", file)
     assert library.files("acme") == []
-    library.close()
-    shelf.close()
 
 
-def test_nothing_is_attached_while_a_file_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    library, shelf = open_library()
+def test_nothing_is_attached_while_a_file_is_discarded(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, _ = opened()
     store, file = library.create("", "s").id, library.upload("", "a.txt", "assistants", b"honey").id
     steps = set()
 
@@ -342,12 +337,10 @@ def test_nothing_is_attached_while_a_file_is_discarded(monkeypatch: pytest.Monke
     library.detach("", store, file)
     library.discard("", file)
     assert steps == {("attach", True), ("attached", True), ("remove_file", True)}
-    library.close()
-    shelf.close()
 
 
-def test_a_tenant_has_a_quota_of_files() -> None:
-    library, _ = open_library(quota=10_000)
+def test_a_tenant_has_a_quota_of_files(opened: Opened) -> None:
+    library, _ = opened(quota=10_000)
     first = library.upload("acme", "a.txt", "assistants", b"x" * 5000)
     library.upload("acme", "b.txt", "assistants", b"x")  # counts as 4096
     with pytest.raises(RequestError, match="delete some") as refused:
@@ -356,12 +349,11 @@ def test_a_tenant_has_a_quota_of_files() -> None:
     assert library.upload("umbra", "a.txt", "assistants", b"x" * 10_000).size == 10_000
     library.remove("acme", first.id)
     assert library.upload("acme", "c.txt", "assistants", b"x" * 5904).size == 5904
-    library.close()
 
 
-def test_copies_in_stores_have_the_same_quota() -> None:
+def test_copies_in_stores_have_the_same_quota(opened: Opened) -> None:
     now = 1_000_000.0
-    library, _ = open_library(now=lambda: now, quota=10_000)
+    library, _ = opened(now=lambda: now, quota=10_000)
     first, second = library.create("acme", "a", days=1).id, library.create("acme", "b").id
     file = library.upload("acme", "a.txt", "assistants", b"x" * 5000).id
     small = library.upload("acme", "b.txt", "assistants", b"x").id  # counts as 4096
@@ -377,11 +369,10 @@ def test_copies_in_stores_have_the_same_quota() -> None:
     now += 86_400  # what has expired holds nothing
     assert library.store("acme", first).expired
     library.attach("acme", [Attachment(second, small, 0)])
-    library.close()
 
 
-def test_a_part_of_a_list_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    library, _ = open_library(own=("isles", "seas"))
+def test_a_part_of_a_list_is_read_alone(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, _ = opened(own=("isles", "seas"))
     made = ["isles", "seas", *(library.create("", str(n)).id for n in range(4))]
     files = [library.upload("", "a.txt", "assistants" if n % 2 else "user_data", b"x").id for n in range(4)]
     library.attach("", [Attachment(made[2], file, 0) for file in files])
@@ -414,11 +405,10 @@ def test_a_part_of_a_list_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None
     assert [one.file for one in library.attachments("", made[2], part=part)] == files[1:2]
     assert library.attachments("", made[2], state="failed", part=Slice(1)) == []
     assert len(read) <= 4, "the store is looked up for each list of what is in it"
-    library.close()
 
 
-def test_a_damaged_file_fails_where_it_is_read(tmp_path: Path) -> None:
-    library, shelf = open_library(tmp_path)
+def test_a_damaged_file_fails_where_it_is_read(opened: Opened, tmp_path: Path) -> None:
+    library, shelf = opened(tmp_path)
     store = library.create("", "s").id
     bad, good = (library.upload("", "a.txt", "assistants", text).id for text in (b"wax", b"honey"))
     library.close()
@@ -426,7 +416,7 @@ def test_a_damaged_file_fails_where_it_is_read(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / FOLDER / "catalog.sqlite") as database:
         database.execute("update files set content = x'00' where id = ?", (bad,))
     database.close()
-    library, shelf = open_library(tmp_path)
+    library, shelf = opened(tmp_path)
     with pytest.raises(DamageError, match=f"'{bad}' is damaged .* upload it again"):
         library.content("", bad)
     assert library.content("", good) == b"honey" and library.damaged == 1
@@ -434,11 +424,10 @@ def test_a_damaged_file_fails_where_it_is_read(tmp_path: Path) -> None:
     assert settled(library, store) == Counts(completed=1, failed=1) and library.damaged == 2
     code, message = library.attachment("", store, bad).error
     assert code == "server_error" and "upload it again" in message
-    library.close()
 
 
-def test_a_file_that_cannot_be_read_fails_by_itself(tmp_path: Path) -> None:
-    library, _ = open_library()
+def test_a_file_that_cannot_be_read_fails_by_itself(opened: Opened, tmp_path: Path) -> None:
+    library, _ = opened()
     store = library.create("", "s").id
     bad = put(library, store, "%PDF-1.4 broken", "a.pdf")
     blank, good = put(library, store, "  \n ", "b.md"), put(library, store, "honey", "c.html")
@@ -453,7 +442,6 @@ def test_a_file_that_cannot_be_read_fails_by_itself(tmp_path: Path) -> None:
         assert code == "invalid_file" and words in message
         assert library.passages("", store, file) == ()
     assert found(library, store, "lighthouse oil") == [pdf, good]
-    library.close()
 
 
 @pytest.mark.parametrize(
@@ -467,35 +455,18 @@ def test_a_file_that_cannot_be_read_fails_by_itself(tmp_path: Path) -> None:
         ("a" * 1021 + ".txt", "assistants", b"x", "may have 1024 characters"),
     ],
 )
-def test_what_could_not_be_searched_is_not_taken(name: str, purpose: str, content: bytes, words: str) -> None:
-    library, _ = open_library()
+def test_what_could_not_be_searched_is_not_taken(
+    opened: Opened, name: str, purpose: str, content: bytes, words: str
+) -> None:
+    library, _ = opened()
     with pytest.raises(RequestError, match=words):
         library.upload("", name, purpose, content)
     assert library.files("") == []
-    library.close()
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Holding:
-    """Have a knowledge base add nothing before it is told to: when it has begun to, and that it may."""
-
-    def hold(base: KnowledgeBase) -> tuple[threading.Event, threading.Event]:
-        begun, goes_on, adding = threading.Event(), threading.Event(), base.add_steps
-
-        def slow(*args: object, **options: object) -> Iterator[None]:
-            begun.set()
-            assert goes_on.wait(120)
-            yield from adding(*args, **options)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(base, "add_steps", slow)
-        return begun, goes_on
-
-    return hold
 
 
 @pytest.fixture
 def embedding(monkeypatch: pytest.MonkeyPatch) -> Holding:
-    """Have a knowledge base embed no chunk with the word "slow" before it is told to, as `held` does."""
+    """Have a knowledge base embed no chunk with "slow" before it is told to: when it is asked to, and that it may."""
 
     def hold(base: KnowledgeBase) -> tuple[threading.Event, threading.Event]:
         begun, goes_on, encode = threading.Event(), threading.Event(), base._encoder.encode
@@ -512,6 +483,14 @@ def embedding(monkeypatch: pytest.MonkeyPatch) -> Holding:
     return hold
 
 
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The stores of the files that are read, as each of these comes to its end."""
+    stores, settle = list[str](), Catalog.settle
+    monkeypatch.setattr(Catalog, "settle", lambda self, one: stores.append(one.store) or settle(self, one))
+    return stores
+
+
 def waited_for(call: Callable[[], object]) -> bool:
     """Whether a call ends soon."""
     thread = threading.Thread(target=call, daemon=True)
@@ -520,27 +499,25 @@ def waited_for(call: Callable[[], object]) -> bool:
     return not thread.is_alive()
 
 
-def test_nobody_waits_for_a_file_that_is_read(embedding: Holding) -> None:
-    library, shelf = open_library()
+def test_nobody_waits_for_a_file_that_is_read(opened: Opened, embedding: Holding) -> None:
+    library, shelf = opened()
     store, other = library.create("acme", "s").id, library.create("acme", "t", days=1).id
     old, older = (put(library, store, f"honey {n}", tenant="acme") for n in range(2))
     begun, goes_on = embedding(shelf.get(store))
-    file = library.upload("acme", "a.txt", "assistants", b"slow honey").id
-    library.attach("acme", [Attachment(store, file, 0)])
+    attached(library, store, "slow honey", tenant="acme")
     assert begun.wait(60)
     assert waited_for(lambda: library.detach("acme", store, old)) and found(library, store, "honey", "acme") == [older]
     assert waited_for(lambda: library.remove("acme", older)) and found(library, store, "honey", "acme") == []
     assert waited_for(lambda: library.delete("acme", store)) and store not in shelf.held
     goes_on.set()
     put(library, other, "salt", tenant="acme")
-    library.close()
 
 
 @pytest.mark.parametrize("leave", ["detach", "remove"])
 def test_a_file_that_leaves_while_it_is_embedded_is_never_found(
-    embedding: Holding, leave: str, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, embedding: Holding, leave: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, shelf = open_library()
+    library, shelf = opened()
     store = library.create("", "s").id
     base, stored = shelf.get(store), []
     begun, goes_on = embedding(base)
@@ -551,8 +528,7 @@ def test_a_file_that_leaves_while_it_is_embedded_is_never_found(
         return insert(database, chunk, row)  # type: ignore[arg-type]
 
     monkeypatch.setattr(chunk_store, "insert", noted)
-    file = library.upload("", "a.txt", "assistants", b"slow honey").id
-    library.attach("", [Attachment(store, file, 0)])
+    file = attached(library, store, "slow honey")
     assert begun.wait(60)
     library.remove("", file) if leave == "remove" else library.detach("", store, file)
     goes_on.set()
@@ -560,8 +536,10 @@ def test_a_file_that_leaves_while_it_is_embedded_is_never_found(
     assert stored == [] and base.document_ids == frozenset()
 
 
-def test_a_file_that_leaves_and_comes_back_is_there(embedding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
-    library, shelf = open_library()
+def test_a_file_that_leaves_and_comes_back_is_there(
+    opened: Opened, embedding: Holding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, shelf = opened()
     store = library.create("", "s").id
     base = shelf.get(store)
     file = put(library, store, "honey")
@@ -575,19 +553,19 @@ def test_a_file_that_leaves_and_comes_back_is_there(embedding: Holding, monkeypa
     monkeypatch.setattr(base, "delete", late)
     library.detach("", store, file)
     assert library.attachment("", store, file).state == "completed" and found(library, store, "honey") == [file]
-    library.close()
 
 
-def test_a_long_file_that_leaves_is_embedded_no_further(embedding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_that_leaves_is_embedded_no_further(
+    opened: Opened, embedding: Holding, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ragjax.retrieval.knowledge._STEP_CHUNKS", 2)
-    library, shelf = open_library()
+    library, shelf = opened()
     store = library.create("", "s").id
     base = shelf.get(store)
     begun, goes_on = embedding(base)
     embedded, encode = [], base._encoder.encode
     monkeypatch.setattr(base._encoder, "encode", lambda texts: embedded.append(len(texts)) or encode(texts))
-    file = library.upload("", "a.txt", "assistants", b"slow honey " * 300).id
-    library.attach("", [Attachment(store, file, 0)])
+    file = attached(library, store, "slow honey " * 300)
     assert begun.wait(60)
     library.remove("", file)
     goes_on.set()
@@ -595,20 +573,15 @@ def test_a_long_file_that_leaves_is_embedded_no_further(embedding: Holding, monk
     assert embedded == [2]
 
 
-def test_tenants_take_turns(embedding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
-    library, shelf = open_library()
+def test_tenants_take_turns(opened: Opened, embedding: Holding, read: list[str]) -> None:
+    library, shelf = opened()
     stores = {tenant: library.create(tenant, "s").id for tenant in ("acme", "umbra", "")}
     begun, goes_on = embedding(shelf.get(stores["acme"]))
-    read: list[str] = []
-    settle = library._catalog.settle
-    monkeypatch.setattr(library._catalog, "settle", lambda one: read.append(one.store) or settle(one))
-    for text in (b"slow", b"1", b"2", b"3"):
-        file = library.upload("acme", "a.txt", "assistants", text).id
-        library.attach("acme", [Attachment(stores["acme"], file, 0)])
+    for text in ("slow", "1", "2", "3"):
+        attached(library, stores["acme"], text, tenant="acme")
     assert begun.wait(60)
     for tenant in ("umbra", "umbra", ""):
-        file = library.upload(tenant, "a.txt", "assistants", b"x").id
-        library.attach(tenant, [Attachment(stores[tenant], file, 0)])
+        attached(library, stores[tenant], "x", tenant=tenant)
     goes_on.set()
     for tenant, store in stores.items():
         settled(library, store, tenant)
@@ -619,18 +592,14 @@ def test_tenants_take_turns(embedding: Holding, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_long_file_gives_way_to_other_tenants(
-    embedding: Holding, closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, embedding: Holding, read: list[str], closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragjax.retrieval.knowledge._STEP_CHUNKS", 2)
-    library, shelf = open_library(tmp_path)
+    library, shelf = opened(tmp_path)
     stores = [library.create(tenant, "s").id for tenant in ("acme", "umbra")]
     begun, goes_on = embedding(shelf.get(stores[0]))
-    read: list[str] = []
-    settle = library._catalog.settle
-    monkeypatch.setattr(library._catalog, "settle", lambda one: read.append(one.store) or settle(one))
-    for tenant, store, text in zip(("acme", "umbra"), stores, (b"slow honey " * 300, b"salt"), strict=True):
-        file = library.upload(tenant, "a.txt", "assistants", text).id
-        library.attach(tenant, [Attachment(store, file, 0)])
+    for tenant, store, text in zip(("acme", "umbra"), stores, ("slow honey " * 300, "salt"), strict=True):
+        attached(library, store, text, tenant=tenant)
         assert begun.wait(60)
     if closed:  # it does not wait for the rest of the file
         closing = threading.Thread(target=library.close)
@@ -641,45 +610,39 @@ def test_a_long_file_gives_way_to_other_tenants(
         closing.join(60)
         shelf.close()
         assert read == []
-        library, shelf = open_library(tmp_path)
+        library, shelf = opened(tmp_path)
     goes_on.set()
     for tenant, store in zip(("acme", "umbra"), stores, strict=True):
         assert settled(library, store, tenant) == Counts(completed=1)
     assert closed or read == stores[::-1]
-    library.close()
-    shelf.close()
 
 
 def test_a_long_text_gives_way_to_other_tenants_while_it_is_cut(
-    embedding: Holding, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, embedding: Holding, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunking, "_STEP_BLOCKS", 1)
-    library, shelf = open_library()
+    library, shelf = opened()
     stores = [library.create(tenant, "s").id for tenant in ("acme", "umbra", "third")]
     begun, goes_on = embedding(shelf.get(stores[2]))
-    done: list[str] = []
-    settle, split = library._catalog.settle, Chunker._split
-    monkeypatch.setattr(library._catalog, "settle", lambda one: done.append(one.store) or settle(one))
-    monkeypatch.setattr(Chunker, "_split", lambda *given: done.append("block") or split(*given))
-    long = b"honey " * 10_000
-    for tenant, store, text in zip(
-        ("third", "acme", "umbra"), (stores[2], *stores[:2]), (b"slow", long, b"salt"), strict=True
-    ):
-        file = library.upload(tenant, "a.txt", "assistants", text).id
-        library.attach(tenant, [Attachment(store, file, 0)])
+    split = Chunker._split
+    monkeypatch.setattr(Chunker, "_split", lambda *given: read.append("block") or split(*given))
+    long = "honey " * 10_000
+    for tenant, store, text in (("third", stores[2], "slow"), ("acme", stores[0], long), ("umbra", stores[1], "salt")):
+        attached(library, store, text, tenant=tenant)
         assert begun.wait(60)
     goes_on.set()
     for tenant, store in zip(("acme", "umbra", "third"), stores, strict=True):
         assert settled(library, store, tenant) == Counts(completed=1)
     blocks = len(long) // chunking._BLOCK_CHARS
-    assert done.index(stores[1]) < blocks < done.index(stores[0])
-    library.close()
+    assert read.index(stores[1]) < blocks < read.index(stores[0])
 
 
-def test_a_long_pdf_gives_way_to_other_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    library, _ = open_library()
+def test_a_long_pdf_gives_way_to_other_tenants(
+    opened: Opened, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, _ = opened()
     stores = [library.create(tenant, "s").id for tenant in ("acme", "umbra")]
-    begun, goes_on, read = threading.Event(), threading.Event(), list[str]()
+    begun, goes_on = threading.Event(), threading.Event()
 
     class Slow(confined.ReadingProcess):
         def wait(self, seconds: float) -> bool:
@@ -690,8 +653,6 @@ def test_a_long_pdf_gives_way_to_other_tenants(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(confined, "ReadingProcess", Slow)
     monkeypatch.setattr(confined, "_IDLE", idle := deque[confined.ReadingProcess]())
-    settle = library._catalog.settle
-    monkeypatch.setattr(library._catalog, "settle", lambda one: read.append(one.store) or settle(one))
     book = io.BytesIO()
     canvas = Canvas(book)
     for page in range(9):
@@ -714,8 +675,8 @@ def test_a_long_pdf_gives_way_to_other_tenants(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("way", ["remove", "detach", "store"])
-def test_nothing_on_the_disk_holds_what_was_deleted(way: str, tmp_path: Path) -> None:
-    library, shelf = open_library(tmp_path)
+def test_nothing_on_the_disk_holds_what_was_deleted(opened: Opened, way: str, tmp_path: Path) -> None:
+    library, _ = opened(tmp_path)
     store = library.create("", "s").id
     kept = put(library, store, "The sea holds salt. " * 50)
     file = put(library, store, "\n\n".join(f"SECRET-{n:05} of Mrs Example" for n in range(60)), "a.md")
@@ -734,31 +695,15 @@ def test_nothing_on_the_disk_holds_what_was_deleted(way: str, tmp_path: Path) ->
     library.remove("", file)
     assert holders() == set()
     assert library.content("", kept)
-    library.close()
-    shelf.close()
-
-
-def test_a_file_that_leaves_while_it_is_read_leaves_nothing(held: Holding) -> None:
-    library, shelf = open_library()
-    store = library.create("", "s").id
-    base = shelf.get(store)
-    begun, goes_on = held(base)
-    file = library.upload("", "a.txt", "assistants", b"honey").id
-    library.attach("", [Attachment(store, file, 0)])
-    assert begun.wait(60) and library.attachment("", store, file).state == "in_progress"
-    library.remove("", file)
-    goes_on.set()
-    library.close()
-    assert base.document_ids == frozenset()
 
 
 def test_a_file_that_is_put_into_a_store_again_is_read_as_the_last_call_says(
-    held: Holding, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, embedding: Holding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, shelf = open_library()
+    library, shelf = opened()
     store = library.create("", "s").id
-    begun, goes_on = held(shelf.get(store))
-    first, file = (library.upload("", "a.txt", "assistants", b"honey " * 300).id for _ in range(2))
+    begun, goes_on = embedding(shelf.get(store))
+    first, file = (library.upload("", "a.txt", "assistants", b"slow honey " * 300).id for _ in range(2))
     library.attach("", [Attachment(store, first, 0)])
     assert begun.wait(60)
     read: list[str] = []
@@ -774,8 +719,8 @@ def test_a_file_that_is_put_into_a_store_again_is_read_as_the_last_call_says(
     assert sizes[first] <= 100 and 200 < sizes[file] <= 400
 
 
-def test_several_files_are_attached_together_or_not_at_all() -> None:
-    library, _ = open_library()
+def test_several_files_are_attached_together_or_not_at_all(opened: Opened) -> None:
+    library, _ = opened()
     store = library.create("", "s").id
     files = [library.upload("", f"{n}.txt", "assistants", b"x" * n).id for n in (1, 2)]
     with pytest.raises(MissingError):
@@ -783,27 +728,14 @@ def test_several_files_are_attached_together_or_not_at_all() -> None:
     assert library.counts("", store)[0].total == 0
     library.attach("", [Attachment(store, file, 0) for file in files])
     assert settled(library, store) == Counts(completed=2)
-    library.close()
-
-
-def test_chunks_are_as_long_as_asked_for() -> None:
-    library, shelf = open_library()
-    store = library.create("", "s").id
-    text = "honey " * 300
-    small = put(library, store, text, chunk_tokens=100)
-    sizes = [len(chunk.tokens) for chunk in library.passages("", store, small)]
-    assert max(sizes) <= 100 < 192
-    library.attach("", [Attachment(store, small, 0, chunk_tokens=400)])
-    settled(library, store)
-    assert len(library.passages("", store, small)) < len(sizes)
-    assert isinstance(shelf, Shelf)
-    library.close()
 
 
 @pytest.mark.parametrize("deleted", [False, True])
-def test_a_store_that_expires_while_nobody_serves_leaves_the_disk(deleted: bool, tmp_path: Path) -> None:
+def test_a_store_that_expires_while_nobody_serves_leaves_the_disk(
+    opened: Opened, deleted: bool, tmp_path: Path
+) -> None:
     """Killed between the note that it has expired and the removal, too."""
-    library, shelf = open_library(tmp_path, now=lambda: 0.0)
+    library, shelf = opened(tmp_path, now=lambda: 0.0)
     store = library.create("", "s", days=1).id
     put(library, store, "Bees make honey.")
     library.close()
@@ -813,17 +745,16 @@ def test_a_store_that_expires_while_nobody_serves_leaves_the_disk(deleted: bool,
         catalog.expire_store(store)
         catalog.close()
     assert (tmp_path / store).exists()
-    library, shelf = open_library(tmp_path, now=lambda: 200_000.0)
+    library, shelf = opened(tmp_path, now=lambda: 200_000.0)
     assert not (tmp_path / store).exists() and store not in shelf.held
     assert library.store("", store).expired
     library.delete("", store)
     assert library.stores("") == []
-    library.close()
 
 
-def test_stores_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_have_an_end(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragjax.retrieval.library.STORES_OF_TENANT", 2)
-    library, _ = open_library()
+    library, _ = opened()
     monkeypatch.setattr(library._catalog, "stores", None)  # they are counted, not read
     first, _ = library.create("acme", "a"), library.create("acme", "b")
     with pytest.raises(RequestError, match="you have 2 vector stores") as caught:
@@ -832,11 +763,12 @@ def test_stores_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     library.create("", "of somebody else")
     library.delete("acme", first.id)
     library.create("acme", "c")
-    library.close()
 
 
-def test_a_store_that_cannot_be_made_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library, shelf = open_library(tmp_path)
+def test_a_store_that_cannot_be_made_is_not_listed(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, shelf = opened(tmp_path)
 
     def fail(name: str | None = None, owner: str | None = None) -> KnowledgeBase:
         (tmp_path / str(name)).mkdir()
@@ -846,12 +778,13 @@ def test_a_store_that_cannot_be_made_is_not_listed(tmp_path: Path, monkeypatch: 
         changed.setattr(shelf, "make", fail)
         library.create("", "s")
     assert library.stores("") == [] and not list(tmp_path.glob("vs_*"))
-    library.close()
 
 
 @pytest.mark.parametrize("gone", ["file", "store"])
-def test_what_is_deleted_while_it_is_attached_is_missing(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    library, _ = open_library()
+def test_what_is_deleted_while_it_is_attached_is_missing(
+    opened: Opened, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, _ = opened()
     store, file = library.create("", "s").id, library.upload("", "a.txt", "assistants", b"honey").id
     look = library.file
 
@@ -864,11 +797,12 @@ def test_what_is_deleted_while_it_is_attached_is_missing(gone: str, monkeypatch:
     monkeypatch.setattr(library, "file", remove_after)
     with pytest.raises(MissingError, match="was deleted just now"):
         library.attach("", [Attachment(store, file, 0)])
-    library.close()
 
 
-def test_a_full_disk_is_one_error_and_leaves_room_to_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library, _ = open_library(tmp_path)
+def test_a_full_disk_is_one_error_and_leaves_room_to_delete(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, _ = opened(tmp_path)
     kept = library.upload("", "a.txt", "assistants", b"salt " * 20_000).id
     catalog = library._catalog
     catalog._database.execute(f"pragma max_page_count = {catalog._database.execute('pragma page_count').fetchone()[0]}")
@@ -892,7 +826,7 @@ def test_a_full_disk_is_one_error_and_leaves_room_to_delete(tmp_path: Path, monk
     assert library.upload("", "b.txt", "assistants", b"salt " * 20_000)
 
 
-def test_a_file_for_which_the_disk_had_no_room_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_for_which_the_disk_had_no_room_is_read_again(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingest, "RETRY_S", 0.05)
     add, full = KnowledgeBase.add_steps, [True]
 
@@ -902,28 +836,26 @@ def test_a_file_for_which_the_disk_had_no_room_is_read_again(monkeypatch: pytest
         return add(self, *given, **named)
 
     monkeypatch.setattr(KnowledgeBase, "add_steps", first_full)
-    library, _ = open_library()
+    library, _ = opened()
     store = library.create("", "harbour").id
     assert put(library, store, "The sea holds salt.") in found(library, store, "salt")
     assert library.counts("", store)[0] == Counts(completed=1)
 
 
-def test_responses_outlive_a_restart_and_leave_by_age_and_size(tmp_path: Path) -> None:
+def test_responses_outlive_a_restart_and_leave_by_age_and_size(opened: Opened, tmp_path: Path) -> None:
     now = [1_000_000.0]
 
-    def opened() -> tuple[Library, Shelf]:
-        return open_library(tmp_path, now=lambda: now[0], quota=16 * 300)
+    def started() -> Library:
+        return opened(tmp_path, now=lambda: now[0], quota=16 * 300)[0]
 
     def kept(name: str, previous: str | None = None) -> KeptResponse:
         return KeptResponse(name, previous, "[]", "x" * 98)
 
-    library, shelf = opened()
+    library = started()
     library.keep_response("acme", kept("a"))
     library.keep_response("acme", kept("b", "a"))
     library.keep_response("umbra", kept("u"))
-    library.close()
-    shelf.close()
-    library, shelf = opened()
+    library = started()
     now[0] += 1
     library.keep_response("acme", kept("c"))
     now[0] += 1
@@ -940,5 +872,3 @@ def test_responses_outlive_a_restart_and_leave_by_age_and_size(tmp_path: Path) -
     library.keep_response("acme", kept("e"))
     with pytest.raises(MissingError):
         library.response("umbra", "u")
-    library.close()
-    shelf.close()

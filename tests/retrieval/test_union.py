@@ -6,7 +6,7 @@ import pytest
 
 from ragjax.core import Document, RequestError
 from ragjax.retrieval.index import TRAIN_AT, IndexKind
-from ragjax.retrieval.knowledge import BasePart, search_parts
+from ragjax.retrieval.union import BasePart, search_parts
 from tests.support.shelf import ISLANDS, open_base
 
 

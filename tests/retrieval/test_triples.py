@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ragjax.core import ConfigError, RequestError
 from ragjax.retrieval.facts import FactStore
 from ragjax.retrieval.triple_files import read_triples
-from ragjax.retrieval.triples import INVERSE, Alias, RelationPath, Subgraph, Triple, forward, maximal
+from ragjax.retrieval.triples import INVERSE, Alias, RelationPath, Subgraph, Triple, maximal
 from tests.support.fakes import WordEncoder
 
 FACTS = [
@@ -251,11 +251,6 @@ def test_a_path_and_its_triples() -> None:
     assert path.triples == (Triple("Alice", "likes", "Titanic"), Triple("Bob", "likes", "Titanic"))
     assert path == RelationPath(path.steps, 0.5)  # a score makes no other path
     assert RelationPath(path.steps[:3]).begins(path) and not path.begins(RelationPath(path.steps[:3]))
-
-
-def test_a_relation_that_is_turned_twice_is_the_fact_itself() -> None:
-    twice = ("Alice", "likes (inverse) (inverse)", "Titanic")
-    assert forward(Triple(*twice)) == Triple("Alice", "likes", "Titanic")
 
 
 @pytest.mark.parametrize(

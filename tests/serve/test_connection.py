@@ -278,7 +278,3 @@ def test_who_is_refused_cannot_stay() -> None:
         wait_for(lambda: len(served.server.server_state.connections) == 1)
         with connected(served) as connection:
             assert refused(drip(connection, b"x"))[0] == 503
-
-
-def test_limits_of_a_server() -> None:
-    assert (Limits().timeout, Limits().connections) == (60, 512)

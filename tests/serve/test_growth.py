@@ -91,14 +91,6 @@ def test_maximal_paths() -> None:
     assert_linear(lambda size: calls(lambda: subgraphs_of(maximal(paths(size)))), 50)
 
 
-def test_steps_of_one_path() -> None:
-    def cost(size: int) -> int:
-        steps = tuple(f"e{i}" for i in range(2 * size + 1))
-        return calls(lambda: subgraphs_of(maximal([RelationPath(steps)])))
-
-    assert_linear(cost, 50)
-
-
 def test_paths_that_share_their_beginning() -> None:
     def cost(size: int) -> int:
         runs = [np.array([1, 2, 3, i], np.int32) for i in range(size)]

@@ -366,6 +366,7 @@ def test_the_document_of_the_api_lists_the_errors_that_are_sent(shared: Served) 
             statuses = set(route["responses"])
             assert ("422" not in statuses and "503" in statuses) or path == "/metrics", (method, path)
             assert ("400" in statuses) or method == "get", (method, path)
+            assert ("403" in statuses) or path == "/health", (method, path)
             for status in statuses - {"200"}:
                 content = route["responses"][status]["content"]["application/json"]["schema"]
                 assert content == {"$ref": "#/components/schemas/Error"}, (method, path, status)

@@ -5,19 +5,32 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import threading
 import time
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
+from httpx import Response
 
 from ragjax import core
+from ragjax.serve.server import Drain
 from tests.support.fakes import FakeEngine
-from tests.support.serving import CHAT, MESSAGES, TEXT, error_of, events_of, program, serving, url_of, wait_for
+from tests.support.serving import CHAT, MESSAGES, TEXT, Served, error_of, events_of, program, serving, url_of, wait_for
+
+
+def answer_of_a_stopped(
+    engine: FakeEngine, served: Served, path: str = "/v1/chat/completions", **body: Any
+) -> Response:
+    """The answer to a request that runs when the server is told to stop."""
+    with ThreadPoolExecutor(1) as client:
+        asked = client.submit(served.post, path, json=body)
+        wait_for(lambda: engine.running == 1)
+        served.stop()
+        return asked.result(20)
 
 
 def test_graceful_stop_finishes_the_running_request() -> None:
@@ -33,42 +46,25 @@ def test_graceful_stop_finishes_the_running_request() -> None:
 
     engine = Held()
     with serving(engine) as served:
-        answers: list[httpx.Response] = []
-        asking = threading.Thread(target=lambda: answers.append(served.post(json={**CHAT, "stream": True})))
-        asking.start()
-        wait_for(lambda: engine.running == 1)
-        served.stop()
-        asking.join(20)
-    assert events_of(answers[0])[-1] == "[DONE]" and engine.finished == 1
+        answer = answer_of_a_stopped(engine, served, **CHAT, stream=True)
+    assert events_of(answer)[-1] == "[DONE]" and engine.finished == 1
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_stop_cancels_after_the_grace_time(stream: bool) -> None:
     engine = FakeEngine(tokens=("word ",) * 1000, delay=0.02)
     with serving(engine, grace=1) as served:
-        answers: list[httpx.Response] = []
-        asking = threading.Thread(target=lambda: answers.append(served.post(json={**CHAT, "stream": stream})))
-        asking.start()
-        wait_for(lambda: engine.running == 1)
-        served.stop()
-        asking.join(10)
-    assert engine.cancelled == 1
-    assert engine.running == 0
-    error = events_of(answers[0])[-1]["error"] if stream else error_of(answers[0])
-    assert error["code"] == "stopping" and answers[0].status_code == (200 if stream else 503)
+        answer = answer_of_a_stopped(engine, served, **CHAT, stream=stream)
+    assert (engine.cancelled, engine.running) == (1, 0)
+    error = events_of(answer)[-1]["error"] if stream else error_of(answer)
+    assert error["code"] == "stopping" and answer.status_code == (200 if stream else 503)
 
 
 def test_a_stream_of_a_response_that_is_cancelled_fails() -> None:
     engine = FakeEngine(tokens=("word ",) * 1000, delay=0.02)
-    body = {"model": "fake", "input": "Who?", "stream": True}
     with serving(engine, grace=1) as served:
-        answers: list[httpx.Response] = []
-        asking = threading.Thread(target=lambda: answers.append(served.post("/v1/responses", json=body)))
-        asking.start()
-        wait_for(lambda: engine.running == 1)
-        served.stop()
-        asking.join(10)
-    events = [json.loads(line.removeprefix("data: ")) for line in answers[0].text.splitlines() if line[:5] == "data:"]
+        answer = answer_of_a_stopped(engine, served, "/v1/responses", model="fake", input="Who?", stream=True)
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line[:5] == "data:"]
     failed = events[-1]
     assert failed["type"] == "response.failed" and "is stopping" in failed["response"]["error"]["message"]
     assert failed["sequence_number"] == len(events) - 1 and engine.cancelled == 1
@@ -107,21 +103,17 @@ STUCK_ENGINE = "FakeEngine.close = lambda self: threading.Event().wait()"
 def test_a_stuck_thread_does_not_keep_the_process() -> None:
     patch = QUICK.format(grace=1, closing=30.0) + STUCK_THREAD  # closing takes none of it
     process = program(*FLAGS, patch=patch)
-    url = url_of(process)
-    answers: list[httpx.Response] = []
-    asking = threading.Thread(
-        target=lambda: answers.append(httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=30))
-    )
-    asking.start()
     assert process.stderr is not None
-    assert any("working" in line for line in process.stderr)
-    began = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    log = process.stderr.read()
-    assert process.wait(20) == 3 and 1 <= time.monotonic() - began < 20
-    process.stderr.close()
-    asking.join(30)
-    assert answers[0].status_code == 503 and error_of(answers[0])["code"] == "stopping"
+    with ThreadPoolExecutor(1) as client:
+        asked = client.submit(httpx.post, f"{url_of(process)}/v1/chat/completions", json=CHAT, timeout=30)
+        assert any("working" in line for line in process.stderr)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        log = process.stderr.read()
+        assert process.wait(20) == 3 and 1 <= time.monotonic() - began < 20
+        process.stderr.close()
+        answer = asked.result(30)
+    assert answer.status_code == 503 and error_of(answer)["code"] == "stopping"
     assert "finished 0" in log, "the engine was closed"
     assert "a thread did not end in time" in log and "threading.py" in log, "and where each thread is"
 
@@ -136,57 +128,10 @@ def test_an_engine_that_does_not_close_does_not_keep_the_process() -> None:
     process.stderr.close()
 
 
-HELD_STREAMS = """
-import asyncio
-from contextlib import aclosing
-from pathlib import Path
-plain = FakeEngine.submit
-async def submit(self, request):
-    async with aclosing(plain(self, request)) as events:
-        async for event in events:
-            yield event
-            while not Path({going!r}).exists():
-                await asyncio.sleep(0.01)
-FakeEngine.submit = submit
-"""
-"""Each stream has a token, and the others once a file is there."""
-
-
-@pytest.mark.slow
-def test_a_stop_under_load_drains(tmp_path: Path) -> None:
-    """Several streams go on to their ends; what comes meanwhile, on old and new connections, is sent elsewhere."""
-    going = tmp_path / "going"
-    patch = HELD_STREAMS.format(going=str(going))
-    process = program("--port", "0", "--knowledge", "none", "--model", "slow", patch=patch)
-    url = url_of(process)
-    texts: list[str] = []
-    begun = threading.Semaphore(0)
-
-    def stream() -> None:
-        client = openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0, timeout=60)
-        chunks = client.chat.completions.create(model="slow", messages=MESSAGES, stream=True)
-        first = next(chunks)
-        begun.release()
-        texts.append("".join(chunk.choices[0].delta.content or "" for chunk in [first, *chunks]))
-
-    threads = [threading.Thread(target=stream) for _ in range(8)]
-    with httpx.Client(base_url=url, timeout=60) as kept:
-        for thread in threads:
-            thread.start()
-        for _ in range(8):
-            assert begun.acquire(timeout=60)
-        assert kept.get("/health").status_code == 200  # only now: the server closes connections that rest for seconds
-        process.send_signal(signal.SIGTERM)
-        wait_for(lambda: kept.get("/health").status_code == 503)
-        for refused in (kept.post("/v1/chat/completions", json=CHAT), httpx.post(f"{url}/v1/completions", json={})):
+def test_what_comes_while_a_server_stops_is_sent_elsewhere() -> None:
+    """Of what it serves meanwhile `test_drain.py` tells."""
+    with serving(FakeEngine(), drain=Drain(stopping=True)) as served:
+        for refused in (served.get("/health"), served.post(json=CHAT)):
             assert refused.status_code == 503 and error_of(refused)["code"] == "stopping"
             assert int(refused.headers["retry-after"]) > 0
-        assert kept.get("/metrics").status_code == 200, "it can still be watched"
-        assert not texts, "all are served meanwhile"
-    going.touch()
-    for thread in threads:
-        thread.join(60)
-    assert texts == [TEXT] * 8
-    assert process.stderr is not None and "finished 8" in process.stderr.read()
-    assert process.wait(20) == 0
-    process.stderr.close()
+        assert served.get("/metrics").status_code == 200, "it can still be watched"

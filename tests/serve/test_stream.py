@@ -78,11 +78,37 @@ def test_error_before_the_stream_is_an_http_error() -> None:
     assert response.status_code == 400 and error_of(response)["param"] == "rag.knowledge"
 
 
-@pytest.mark.parametrize("error", [core.OutOfPages("the pool is full"), core.VisibilityError("two intervals")])
-def test_what_the_engine_cannot_do_is_a_400_with_its_words(error: core.RagjaxError) -> None:
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (core.OutOfPages("the pool is full"), 400, None),
+        (core.VisibilityError("two intervals"), 400, None),
+        (core.DeviceFullError("no room: lower --device-cache-gb"), 500, "device_full"),
+        (core.DiskFullError("the server's disk is full: delete files"), 507, "disk_full"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_told_with_its_words(error: core.RagjaxError, status: int, code: str) -> None:
     with serving(FakeEngine(error=error)) as served:
         response = served.post(json=CHAT)
-    assert response.status_code == 400 and error_of(response)["message"] == str(error)
+    told = error_of(response)
+    assert (response.status_code, told["code"], told["message"]) == (status, code, str(error))
+    assert told["type"] == ("invalid_request_error" if status == 400 else "server_error")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (core.ConfigError("/srv/index cannot be used"), 500, "internal_error"),
+        (core.ClosedError("/srv"), 503, "stopping"),
+    ],
+)
+def test_a_fault_of_the_server_is_none_of_the_clients_and_names_no_folder(
+    error: core.RagjaxError, status: int, code: str
+) -> None:
+    with serving(FakeEngine(error=error)) as served:
+        response = served.post(json=CHAT)
+    assert (response.status_code, error_of(response)["code"]) == (status, code) and "/srv" not in response.text
+    assert ("retry-after" in response.headers) == (status == 503)
 
 
 class Panic(BaseException):
@@ -98,15 +124,6 @@ def test_a_panic_of_a_library_ends_with_an_answer(fields: dict[str, Any]) -> Non
     with serving(FakeEngine(breakdown=Panic("secret"))) as served:
         response = served.post(json={**CHAT, **fields, "stream": True})
         assert events_of(response)[-1]["error"]["code"] == "internal_error"
-
-
-def test_a_fault_of_the_server_is_none_of_the_clients_and_names_no_folder() -> None:
-    with serving(FakeEngine(error=core.ConfigError("/srv/index/chunks.sqlite: cannot be used"))) as served:
-        response = served.post(json=CHAT)
-    assert response.status_code == 500 and "/srv" not in response.text
-    with serving(FakeEngine(error=core.DiskFullError("the server's disk is full: delete files"))) as served:
-        response = served.post(json=CHAT)
-    assert response.status_code == 507 and error_of(response)["code"] == "disk_full"
 
 
 def test_error_in_mid_stream_is_an_event() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +32,7 @@ from ragjax.core.registry import meant, name_of, settings_of
 Ids = NDArray[np.int64]
 Vectors = NDArray[np.float32]
 Found = tuple[Vectors, Ids]
-"""Scores float32 [K] and ids int64 [K], best first."""
+"""Scores float32 and ids int64, [K] or [Q, K], best first."""
 
 NONE = -1
 """The id of a result that does not exist; its score is -inf."""
@@ -150,11 +151,7 @@ class VectorIndex:
         query_1E = np.ascontiguousarray(query[None], np.float32)
         with self._lock, _one_thread():
             ids_N = np.array([number for number in ids.tolist() if number in self._ids], np.int64)
-
-            def search(wide: int) -> Found:
-                return self._search_every(query_1E, wide, ids_N)
-
-            scores_K, ids_K = settle(search, k, len(ids_N))
+            scores_K, ids_K = settle(lambda wide: self._search_every(query_1E, wide, ids_N), k, len(ids_N))
         return ids_K, scores_K
 
     def stages(self, query: Vectors, k: int, n: int) -> Iterator[IndexStage]:
@@ -204,23 +201,19 @@ class VectorIndex:
             yield from list_stages(self._faiss, query_1E, k, n)
             return
         for part in range(1, n) if self.kind is IndexKind.HNSW else ():
-            scores_1K, ids_1K = self._walk(query_1E, k, math.ceil(_candidates(k) * part / n))
-            yield IndexStage(*by_score(scores_1K[0], ids_1K[0]))
+            yield IndexStage(*by_score(*self._walk(query_1E, k, math.ceil(_candidates(k) * part / n))))
         yield IndexStage(*self._search_one(query_1E, k), final=True)
 
     def _search_one(self, query_1E: Vectors, k: int) -> Found:
-        def search(wide: int) -> Found:
-            scores_1K, ids_1K = self._search(query_1E, wide)
-            return scores_1K[0], ids_1K[0]
-
+        search = partial(self._search, query_1E)
         # the walk through a graph depends on k; what it finds is only put in order
         return by_score(*search(k)) if self.kind is IndexKind.HNSW else settle(search, k, len(self._ids))
 
-    def _walk(self, queries_QE: Vectors, k: int, candidates: int) -> tuple[Vectors, Ids]:
+    def _walk(self, queries_QE: Vectors, k: int, candidates: int) -> Found:
         beam = faiss.SearchParametersHNSW(  # type: ignore[attr-defined]  # its stubs lack it
             sel=self._selector, efSearch=candidates
         )
-        found: tuple[Vectors, Ids] = self._faiss.search(queries_QE, k, params=beam)
+        found: Found = self._faiss.search(queries_QE, k, params=beam)
         return found
 
     def _bury(self, dead: set[int]) -> None:
@@ -239,9 +232,9 @@ class VectorIndex:
             else:
                 self._faiss.remove_ids(np.array(sorted(gone), np.int64))
 
-    def _search(self, queries_QE: Vectors, k: int) -> tuple[Vectors, Ids]:
+    def _search(self, queries_QE: Vectors, k: int) -> Found:
         if self.kind is not IndexKind.HNSW:
-            found: tuple[Vectors, Ids] = self._faiss.search(queries_QE, k)
+            found: Found = self._faiss.search(queries_QE, k)
             return found
         scores_QK, ids_QK = self._walk(queries_QE, k, _candidates(k))
         if ((ids_QK != NONE).sum(axis=1) >= min(k, len(self))).all():
@@ -257,8 +250,8 @@ class VectorIndex:
         if self._trained_on:
             selector = faiss.IDSelectorBatch(ids_N)
             lists = faiss.SearchParametersIVF(sel=selector, nprobe=self._faiss.nlist)  # type: ignore[call-arg]
-            scores_1K, ids_1K = self._faiss.search(query_1E, k, params=lists)
-            return scores_1K[0], ids_1K[0]
+            found: Found = self._faiss.search(query_1E, k, params=lists)
+            return found
         # a walk through a graph that passes over most of it finds little: the vectors that it stores are compared
         inner: Any = faiss.downcast_index(self._faiss.index)
         stored = faiss.downcast_index(inner.storage) if self.kind is IndexKind.HNSW else inner
@@ -266,7 +259,7 @@ class VectorIndex:
         selector = faiss.IDSelectorBatch(np.flatnonzero(np.isin(numbers_M, ids_N)))
         chosen = faiss.SearchParameters(sel=selector)  # type: ignore[call-arg]
         scores_1K, at_1K = stored.search(query_1E, k, params=chosen)
-        return scores_1K[0], np.where(at_1K[0] == NONE, NONE, numbers_M[np.maximum(at_1K[0], 0)])
+        return scores_1K, np.where(at_1K == NONE, NONE, numbers_M[np.maximum(at_1K, 0)])
 
     def _living(self) -> tuple[Ids, Vectors]:
         ids_N, vectors_NE = _contents(self._faiss)
@@ -355,7 +348,7 @@ class IndexStage:
 
 
 def settle(search: Callable[[int], Found], k: int, most: int) -> Found:
-    """The k best of one query, equal scores by id, at the edge too, where faiss takes any of them."""
+    """The k best [K] of one query, equal scores by id, at the edge too, where faiss takes any of them."""
     wide = k + 1
     while True:
         scores_K, ids_K = by_score(*search(min(wide, max(most, k))))
@@ -364,9 +357,10 @@ def settle(search: Callable[[int], Found], k: int, most: int) -> Found:
         wide *= 4
 
 
-def by_score(scores_K: Vectors, ids_K: Ids) -> Found:
-    """Results best first, equal scores by id; the score of those that do not exist becomes -inf."""
-    scores_K = np.where(ids_K == NONE, np.float32(-np.inf), scores_K)
+def by_score(scores: Vectors, ids: Ids) -> Found:
+    """Results of one query, [K], best first, equal scores by id; the score of those that do not exist becomes -inf."""
+    ids_K = ids.ravel()
+    scores_K = np.where(ids_K == NONE, np.float32(-np.inf), scores.ravel())
     order = np.lexsort((ids_K, -scores_K))
     return scores_K[order], ids_K[order]
 
@@ -379,12 +373,7 @@ def list_stages(index: Any, query_1E: Vectors, k: int, n: int) -> Iterator[Index
     for number, group in enumerate(groups, 1):
         chosen_1L = np.full_like(lists_1L, NONE)  # which faiss passes over
         chosen_1L[0, group] = lists_1L[0, group]
-
-        def search(wide: int, chosen_1L: Ids = chosen_1L) -> Found:
-            scores_1K, ids_1K = index.search_preassigned(query_1E, wide, chosen_1L, distances_1L)
-            return scores_1K[0], ids_1K[0]
-
-        more = settle(search, k, index.ntotal)
+        more = settle(partial(index.search_preassigned, query_1E, Iq=chosen_1L, Dq=distances_1L), k, index.ntotal)
         scores_K, ids_K = by_score(np.concatenate([best[0], more[0]]), np.concatenate([best[1], more[1]]))
         best = scores_K[:k], ids_K[:k]
         yield IndexStage(*best, final=number == len(groups))

@@ -118,12 +118,12 @@ def create_app(
         metrics=metrics,
         keys=keys,
         guard=BrowserGuard(cors_origins, hosts),
-        limits={"/v1/files": max_file_bytes},
         max_body_bytes=max_body_bytes,
+        max_file_bytes=max_file_bytes,
         timeout=timeout,
         drain=drain or Drain(),
         public=frozenset({"/health", *site}),
-        own={} if metrics_key is None else {"/metrics": {metrics_key: ""}},
+        metrics_key=metrics_key,
         proxied=proxied,
     )
     describe(app)

@@ -73,8 +73,6 @@ class EmbeddingBody(RefusingBody):
 
 
 class RankedText(Body):
-    """A passage."""
-
     text: Filled
 
 

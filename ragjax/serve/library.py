@@ -160,12 +160,10 @@ class LibraryEndpoints:
         order: Order = "desc",
         after: str | None = None,
     ) -> Json:
-        """List files."""
         read, look = partial(self._library.files, tenant, purpose), partial(self._library.file, tenant)
         return ListPage(limit, order, after).of(read, look, _file)
 
     def file(self, tenant: Tenant, file_id: str) -> Json:
-        """One file."""
         return _file(self._library.file(tenant, file_id))
 
     def content(self, tenant: Tenant, file_id: str) -> Response:
@@ -197,12 +195,10 @@ class LibraryEndpoints:
         return self._store(tenant, store)
 
     def stores(self, tenant: Tenant, page: Annotated[ListPage, Depends()]) -> Json:
-        """List stores."""
         read, look = partial(self._library.stores, tenant), partial(self._library.store, tenant)
         return page.of(read, look, partial(self._store, tenant))
 
     def store(self, tenant: Tenant, vector_store_id: str) -> Json:
-        """One store."""
         return self._store(tenant, self._library.store(tenant, vector_store_id))
 
     def update(self, tenant: Tenant, vector_store_id: str, body: StoreChange) -> Json:
@@ -258,14 +254,12 @@ class LibraryEndpoints:
         page: Annotated[ListPage, Depends()],
         filter: core.State | None = None,
     ) -> Json:
-        """List the files of a store."""
         self._library.store(tenant, vector_store_id)
         read = partial(self._library.attachments, tenant, vector_store_id, filter)
         look = partial(self._library.attachment, tenant, vector_store_id)
         return page.of(read, look, self._attachment)
 
     def attachment(self, tenant: Tenant, vector_store_id: str, file_id: str) -> Json:
-        """One file of a store."""
         return self._attachment(self._library.attachment(tenant, vector_store_id, file_id))
 
     def passages(self, tenant: Tenant, vector_store_id: str, file_id: str) -> Json:

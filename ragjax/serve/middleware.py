@@ -76,16 +76,16 @@ class RequestMiddleware:
     keys: Mapping[str, str]  # API keys, and the tenant of each; without any, everybody whom `guard` lets pass may enter
     guard: BrowserGuard
     max_body_bytes: int
+    max_file_bytes: int  # of an upload
     timeout: float  # seconds in which a body must arrive
     drain: Drain
     public: Collection[str]  # paths that need no key
-    own: Mapping[str, Mapping[str, str]]  # paths with keys of their own, which open nothing else
-    limits: Mapping[str, int]  # of bodies, on paths that have one of their own
+    metrics_key: str | None  # opens /metrics, and nothing else; None: it is as the other paths
     proxied: bool  # a proxy in front gives and sets the header x-request-id
 
     def __post_init__(self) -> None:
         self._tenants = {key.encode(): tenant for key, tenant in self.keys.items()}
-        self._own = {path: {key.encode(): whose for key, whose in keys.items()} for path, keys in self.own.items()}
+        self._scrapers = self._tenants if self.metrics_key is None else {self.metrics_key.encode(): ""}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -135,14 +135,14 @@ class RequestMiddleware:
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise ApiError(415, "bodies are read as they are: send this one without content-encoding")
         if scope["path"] not in self.public:
-            if tenants := self._own.get(scope["path"], self._tenants):
+            if tenants := self._scrapers if scope["path"] == "/metrics" else self._tenants:
                 scope["state"]["tenant"] = _tenant_of(headers, tenants)
             else:
                 self.guard.check(headers)
         _check_size(int(headers.get(b"content-length", b"0")), self._most(scope))
 
     def _most(self, scope: Scope) -> int:
-        return self.limits.get(scope["path"], self.max_body_bytes)
+        return self.max_file_bytes if scope["path"] == "/v1/files" else self.max_body_bytes
 
     def _limited(self, receive: Receive, most: int) -> Receive:
         received, whole = 0, False

@@ -118,8 +118,6 @@ class CalledFunction(Body):
 
 
 class CalledTool(Body):
-    """A call that the assistant made."""
-
     id: body.FilledName
     type: Literal["function"] | None = None
     function: CalledFunction
@@ -180,15 +178,11 @@ def tool_of(name: str, description: str | None, parameters: dict[str, Any] | Non
 
 
 class ChatTool(Body):
-    """A tool; functions are the only ones."""
-
     type: Literal["function"]
     function: FunctionTool
 
 
 class NamedFunction(Body):
-    """The name of a function."""
-
     name: body.FunctionName
 
 
@@ -294,8 +288,6 @@ Alternatives = Annotated[int, Field(ge=0, le=20)]
 
 
 class StreamOptions(Body):
-    """Options of a stream."""
-
     no_effect = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = None

@@ -28,15 +28,11 @@ class _ContentBlock(Body):
 
 
 class TextBlock(_ContentBlock):
-    """A text."""
-
     type: Literal["text"]
     text: Text
 
 
 class ToolUse(_ContentBlock):
-    """A call that the assistant made."""
-
     type: Literal["tool_use"]
     id: body.FilledName
     name: body.FunctionName
@@ -47,8 +43,6 @@ Texts = Annotated[Many[TextBlock], texts_as("text", str | list[TextBlock])]
 
 
 class ToolResult(_ContentBlock):
-    """Result of a call."""
-
     no_effect = frozenset({"is_error"})
 
     type: Literal["tool_result"]
@@ -77,8 +71,6 @@ Block = Annotated[
 
 
 class TurnBody(Body):
-    """A turn of one side."""
-
     role: Literal["user", "assistant"]
     content: Annotated[Many[Block], texts_as("text", str | list[Block])]
 
@@ -106,8 +98,6 @@ class TurnBody(Body):
 
 
 class MessageTool(Body):
-    """A tool that the client runs."""
-
     no_effect = frozenset({"eager_input_streaming"})
 
     type: Literal["custom"] | None = None
@@ -161,11 +151,6 @@ class CountBody(RefusingBody):
     rag: ChatRag | None = Field(default_factory=ChatRag)
 
     def to_core(self) -> core.Request:
-        """Makes the request.
-
-        Raises:
-            core.RequestError: for fields that contradict each other.
-        """
         choice = self.tool_choice or MessageChoice(type="auto")
         if choice.type != "tool":
             body.refuse_beside(choice.type, "tool_choice", name=choice.name)

@@ -61,8 +61,6 @@ class FunctionCall(_Returned):
 
 
 class FunctionCallOutput(_Returned):
-    """Result of a function."""
-
     type: Literal["function_call_output"]
     call_id: body.FilledName
     output: Parts
@@ -170,8 +168,6 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """Options of the text."""
-
     no_effect = frozenset({"verbosity"})
 
     format: TextFormat | None = None
@@ -188,8 +184,6 @@ class SearchTool(Body):
 
 
 class ResponseTool(chat.FunctionTool):
-    """A function, as the Responses API writes it: flat."""
-
     type: Literal["function"]
 
 
@@ -260,14 +254,12 @@ class ResponseBody(RefusingBody):
     rag: ChatRag | None = Field(default_factory=ChatRag)
 
     def in_vain(self) -> Iterator[str]:
-        """Names the fields of the schema, and values of `include`, that were given and have no effect."""
         included = (name for name in self.include or () if name not in (RESULTS, LOGPROBS))
         idle = chat.idle_tools(self.tools, self.tool_choice)
         return chain(super().in_vain(), idle, (f"include {name}" for name in included))
 
     @property
     def search(self) -> SearchTool | None:
-        """The search that comes before the answer."""
         found = [tool for tool in self.tools or () if isinstance(tool, SearchTool)]
         if len(found) > 1:
             reason = "there is one search before an answer: give one file_search tool, with all vector_store_ids"
@@ -280,14 +272,7 @@ class ResponseBody(RefusingBody):
         return found[0] if found and chosen != "none" else None
 
     def to_core(self, sources: tuple[core.Source, ...] = ()) -> core.Request:
-        """Makes the request.
-
-        Args:
-            sources: stores that its search looks in.
-
-        Raises:
-            core.RequestError: for fields that contradict each other.
-        """
+        """Makes the request. sources: stores that its search looks in."""
         said = {"temperature": self.temperature, "top_p": self.top_p}
         given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
         given["max_tokens"] = self.max_output_tokens

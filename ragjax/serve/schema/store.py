@@ -52,8 +52,6 @@ class StaticChunks(ClosedBody):
 
 
 class Chunking(ClosedBody):
-    """Sizes of chunks."""
-
     type: Literal["auto", "static"]
     static: StaticChunks | None = None
 
@@ -94,7 +92,6 @@ class StoreBody(ClosedBody):
     metadata: Metadata | None = None
 
     def to_core(self, store: str) -> list[core.Attachment]:
-        """The files for the engine."""
         sizes = self.chunking_strategy
         if sizes is not None:
             sizes.to_core()

@@ -28,7 +28,7 @@ from benchmarks.common import report
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress
 from benchmarks.latency.prompt import CHUNKS, Workload, jobs, marked, workload
-from benchmarks.quality.evaluation import RECORDED, TAUGHT, WARMED
+from benchmarks.quality.evaluation import RECORDED, TAUGHT
 from benchmarks.quality.probe import Probe
 from ragjax.commands.flags import integer, share
 from ragjax.core import Answer, Kind, Prompt, Segment
@@ -71,9 +71,6 @@ def prepare(engine: Engine, work: Workload, names: Sequence[str]) -> tuple[Promp
         engine.clear_cache()
         fuse_all(engine, todo, record=True)
         engine.answer_prompt(work.before, strategy="naive", max_tokens=1)
-    for name in WARMED:
-        if name in names:
-            engine.answer_prompt(work.before, strategy=name, max_tokens=1)
     for teacher in dict.fromkeys(TAUGHT[name] for name in names if name in TAUGHT):
         engine.answer_prompt(reordered(work.before), strategy=teacher, max_tokens=1)
     prompt = marked(work.prompt, {job.chunk.id: digest for job, digest in zip(todo, digests, strict=True)})

@@ -27,7 +27,7 @@ def _questions(sets: str, systems: str, **more: Any) -> Mapping[str, Any]:
 
 OWN = ",".join(BATCHING)
 REUSE = "full,prefix-lru,cachecraft,fusionrag,blend,naive"
-ORDERS = "ragcache:order=fcfs,ragcache,ragcache:order=lpm,ragcache:order=lsp"
+ORDERS = "ragcache:order=fcfs,ragcache,ragcache:order=lpm"
 CRAFT = "prefix-lru,cachecraft:recompute_ratio=0.3,cachecraft:recompute_ratio=0"
 STAGES = "ragcache:speculate=0,ragcache"
 

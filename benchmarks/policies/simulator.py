@@ -10,7 +10,7 @@ that traces of millions of tokens take seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -88,7 +88,6 @@ class Simulator:
         self._victims: dict[Tier, Any] = {tier: Victims(policy, tier) for tier in self._free}
         self._moved = 0
         self._announced = 0
-        self._ends = _ends(work)
         self.sequence: list[int] = []
 
     def run(self, lookahead: int = LOOKAHEAD, order: Order | None = None) -> list[Served]:
@@ -117,8 +116,7 @@ class Simulator:
 
     def _arrival(self, at: int) -> Arrival:
         nodes = self._work.requests[at].nodes
-        ends: dict[Hashable, int] = {n: self._ends[n] for n in nodes}
-        return Arrival(total=self._work.totals[at], path=ends, look=partial(self._look, nodes), number=at)
+        return Arrival(total=self._work.totals[at], look=partial(self._look, nodes), number=at)
 
     def _look(self, nodes: tuple[int, ...]) -> Look:
         kept: dict[bytes, int] = {}
@@ -287,13 +285,6 @@ class Simulator:
                 continue
             assert self._blocks.get(above.number) is above, f"block {block.number} hangs under nothing"
             assert above.there[Tier.DEVICE] or not block.there[Tier.DEVICE], f"block {block.number} is above its parent"
-
-
-def _ends(work: Workload) -> list[int]:
-    ends: list[int] = []
-    for size, parent in zip(work.sizes, work.parents, strict=True):
-        ends.append(size + (ends[parent] if parent >= 0 else 0))
-    return ends
 
 
 def key_of(node: int) -> bytes:

@@ -34,7 +34,6 @@ FORCED = 12  # tokens of the reference answer over which distributions are compa
 FUSED = frozenset({"fusion", "fusion+blend", "fusion+craft", "anchor"})
 """Strategies that use preprocessed chunks."""
 
-WARMED = ("naive", "h2o")  # strategies that keep isolated chunks of their own kind
 RECORDED = frozenset({"fusion+craft"})  # strategies that need what preprocessing records besides KV
 TAUGHT: Mapping[str, str] = {
     **dict.fromkeys(("craft", "craft-focus", "craft-nobeta", "craft-nocci", "craft-unmoved"), "craft"),
@@ -194,9 +193,7 @@ class Evaluation:
         record = any(s.strategy in RECORDED for s in settings)
         for n in sorted({s.neighbours for s in settings} - {0}):
             self._preprocess(question, n, record)
-        for name in WARMED:
-            if any(setting.strategy == name for setting in (NAIVE, *settings)):
-                self.engine.answer_prompt(self.prompt(question), strategy=name, max_tokens=1)
+        self.engine.answer_prompt(self.prompt(question), strategy="naive", max_tokens=1)
 
     def _preprocess(self, question: Question, n: int, record: bool) -> None:
         chunks = [chunk for chunk in self.chunks(question) if (chunk.id, n) not in self._behind]

@@ -59,7 +59,7 @@ class Selective(SourceStrategy):
             raise ConfigError(f"{name}: ratio must lie in [0, 1], not {ratio!r}")
         self.name = name
         self.ratio = ratio
-        self.measures = LOGITS | source.measures | selector.measures
+        self.measures = LOGITS | selector.measures
         self.early_end = selector.early_end
         self.preprocessed = source.preprocessed
         self._leads = source.leads

@@ -41,12 +41,10 @@ class Isolated:
     method: the name under which such chunks are kept.
     preprocessed: whether it takes preprocessed chunks where there are some.
     leads: whether leading chunks whose causal KV is kept are taken as they are, exact.
-    measures: what is measured while they are computed.
     """
 
     preprocessed = False
     leads = False
-    measures: frozenset[core.Measure] = frozenset()
 
     def __init__(self, method: str = "naive"):
         self.method = method
@@ -54,10 +52,6 @@ class Isolated:
     def candidates(self, prompt: core.Prompt, i: int) -> Iterable[Candidate]:
         """Where the KV of segment i, a chunk, may be kept, best first."""
         return (Candidate(Provenance.ISOLATED, self.method),)
-
-    def meta(self, results: core.Results, begin: int, end: int) -> bytes:
-        """Bytes to keep with the chunk of tokens [begin, end), from the measures of the pass that computed it."""
-        return b""
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,6 @@ class Stitched:
     matched: Match  # on the head (`head.py`)
     hit: int  # tokens of the head that are reused
     matches: Mapping[int, Match]  # on the chunks that are reused, by segment
-    meta: Mapping[int, bytes]  # kept with each chunk, by segment
     fresh_head: core.Run  # slots of the head's other tokens
     fresh: Mapping[int, core.Run]  # slots of the other chunks, by segment
     head: tuple[core.Span, ...]
@@ -182,17 +175,16 @@ def prepare(
     # what is missing is computed, and may be recomputed behind the others as well
     totals = Totals(len(prompt) - missing_tokens, missing_tokens + repaired)
     seen = cut_head(stitched.head, system, (length, len(prompt)), allocation.page_size)
-    results = yield missing(prompt, stitched.hit, length, fresh, seen, source.measures if fresh else frozenset())
-    meta = {i: source.meta(results, *prompt.bounds(i)) for i in fresh}
+    yield missing(prompt, stitched.hit, length, fresh, seen)
     if fresh_head.length:
         context = keep_leading(prompt, allocation, matched, stitched.hit, fresh_head, length, totals)
     for i, run in fresh.items() if context.complete else ():
         segment = prompt.segments[i]
         allocation.cache.admitter.admit_segment(
-            context, segment.tokens, run, system, Provenance.ISOLATED, source.method, meta=meta[i],
-            public=segment.public, totals=totals,
+            context, segment.tokens, run, system, Provenance.ISOLATED, source.method, public=segment.public,
+            totals=totals,
         )  # fmt: skip
-    return replace(stitched, meta={**stitched.meta, **meta})
+    return stitched
 
 
 def lay_out(
@@ -225,7 +217,6 @@ def lay_out(
         matched=matched,
         hit=hit,
         matches=matches,
-        meta={i: match.node.meta for i, match in matches.items()},
         fresh_head=fresh_head,
         fresh=fresh,
         head=(*match_spans(matched, 0, runs=runs), *rest),
@@ -317,12 +308,7 @@ def alone(prompt: core.Prompt) -> bool:
 
 
 def missing(
-    prompt: core.Prompt,
-    hit: int,
-    length: int,
-    fresh: Mapping[int, core.Run],
-    head: tuple[core.Span, ...],
-    measures: frozenset[core.Measure] = frozenset(),
+    prompt: core.Prompt, hit: int, length: int, fresh: Mapping[int, core.Run], head: tuple[core.Span, ...]
 ) -> core.Pass:
     """Tokens [hit, length) of the head, and chunks, each at the position right behind the system prompt.
 
@@ -335,7 +321,7 @@ def missing(
         spans.append(core.Span.consecutive(begin, run, 0, hidden[i]))
         rows.append(indices(begin, end))
         positions.append(indices(system, system + end - begin))
-    return core.Pass(np.concatenate(rows), np.concatenate(positions), tuple(spans), measures)
+    return core.Pass(np.concatenate(rows), np.concatenate(positions), tuple(spans))
 
 
 def _placed(begin: int, pieces: Iterable[tuple[core.Run, int]]) -> tuple[core.Span, ...]:

@@ -6,8 +6,8 @@ To add an order: a class that has `pick`, registered by `@ORDERS.register("name"
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Generic, TypeVar
 
 from annotated_types import Ge
@@ -24,7 +24,6 @@ class Waiting:
     """A waiting request as an order sees it."""
 
     total: int = 0  # tokens of its prompt
-    path: Mapping[Hashable, int] = field(default_factory=dict)  # end of each segment, by a name of all tokens up to it
     look: Callable[[], Look] = Look  # what of it is kept now
     overtaken: int = 0  # requests that came later and started before it
 
@@ -45,8 +44,8 @@ class Order(ABC):
         self.window = window
 
     @abstractmethod
-    def pick(self, queue: Sequence[W], last: Waiting | None) -> W:
-        """Choose one of the requests, which come in the order of their arrival. last: the one that started last."""
+    def pick(self, queue: Sequence[W]) -> W:
+        """Choose one of the requests, which come in the order of their arrival."""
 
 
 ORDERS: Registry[type[Order]] = Registry("order")
@@ -59,7 +58,7 @@ def make_order(text: str) -> Order:
 
 @ORDERS.register("fcfs")
 class FCFS(Order):
-    def pick(self, queue: Sequence[W], last: Waiting | None) -> W:
+    def pick(self, queue: Sequence[W]) -> W:
         return queue[0]
 
 
@@ -67,7 +66,7 @@ class FCFS(Order):
 class Ratio(Order):
     """Most cached for each token that is computed; of equals the oldest (RAGCache, section 5.2: OrderPriority)."""
 
-    def pick(self, queue: Sequence[W], last: Waiting | None) -> W:
+    def pick(self, queue: Sequence[W]) -> W:
         return max(queue, key=lambda waiting: (cached := waiting.cached) / (waiting.total - cached))
 
 
@@ -83,7 +82,6 @@ class Queue(Generic[W]):
         self._window = order.window
         self._waiting: list[W] = []
         self._returned: list[W] = []
-        self._last: W | None = None
         self.changes = 0
 
     def __len__(self) -> int:
@@ -106,7 +104,6 @@ class Queue(Generic[W]):
 
     def start(self, waiting: W) -> None:
         """A request starts; the older ones are overtaken, unless it started before."""
-        self._last = waiting
         self.changes += 1
         if waiting in self._returned:
             self._returned.remove(waiting)
@@ -127,15 +124,14 @@ class Queue(Generic[W]):
         if self._waiting and self._waiting[0].overtaken >= self._window:
             return self._waiting[0]
         able = [waiting for waiting in self._waiting[:SIGHT] if may(waiting)]
-        return self._order.pick(able, self._last) if able else None
+        return self._order.pick(able) if able else None
 
     def ahead(self, count: int) -> list[W]:
         """The first `count` in the order in which they would start if the cache stayed as it is."""
         found = self._returned[:count]
         left = self._waiting[:SIGHT]
         while left and len(found) < count:
-            last = found[-1] if found else self._last
-            waiting = left[0] if left[0].overtaken >= self._window else self._order.pick(left, last)
+            waiting = left[0] if left[0].overtaken >= self._window else self._order.pick(left)
             left.remove(waiting)
             found.append(waiting)
         return found

@@ -11,12 +11,11 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.node import context_hasher, raw_of
 from ragjax.core import Answer, Event, OverloadError, RequestError, Served
 from ragjax.core.options import MAX_PREFILL
 from ragjax.core.overload import Overload
@@ -331,11 +330,7 @@ class Requests:
 
     def look_up(self, state: RequestState) -> None:
         outlook = state.strategy.outlook(state.prompt, self._cache, state.request.tenant)
-        hasher, path = context_hasher(), dict[Hashable, int]()
-        for segment, end in zip(state.prompt.segments, state.prompt.starts[1:], strict=True):
-            hasher.update(raw_of(segment.tokens))
-            path[hasher.digest()] = end
-        state.total, state.path, state.overtaken = len(state.prompt), path, 0
+        state.total, state.overtaken = len(state.prompt), 0
         state.look, state.awaited = partial(self._cache.peek, outlook), {}
 
     def _forget(self, state: RequestState) -> None:

@@ -368,7 +368,6 @@ def test_h2o_takes_what_its_own_chunk_attended_to(seed):
         done = executor.run(strategies()["h2o"], prompt, 0.15)
         assert chosen_of(done, prompt) == highest(scores, counted(prompt, 0.15))
         np.testing.assert_allclose(done.logits, repaired(prompt, isolated(prompt), chosen_of(done, prompt)), atol=1e-5)
-    assert len(done.passes) == 1, "selecting costs no pass"
 
 
 @pytest.mark.parametrize("ratio", [0.02, 0.15, 0.6, 0.9])

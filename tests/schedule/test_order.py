@@ -14,10 +14,9 @@ from ragjax.cache.lookahead import Look
 from ragjax.schedule.order import ORDERS, WINDOW, Queue, Waiting
 
 
-def fixed(total: int, cached: int, path: Sequence[str] = ()) -> Waiting:
+def fixed(total: int, cached: int) -> Waiting:
     """A request of which so much is kept."""
-    ends = {"/".join(path[: i + 1]): i + 1 for i in range(len(path))}
-    return Waiting(total=total, path=ends, look=lambda: Look({b"": cached}))
+    return Waiting(total=total, look=lambda: Look({b"": cached}))
 
 
 class Documents:
@@ -35,7 +34,7 @@ class Documents:
         def look() -> Look:
             return Look({b"": self.kept.get(document, 0)})
 
-        return Waiting(total=self.sizes[document] + 1, path={document: 1}, look=look)
+        return Waiting(total=self.sizes[document] + 1, look=look)
 
     def serve(self, document: str) -> bool:
         """Whether nothing of the document had to be computed."""
@@ -65,8 +64,8 @@ def serve_all(cache: Documents, order: str, documents: Sequence[str], window: in
     return served, hits
 
 
-def test_a_server_has_two_orders_and_the_tables_two_more():
-    assert {"fcfs", "ratio", "lpm", "lsp"} <= set(ORDERS)
+def test_a_server_has_two_orders_and_the_tables_one_more():
+    assert {"fcfs", "ratio", "lpm"} <= set(ORDERS)
     assert [name for name, order in ORDERS.items() if order.__module__.startswith("ragjax")] == ["fcfs", "ratio"]
 
 
@@ -88,8 +87,8 @@ def test_the_cheaper_order_of_two_requests(figure, better, worse):
 
 def test_the_longest_match_looks_at_the_cached_length_alone():
     first, second = fixed(5, 2), fixed(4, 2)
-    assert ORDERS["ratio"]().pick([first, second], None) is second
-    assert ORDERS["lpm"]().pick([first, second], None) is first
+    assert ORDERS["ratio"]().pick([first, second]) is second
+    assert ORDERS["lpm"]().pick([first, second]) is first
 
 
 @pytest.mark.parametrize("order", ["ratio", "lpm"])
@@ -103,30 +102,16 @@ def test_odd_and_even(order):
     assert served == [1, 2, 3, 4, 5, 6, 7] and hits == 0
 
 
-def test_what_is_shared_runs_together():
-    paths = [("s", "a"), ("s", "b", "c"), ("s", "a", "x"), ("s", "b", "c"), ("s", "a", "y"), ("s", "z")]
-    queue: Queue[Waiting] = Queue(ORDERS["lsp"]())
-    entries = [fixed(9, 0, path) for path in paths]
-    for waiting in entries:
-        queue.add(waiting)
-    served = []
-    while (chosen := queue.next()) is not None:
-        queue.start(chosen)
-        served.append(entries.index(chosen))
-    # b/c is deepest, and the second of them goes on with the first; then a, which three share; then what is left
-    assert served == [1, 3, 0, 2, 4, 5]
-
-
 def test_a_request_computes_its_last_token_whatever_is_kept():
     full, part = fixed(8, 8), fixed(8, 7)
     assert full.cached == part.cached == 7
-    assert ORDERS["ratio"]().pick([part, full], None) is part
+    assert ORDERS["ratio"]().pick([part, full]) is part
 
 
 @given(
     st.sampled_from(sorted(ORDERS)),
     st.integers(0, 4),
-    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 9), st.sampled_from("abc")), max_size=40),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 9)), max_size=40),
 )
 def test_nobody_is_overtaken_more_often_than_the_window_allows(order, window, arrivals):
     """Requests arrive and start by turns; some that started come back, and some may not start for a while."""
@@ -145,8 +130,8 @@ def test_nobody_is_overtaken_more_often_than_the_window_allows(order, window, ar
             chosen.total += 1
             queue.put_back(chosen)
 
-    for starts, total, cached, name in arrivals:
-        waiting = fixed(total, cached, (name, str(cached)))
+    for starts, total, cached in arrivals:
+        waiting = fixed(total, cached)
         arrived.append(waiting)
         queue.add(waiting)
         for _ in range(starts):

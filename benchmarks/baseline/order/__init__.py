@@ -1,5 +1,5 @@
-"""Orders of the tables: `lpm` and `lsp`."""
+"""Orders of the tables: `lpm`."""
 
-from benchmarks.baseline.order import lpm, lsp
+from benchmarks.baseline.order import lpm
 
-__all__ = ["lpm", "lsp"]
+__all__ = ["lpm"]

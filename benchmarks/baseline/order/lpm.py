@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragjax.schedule.order import ORDERS, Order, W, Waiting
+from ragjax.schedule.order import ORDERS, Order, W
 
 
 @ORDERS.register("lpm")
 class LPM(Order):
     """Most cached tokens; of equals the oldest."""
 
-    def pick(self, queue: Sequence[W], last: Waiting | None) -> W:
+    def pick(self, queue: Sequence[W]) -> W:
         """The most of them, whatever else it computes."""
         return max(queue, key=lambda waiting: waiting.cached)

@@ -1,44 +1,42 @@
 """h2o: Prefill-HeavyHitter of Cache-Craft (section 5), which recomputes the most attended tokens of the chunks.
 
 H2O (arXiv 2306.14048, section 4) calls the tokens of highest accumulated attention heavy hitters; it evicts the others
-while decoding. Here, in prefill, a token's score is the attention it received from the rows of its own chunk, over all
-layers and heads, when the chunk was computed behind the system prompt. The scores are recorded then and kept with the
-chunk, under a method name of their own, so selection needs no pass. Early tokens are seen by more rows and score
-higher, as in H2O.
+while decoding. Here, in prefill, a token's score is the attention that it receives from the rows of its own chunk, over
+all layers and heads, where the chunk is computed behind the system prompt: one pass besides, into slots that are freed
+then. Early tokens are seen by more rows and score higher, as in H2O.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import replace
 
-from ragjax.core import Measure, Results
+from ragjax.core import Kind, Measure, Prompt
 from ragjax.reuse import STRATEGIES, ModelTraits
-from ragjax.reuse.repair import Choice, Selective, Selector, top
-from ragjax.reuse.stitch import Isolated, Stitched
-
-
-class Recorded(Isolated):
-    """Isolated chunks with the attention that each of their tokens received: float32 [n], summed over layers."""
-
-    measures = frozenset({Measure.KEY_SCORE})
-
-    def meta(self, results: Results, begin: int, end: int) -> bytes:
-        """The pass computes the chunk's rows, and no other row sees its keys."""
-        score: NDArray[np.float32] = results[Measure.KEY_SCORE][:, begin:end].sum(0)
-        return score.astype("<f4").tobytes()
+from ragjax.reuse.base import segments_of
+from ragjax.reuse.head import cut_head, head_length, system_length
+from ragjax.reuse.repair import Choice, Selective, Selector, chunk_tokens, top
+from ragjax.reuse.stitch import Isolated, Stitched, missing
 
 
 class HeavyHitters(Selector):
-    """The tokens of highest recorded attention, over all chunks together."""
+    """The tokens of highest attention within their chunk, over all chunks together."""
+
+    measures = frozenset({Measure.KEY_SCORE})
+
+    def scratch(self, prompt: Prompt) -> int:
+        return chunk_tokens(prompt)
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
-        """No pass is needed."""
-        yield from ()
-        scores = [np.frombuffer(stitched.meta[i], "<f4") for i in sorted(stitched.meta)]
-        return top(np.concatenate(scores), stitched.chunks, count)
+        prompt, size, runs, used = stitched.prompt, stitched.page_size, {}, 0
+        for i in segments_of(prompt, Kind.CHUNK):
+            n = len(prompt.segments[i])
+            runs[i], used = stitched.scratch.slice(used, used + n, size), used + n
+        length = head_length(prompt)
+        head = cut_head(stitched.head, system_length(prompt), (length, len(prompt)), size)
+        results = yield replace(missing(prompt, length, length, runs, head), measures=self.measures)
+        return top(results[Measure.KEY_SCORE][:, stitched.chunks].sum(0), stitched.chunks, count)
 
 
 @STRATEGIES.register("h2o")
 def h2o(model: ModelTraits) -> Selective:
-    return Selective("h2o", Recorded("h2o"), HeavyHitters())
+    return Selective("h2o", Isolated(), HeavyHitters())

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import ConfigError, Kind, Measure, Move, Pass, Prefill, Prompt, Results, Tokens
+from ragjax.core import Kind, Measure, Move, Pass, Prefill, Prompt, Results, Tokens
 from ragjax.reuse.base import LOGITS, Allocation, segments_of
 from ragjax.reuse.exact import Prefix
 from ragjax.reuse.head import is_plain
@@ -50,15 +50,12 @@ class Selector(ABC):
 
 
 class Selective(SourceStrategy):
-    """A strategy of a source and a selector. ratio: share of the chunks' tokens to recompute by default."""
+    """A strategy of a source and a selector; it recomputes `RATIO` of the chunks' tokens unless a request says else."""
 
     selective = True
 
-    def __init__(self, name: str, source: Isolated, selector: Selector, ratio: float = RATIO):
-        if not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
-            raise ConfigError(f"{name}: ratio must lie in [0, 1], not {ratio!r}")
+    def __init__(self, name: str, source: Isolated, selector: Selector):
         self.name = name
-        self.ratio = ratio
         self.measures = LOGITS | selector.measures
         self.early_end = selector.early_end
         self.preprocessed = source.preprocessed
@@ -69,7 +66,7 @@ class Selective(SourceStrategy):
 
     def work(self, prompt: Prompt, cache: KnowledgeCache, tenant: str, ratio: float | None = None) -> int:
         """The chosen tokens besides; the passes that choose them are not counted."""
-        count = share(self.ratio if ratio is None else ratio, chunk_tokens(prompt))
+        count = share(RATIO if ratio is None else ratio, chunk_tokens(prompt))
         return super().work(prompt, cache, tenant) + count
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
@@ -78,7 +75,7 @@ class Selective(SourceStrategy):
             if is_plain(prompt):  # all chunks are kept as the prompt has them
                 return (yield from Prefix().prefill(prompt, allocation))
         total = chunk_tokens(prompt)
-        count = share(self.ratio if ratio is None else ratio, total)
+        count = share(RATIO if ratio is None else ratio, total)
         choosing = 0 < count < total
         scratch = self._selector.scratch(prompt) if choosing else 0
         stitched = yield from prepare(prompt, allocation, self._source, repaired=count, scratch=scratch)

@@ -39,8 +39,6 @@ class Order(ABC):
     """Chooses who starts next. window: later requests that may start before a request."""
 
     def __init__(self, window: Annotated[int, Ge(0)] = WINDOW):
-        if window < 0:
-            raise ValueError(f"window: {window} requests; it must be 0 at least")
         self.window = window
 
     @abstractmethod

@@ -314,8 +314,7 @@ def test_the_engine_does_what_the_literal_executor_does(engine: Engine, scheme: 
         trees = [random.integers(0, 3, (random.integers(2, 9), 6)).tolist() for _ in range(random.integers(1, 4))]
         prompt = graph_prompt(trees)
         talk = literal.talk(strategy, prompt)
-        while talk.step():
-            pass
+        talk.end()
         answer = engine.answer_prompt(
             prompt, strategy=strategy.name, max_tokens=3, want_logits=True, continuation=continuation
         )

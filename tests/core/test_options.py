@@ -65,6 +65,8 @@ def test_what_cannot_work_is_refused_by_name(given: dict[str, Any], message: str
         ({"disk_gb": "1"}, "disk_gb must be a valid number, not"),
         ({"quotas": {"a": None}}, r"quotas\['a'\] must be a valid number, not None"),
         ({"variants": 2.5}, "variants must be a valid integer"),
+        *(({"host_gb": -1}, "host_gb"), ({"disk_gb": 0}, "disk_gb"), ({"at_rest": "int3"}, "at_rest")),
+        *(({"load_timeout": float("nan")}, "load_timeout"), ({"quotas": {"a": 1e305}}, "quotas")),
     ],
 )
 def test_tiers_that_cannot_work_are_refused_by_name(given: dict[str, Any], message: str) -> None:

@@ -101,31 +101,9 @@ def test_figure_11() -> None:
     assert device.log == [(1, "start", A), (2, "cancel", A), (2, "start", B), (4, "release", B)]
 
 
-def test_case_1_an_empty_pool_and_the_final_documents_start_at_once() -> None:
-    assert Device().run((A, 0), (A, 0)).log == [(1, "start", A), (2, "release", A)]
-
-
-def test_case_2_a_busy_pool_is_not_bothered_with_a_guess() -> None:
-    assert Device().run((A, 1), (B, 1), (C, 0)).log == [(3, "start", C)], "neither guess started"
-
-
 def test_case_3_the_final_documents_start_in_a_busy_pool() -> None:
     assert Device().run((A, 1), (A, 1)).log == [(2, "start", A), (2, "release", A)]
     assert Device().run((B, 0), (A, 9)).events() == [("start", B), ("cancel", B), ("start", A)]
-
-
-def test_case_4_an_empty_pool_takes_a_wrong_guess_and_loses_nothing() -> None:
-    assert Device().run((A, 0), (B, 0)).log == [(1, "start", A), (2, "cancel", A), (2, "start", B)]
-
-
-def test_documents_without_room_start_when_there_is_some_if_they_are_still_the_latest() -> None:
-    device = Device(limit=2).run((A, 2), (B, 2, 1), (B, 1), (B, 0))
-    assert device.log == [(2.5, "start", B), (4, "release", B)]
-
-
-def test_a_full_pool_throughout_is_a_search_without_speculation() -> None:
-    device = Device().run((A, 5), (B, 5), (C, 5), (A, 5), (A, 5))
-    assert device.log == [(5, "start", A), (5, "release", A)]
 
 
 def test_another_order_is_another_prompt_and_nothing_is_no_prompt() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -42,11 +43,14 @@ IN_TURN = [SEEN[2 * i + i % 2] for i in range(len(SERVED))]
 def test_an_answer_sees_what_is_kept_and_nothing_else(method: str, more: Mapping[str, Any]) -> None:
     prompt, compression = distinct(), setting(method, **more)
     with tiny.engine() as engine:
-        answer = engine.answer_prompt(prompt, strategy="full", compression=compression, continuation=SAID, max_tokens=2)
+        given = {"strategy": "full", "continuation": SAID, "max_tokens": 20, "logprobs": 0}
+        answer = engine.answer_prompt(prompt, compression=compression, **given)
         audit_engine(engine)
-    assert answer.scores is not None
     want = expected(tiny.decoder(), prompt.tokens, compression)
     np.testing.assert_allclose(answer.scores, want, atol=2e-3)
+    own_NV = jax.nn.log_softmax(expected(tiny.decoder(), prompt.tokens, compression, np.array(answer.tokens)))
+    told = [one.logprob for one in answer.logprobs]
+    np.testing.assert_allclose(told, own_NV[np.arange(len(told)), np.array(answer.tokens)], atol=2e-3)
     plain = expected(tiny.decoder(), prompt.tokens, None)
     assert np.abs(answer.scores[1:] - plain[1:]).max() > 0.1, "nothing was dropped"
     assert answer.exact_to is None and answer.compression == compression and answer.kept == 48
@@ -252,6 +256,7 @@ def refusal(engine: Engine, **given: Any) -> RequestError:
 def test_what_an_engine_cannot_do_is_refused_in_words() -> None:
     with tiny.engine() as engine:
         assert "blend" in str(refusal(engine, strategy="blend", compression=setting("h2o")))
+        assert refusal(engine, compression=setting("h2o", heads="each")).param == "rag.compression.heads"
         answer = engine.answer_prompt(tiny.prompt(), max_tokens=2)
     assert answer.compression is None
 

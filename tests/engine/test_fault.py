@@ -57,10 +57,7 @@ def failing_on_poison(run: Callable[[Step], Any], step: Step) -> Any:
 @pytest.mark.slow
 def test_the_request_at_fault_fails_alone() -> None:
     jobs = [(tiny.prompt(i, 20, (30,), 12 + i), {"strategy": NAMES[i], "max_tokens": 12}) for i in range(5)]
-    alone = []
-    for prompt, given in jobs:
-        with tiny.engine() as fresh:
-            alone.append(fresh.answer_prompt(prompt, **given).tokens)  # type: ignore[arg-type]
+    alone = tiny.alone(jobs)
     with tiny.engine() as engine, steps(engine, failing_on_poison):
         with Hold(engine):
             bad = engine.begin_prompt(poisoned(tiny.prompt(9, 20, (), 12)), strategy="full", max_tokens=5)
@@ -81,8 +78,7 @@ def test_requests_that_fail_once_go_on_where_they_were() -> None:
     jobs = [
         (tiny.prompt(i, 20, (30,), 12), {"strategy": ("full", "prefix")[i % 2], "max_tokens": 25}) for i in range(4)
     ]
-    with tiny.engine() as fresh:
-        alone = [fresh.answer_prompt(prompt, **given).tokens for prompt, given in jobs]  # type: ignore[arg-type]
+    alone = tiny.alone(jobs)
     together = failed = 0
 
     def sometimes(run: Callable[[Step], Any], step: Step) -> Any:

@@ -89,20 +89,12 @@ def is_measuring(kind: str, *sizes: Any) -> bool:
     return kind == "stage" and len(sizes) > 3
 
 
-def is_adjusting(kind: str, *sizes: Any) -> bool:
-    return kind == "sample" and sizes[1] > 0
-
-
-def is_compacting(kind: str, *_: Any) -> bool:
-    return kind == "compact"
-
-
 @pytest.mark.parametrize(
     ("which", "asked"),
     [
         (is_measuring, {"strategy": "blend"}),
-        (is_adjusting, {"strategy": "full", "logit_bias": {7: 1.0}}),
-        (is_compacting, {"strategy": "full", "compression": "knorm:64"}),
+        (lambda kind, *sizes: kind == "sample" and sizes[1] > 0, {"strategy": "full", "logit_bias": {7: 1.0}}),
+        (lambda kind, *_: kind == "compact", {"strategy": "full", "compression": "knorm:64"}),
     ],
     ids=["measure", "adjust", "compact"],
 )

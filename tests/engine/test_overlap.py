@@ -66,44 +66,25 @@ def test_tokens_alone_cross_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_batch_says_what_each_says_alone(options: dict[str, Any]) -> None:
-    expected = alone(4, max_tokens=24, **options)
-    with tiny.engine() as engine:
-        with Hold(engine):
-            futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(4)]
-        assert [future.result().tokens for future in futures] == expected
-        audit_engine(engine)
-
-
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_an_error_that_shows_when_tokens_are_waited_for(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fails_at", "lost"), [((), False), ((6, 17), False), ((12,), True)], ids=["none", "errors", "a lost device"]
+)
+def test_a_batch_says_what_each_says_alone_whatever_shows_when_tokens_are_waited_for(
+    fails_at: tuple[int, ...], lost: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The members of the step start again, and end with the tokens they would have had."""
+    """The members of a step that fails start again, and end with the tokens they would have had."""
     expected = alone(3, max_tokens=24, **options)
     with tiny.engine() as engine:
-        failing(monkeypatch, Sampled, "read", 6, 17)
+        failing(monkeypatch, Sampled, "read", *fails_at, lose=lost)
         with Hold(engine):
             futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(3)]
         answers = [future.result() for future in futures]
-        assert [answer.tokens for answer in answers] == expected
-        assert engine.stats()["step_failures_total"] == 2
+        stats = engine.stats()
         audit_engine(engine)
-    assert any("a step failed" in notice for answer in answers for notice in answer.notices)
-
-
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_device_that_is_lost_while_its_tokens_are_waited_for(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = alone(3, max_tokens=24, **options)
-    with tiny.engine() as engine:
-        failing(monkeypatch, Sampled, "read", 12, lose=True)
-        with Hold(engine):
-            futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(3)]
-        assert [future.result().tokens for future in futures] == expected
-        assert engine.stats()["device_losses_total"] == 1
-        audit_engine(engine)
+    assert [answer.tokens for answer in answers] == expected
+    assert (stats["step_failures_total"], stats["device_losses_total"]) == ((0, 1) if lost else (len(fails_at), 0))
+    said = "memory was lost" if lost else "a step failed"
+    assert any(said in notice for answer in answers for notice in answer.notices) == bool(fails_at)
 
 
 @pytest.mark.parametrize("how", ["end", "restart"])

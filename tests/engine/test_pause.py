@@ -23,10 +23,7 @@ def test_paused_requests_end_with_the_tokens_they_have_alone(sampled: bool) -> N
     """Whatever their strategy measured: the KV that was approximate before the pause is the same after it."""
     options = {"temperature": 1.0, "seed": 5} if sampled else {}
     jobs = [(asked(i), {"strategy": NAMES[i], "max_tokens": 50 + 7 * i, **options}) for i in range(len(NAMES))]
-    alone = []
-    for prompt, given in jobs:
-        with tiny.engine() as fresh:
-            alone.append(fresh.answer_prompt(prompt, **given).tokens)
+    alone = tiny.alone(jobs)
     with tiny.engine(pages=24) as engine:
         with Hold(engine):
             futures = [engine.begin_prompt(prompt, tenant=f"t{i}", **given) for i, (prompt, given) in enumerate(jobs)]

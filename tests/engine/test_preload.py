@@ -22,7 +22,7 @@ from ragjax.store.transfer import KVTransfer
 from tests.support import tiny
 from tests.support.audit import audit_engine
 from tests.support.disks import open_store, paced
-from tests.support.pace import until
+from tests.support.pace import failing, until
 
 STAGES = tiny.CONFIG.num_layers
 """Of the runner below: a layer each."""
@@ -243,17 +243,7 @@ def test_the_device_is_lost_between_two_stages(
         thread, answers = in_background(engine)
         gates.let()
         until(lambda: ran)
-        spied, left = runner.step, [1]
-
-        def lost(step: Step) -> StepResult:
-            if left:
-                left.pop()
-                for pool in runner._pools:
-                    pool.k_LPKCD.delete()
-                raise RuntimeError("the device is gone")
-            return spied(step)
-
-        monkeypatch.setattr(runner, "step", lost)
+        failing(monkeypatch, runner, "step", 1, lose=True)
         gates.let(100)
         thread.join()
         audit_engine(engine)

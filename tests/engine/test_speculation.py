@@ -38,7 +38,7 @@ from ragjax.schedule.state import RequestState
 from tests.support import tiny
 from tests.support.audit import audit_engine
 from tests.support.matrix import few
-from tests.support.pace import Hold, lasting, resting
+from tests.support.pace import Hold, failing, lasting, resting
 from tests.support.pace import until as _until
 
 KINDS = pytest.mark.parametrize("kind", list(index.IndexKind))
@@ -298,21 +298,11 @@ def test_a_guess_that_fails_in_the_engine_is_computed_anew(
     scripted: Callable[..., Script], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with _engine() as engine:
-        step = engine._runner.step
-
-        failures = [True, True]  # it is started again once
-
-        def fail_twice(*args: Any) -> Any:
-            if failures:
-                failures.pop()
-                raise RuntimeError("a defect")
-            return step(*args)
-
-        monkeypatch.setattr(engine._runner, "step", fail_twice)
+        failing(monkeypatch, engine._runner, "step", 1, 2)  # it is started again once
 
         def failed(number: int) -> None:
             if number:
-                _until(lambda: not failures and not engine._loop.requests.live)
+                _until(lambda: engine.stats()["step_failures_total"] == 2 and not engine._loop.requests.live)
                 engine._loop.call(lambda: None)  # the guess is told
 
         scripted(TWO, TWO, gate=failed)

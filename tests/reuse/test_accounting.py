@@ -15,14 +15,16 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.policy.base import Access
 from ragjax.cache.policy.gdsf import PGDSF
 from ragjax.cache.pool import PagePool
-from ragjax.core import NEVER, Kind, Prompt, Segment, intervals
+from ragjax.core import NEVER, Kind, Prompt, Segment, Tokens, intervals
 from ragjax.core.prompt import Keep
 from ragjax.reuse import strategies
+from ragjax.reuse.base import Strategy
 from ragjax.reuse.craft import Craft
 from ragjax.reuse.exact import Prefix
 from tests.support.executor import Executor
 
 SYSTEM, QUESTION = 6, 5
+ANSWER = np.arange(8, dtype=np.int32)
 LENGTHS = (9, 14, 11, 7)
 
 
@@ -43,6 +45,13 @@ def listening() -> tuple[Executor, Listener]:
     executor, listener = Executor(), Listener()
     executor.cache = KnowledgeCache(b"heard", PagePool(200, executor.page_size), listener)
     return executor, listener
+
+
+def finish(executor: Executor, strategy: Strategy, asked: Prompt, answer: Tokens) -> None:
+    """A request with an answer, whose KV is whatever lies in its slots."""
+    talk = executor.talk(strategy, asked)
+    strategy.finish(asked, talk.end(), answer, talk.allocation)
+    talk.close()
 
 
 def prompt(chunks: tuple[int, ...], question: int) -> Prompt:
@@ -91,9 +100,7 @@ def test_the_account_names_the_tokens_that_lie_in_slots_of_the_requests_own(name
     for chunks in ((0, 1, 2), (0, 2, 1), (0, 2, 1)):
         asked = prompt(chunks, 0)
         talk = executor.talk(strategy, asked, 0.3 if strategy.selective else None)
-        while talk.step():
-            pass
-        assert talk.plan is not None
+        talk.end()
         own, computed = talk.allocation.own_pages, set()
         for span in talk.plan.spans:
             pages = span.run.slots(executor.page_size) // executor.page_size
@@ -118,30 +125,20 @@ def test_places_become_intervals() -> None:
 @pytest.mark.parametrize("name", ["prefix", "naive", "craft", "dependency"])
 def test_a_cold_request_hits_nothing_and_counts_once(name: str) -> None:
     executor, _ = listening()
-    talk = executor.talk(strategies()[name], prompt((0, 1), 0), decode_tokens=8)
-    while talk.step():
-        pass
-    assert talk.plan is not None
-    strategies()[name].finish(talk.prompt, talk.plan, np.arange(8, dtype=np.int32), talk.allocation)
+    finish(executor, strategies()[name], prompt((0, 1), 0), ANSWER)
     metrics = executor.cache.metrics
     assert (metrics.exact_hit_tokens, metrics.approximate_hit_tokens, dict(metrics.tier_hit_tokens)) == (0, 0, {})
     assert {node.note >> 40 for node in executor.cache.tree.nodes()} == {1}
     assert {node.hits for node in executor.cache.tree.nodes()} == {0}
-    talk.close()
 
 
 def test_a_warm_request_counts_once_and_finds_the_finished_turn() -> None:
     executor, _ = listening()
-    asked, answer = prompt((0, 1), 0), np.arange(8, dtype=np.int32)
+    asked = prompt((0, 1), 0)
     for count in (1, 2):
-        talk = executor.talk(Prefix(), asked, decode_tokens=8)
-        while talk.step():
-            pass
-        assert talk.plan is not None
-        Prefix().finish(asked, talk.plan, answer, talk.allocation)
-        talk.close()
+        finish(executor, Prefix(), asked, ANSWER)
         assert max(node.note >> 40 for node in executor.cache.tree.nodes()) == count
-    match = executor.cache.matcher.match_prefix(np.concatenate([asked.tokens, answer]))
+    match = executor.cache.matcher.match_prefix(np.concatenate([asked.tokens, ANSWER]))
     assert match.complete
     match.release()
 
@@ -150,13 +147,8 @@ def test_an_answer_costs_a_token_what_its_prompt_did() -> None:
     """RAGCache, formula 3: not a whole step for each of a few tokens."""
     executor, _ = listening()
     executor.cache = KnowledgeCache(b"dear", PagePool(200, executor.page_size), PGDSF(modelled()))
-    asked, answer = prompt((0, 1), 0), np.arange(8, dtype=np.int32)
-    talk = executor.talk(Prefix(), asked)
-    while talk.step():
-        pass
-    assert talk.plan is not None
-    Prefix().finish(asked, talk.plan, answer, talk.allocation)
-    talk.close()
+    asked = prompt((0, 1), 0)
+    finish(executor, Prefix(), asked, ANSWER)
     rates = {node.end: node.note.rate for node in executor.cache.tree.nodes()}
     assert max(rates) == len(asked) + 8 and len(set(rates.values())) == 1
 
@@ -176,14 +168,8 @@ def test_prefix_keeps_what_it_is_told_to(keep: Keep, end: int) -> None:
     assert again.plan.exact_to == "full"
     np.testing.assert_allclose(again.plan.logits, first.plan.logits, atol=1e-9)
     assert Prefix().work(asked, executor.cache, "") == len(asked) - kept
-    talk = executor.talk(Prefix(), cold)
-    while talk.step():
-        pass
-    assert talk.plan is not None
-    answer = np.arange(4, dtype=np.int32)
-    Prefix().finish(cold, talk.plan, answer, talk.allocation)
-    talk.close()
-    behind = executor.cache.matcher.match_prefix(np.concatenate([cold.tokens, answer]))
+    finish(executor, Prefix(), cold, ANSWER[:4])
+    behind = executor.cache.matcher.match_prefix(np.concatenate([cold.tokens, ANSWER[:4]]))
     assert behind.length == (len(cold) + 4 if keep == "all" else cold.kept(keep)), "an answer is no document"
     behind.release()
 

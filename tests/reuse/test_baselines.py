@@ -19,8 +19,7 @@ FOLLOWING = np.array([7, 99, 200], np.int32)
 def test_streaming_sees_sinks_and_a_window_in_whole_pages(share: float) -> None:
     prompt, executor = tiny.prompt(40), Executor()
     talk = executor.talk(Streaming(share), prompt)
-    while talk.step():
-        pass
+    talk.end()
     n, page = len(prompt), executor.page_size
     tokens, size = np.concatenate([prompt.tokens, FOLLOWING]), n + len(FOLLOWING)
     key, row = np.arange(size), np.arange(size)[:, None]
@@ -36,12 +35,7 @@ def test_streaming_by_the_engine() -> None:
     prompt = tiny.prompt(41)
     with tiny.engine() as engine:
         answer = engine.answer_prompt(prompt, strategy=Streaming(), max_tokens=2, want_logits=True)
-    talk = Executor().talk(Streaming(), prompt)
-    while talk.step():
-        pass
-    assert talk.plan is not None and answer.logits is not None
-    np.testing.assert_allclose(answer.logits, talk.plan.logits, atol=1e-3)
-    talk.close()
+    np.testing.assert_allclose(answer.logits, Executor().run(Streaming(), prompt).logits, atol=1e-3)
 
 
 def test_craft_unmoved_mends_at_the_right_places_over_keys_at_the_old_ones() -> None:

@@ -17,6 +17,7 @@ from ragjax.models.trained import PACKET_FORMAT, PacketFile
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Setting, divergence
 from ragjax.reuse.naive import Packet
+from ragjax.runner.runner import Runner
 from ragjax.schedule import decoding
 from tests.support import tiny
 from tests.support.serving import wait_for
@@ -34,13 +35,17 @@ LIKE = {
 SOFT = np.random.default_rng(0).standard_normal((2, tiny.CONFIG.hidden_size)).astype(np.float32)
 
 
+def wrapped(header: np.ndarray, trailer: np.ndarray) -> Runner:
+    """A runner whose model has these embeddings of a packet."""
+    decoder = tiny.decoder()
+    PacketFile(header, trailer, {}).apply(decoder)
+    return tiny.make_runner(decoder)
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    decoder = tiny.decoder()
-    rows = np.asarray(decoder.embedding[...], np.float32)[list(LIKE.values())]
-    PacketFile(rows[:2], rows[2:], {}).apply(decoder)
-    runner = tiny.make_runner(decoder)
-    with tiny.engine(runner, extra=[Packet(WRAPPER)]) as made:
+    rows = np.asarray(tiny.decoder().embedding[...], np.float32)[list(LIKE.values())]
+    with tiny.engine(wrapped(rows[:2], rows[2:]), extra=[Packet(WRAPPER)]) as made:
         yield made
 
 
@@ -104,16 +109,9 @@ def test_penalties_look_at_the_text_alone(engine: Engine) -> None:
     given = {"strategy": "packet", "max_tokens": 6, "repetition_penalty": 1.5, "want_logits": True}
     answer = engine.answer_prompt(prompt, **given)
     assert len(answer.tokens) == 6 and answer.logits is not None
-    best = int(
-        np.argmax(
-            np.where(np.isin(np.arange(len(answer.logits)), prompt.tokens), penalised(answer.logits), answer.logits)
-        )
-    )
-    assert answer.tokens[0] == best
-
-
-def penalised(logits: np.ndarray) -> np.ndarray:
-    return np.where(logits > 0, logits / 1.5, logits * 1.5)
+    penalised = np.where(answer.logits > 0, answer.logits / 1.5, answer.logits * 1.5)
+    said = np.isin(np.arange(len(answer.logits)), prompt.tokens)
+    assert answer.tokens[0] == np.argmax(np.where(said, penalised, answer.logits))
 
 
 def test_a_dressed_prompt_forgets_what_its_chunks_have_without_packets() -> None:
@@ -166,11 +164,10 @@ def test_shadow_replay_reads_the_prompt_without_packets() -> None:
         seen.append(divergence.kl)
 
     contract.observe = note  # type: ignore[method-assign]
-    decoder = tiny.decoder()
-    PacketFile(SOFT, np.repeat(SOFT[:1], 3, 0), {}).apply(decoder)
-    runner = tiny.make_runner(decoder)
     prompt = tiny.prompt(3)
-    with tiny.engine(runner, extra=[Packet(WRAPPER)], contract=contract, strategy="packet") as made:
+    with tiny.engine(
+        wrapped(SOFT, np.repeat(SOFT[:1], 3, 0)), extra=[Packet(WRAPPER)], contract=contract, strategy="packet"
+    ) as made:
         answer = made.answer_prompt(prompt, strategy="packet", max_tokens=6)
         wait_for(lambda: len(seen) == 1)
         said = np.array([*answer.tokens, 0][:6], np.int32)
@@ -190,9 +187,6 @@ def test_proposed_tokens_are_those_of_the_text(monkeypatch: pytest.MonkeyPatch) 
         return propose(tokens, most)
 
     monkeypatch.setattr(decoding, "propose", noted)
-    decoder = tiny.decoder()
-    PacketFile(SOFT, np.repeat(SOFT[:1], 3, 0), {}).apply(decoder)
-    runner = tiny.make_runner(decoder)
-    with tiny.engine(runner, extra=[Packet(WRAPPER)], lookup=4) as made:
+    with tiny.engine(wrapped(SOFT, np.repeat(SOFT[:1], 3, 0)), extra=[Packet(WRAPPER)], lookup=4) as made:
         made.answer_prompt(tiny.prompt(4), strategy="packet", max_tokens=4)
     assert seen and all(tokens.max() < tiny.CONFIG.vocab_size for tokens in seen)

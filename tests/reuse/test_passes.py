@@ -5,8 +5,8 @@ Requests run side by side, in shared steps and in several; each must get what it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import jax.numpy as jnp
@@ -15,18 +15,14 @@ import pytest
 from numpy.typing import NDArray
 
 import ragjax.runner.weights
-from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.policy.base import LRU
-from ragjax.cache.pool import PagePool
-from ragjax.core import NEVER, Grid, Measure, Move, Pass, Plan, Prefill, Prompt, Results, Run, Span, Tokens, Visibility
-from ragjax.reuse.base import Allocation, indices
+from ragjax.core import NEVER, Grid, Measure, Move, Pass, Plan, Prefill, Prompt, Results, Run, Span, Visibility
+from ragjax.reuse.base import Allocation, Strategy, indices
 from ragjax.runner.runner import Runner
 from ragjax.runner.stages import OUTSIDE
-from ragjax.schedule import decoding
-from ragjax.schedule.scheduler import Scheduler
+from ragjax.schedule.batch import Batch
 from tests.support import tiny
 from tests.support.executor import Executor, model
-from tests.support.states import Started, table
+from tests.support.pace import Hold
 
 pytestmark = pytest.mark.slow
 
@@ -98,15 +94,15 @@ class Ground:
         return tuple(replace(s, indices=np.where(np.isin(s.indices, hidden), NEVER, s.indices)) for s in self.kept)
 
 
-@dataclass
-class Script:
+class Script(Strategy):
     """A strategy that computes the chunks alone and then does as told."""
 
-    acts: Callable[[Ground], Iterator[Pass | Move]]
-    name: str = "script"
-    measures: frozenset[Measure] = frozenset(Measure)
-    selective: bool = False
-    results: list[Results] = field(default_factory=list)
+    name = "script"
+    reads_logits = True
+
+    def __init__(self, acts: Callable[[Ground], Iterator[Pass | Move]]):
+        self.acts = acts
+        self.results: list[Results] = []
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         system, joined, size = prompt.starts[1], prompt.starts[-2], len(prompt)
@@ -129,9 +125,6 @@ class Script:
         assert isinstance(last, Pass)
         tail = own.slice(size, own.length, allocation.page_size)
         return Plan(last.spans, tail, None, (), self.results[-1][Measure.LOGITS][-1])
-
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
-        return
 
 
 def measuring(measures: set[Measure], measured: tuple[int, int] | None = None) -> Callable[[Ground], Iterator[Pass]]:
@@ -174,55 +167,20 @@ def narrowing(
 # --------------------------------------------------------------------------------------------- both sides
 
 
-class Bench:
-    """The engine's loop in small, over a real runner."""
-
-    def __init__(self, made: Runner):
-        self.runner = made
-        self.cache = KnowledgeCache(b"tiny", PagePool(PAGES, PAGE), LRU())
-        self.scheduler = Scheduler(table(), made.grid, PAGE)
-        self.shared: set[bool] = set()  # whether steps of several tasks measured, and steps within a pass
-        self.split: set[bool] = set()
-
-    def start(self, script: Script, prompt: Prompt, ratio: float | None = None) -> Started:
-        label = f"task {len(self.scheduler.requests.running)}"
-        allocation = Allocation(
-            self.cache, tenant="", label=label, decode_tokens=8, limits=self.scheduler.limits, stages=self.runner.stages
-        )
-        task = Started(prompt, script, allocation, ratio)
-        task.begin()
-        self.scheduler.requests.running.append(task)
-        return task
-
-    def run(self) -> None:
-        """Until every task waits to be told its next token."""
-        while True:
-            for task in self.scheduler.moving():
-                while (move := task.move) is not None:
-                    self.runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
-                    task.advance()
-            batch = self.scheduler.next_batch()
-            if batch is None:
-                return
-            if len(batch.parts) > 1:
-                self.shared.add(batch.step.measure is not None)
-            if any(piece.begin for piece in batch.parts):
-                self.split.add(batch.step.measure is not None)
-            outcome = self.runner.step(batch.step)
-            logits = self.runner.logits(outcome, batch.logit_rows) if batch.logit_rows else None
-            for task in batch.deliver(logits, outcome.measured, outcome.x_TE):
-                if task.plan is None:
-                    task.advance()
-
-    def continued(self, task: Started, tokens: Tokens) -> NDArray[np.float32]:
-        """Logits behind each token, decoded one by one."""
-        found = []
-        for token in tokens:
-            decoding.decode(task, int(token))
-            self.run()
-            assert task.rows is not None
-            found.append(task.rows.logits[0])
-        return np.stack(found)
+def serve(made: Runner, scripts: Sequence[Script], prompts: Sequence[Prompt]) -> list[Batch]:
+    """Carry scripts out side by side; returns the steps."""
+    batches: list[Batch] = []
+    with tiny.engine(made, pages=PAGES) as engine:
+        launch = engine._loop._execution.launch
+        engine._loop._execution.launch = lambda batch: (batches.append(batch), launch(batch))[1]  # type: ignore[method-assign]
+        with Hold(engine):
+            futures = [
+                engine.begin_prompt(prompt, strategy=script, max_tokens=1)
+                for script, prompt in zip(scripts, prompts, strict=True)
+            ]
+        for future in futures:
+            future.result(60)
+    return batches
 
 
 def both(
@@ -230,13 +188,12 @@ def both(
 ) -> Iterator[tuple[Results, Results]]:
     """Results of every act: of the prompts side by side on the runner, and of each alone in the executor."""
     assert made.stages == stages
-    bench = Bench(made)
     scripts = [Script(acts) for _ in prompts()]
-    for script, prompt in zip(scripts, prompts(), strict=True):
-        bench.start(script, prompt)
-    bench.run()
+    batches = serve(made, scripts, prompts())
     measures = any(set(result) - LOGITS for script in scripts for result in script.results)
-    assert measures in bench.shared and measures in bench.split
+    alike = [batch for batch in batches if (batch.step.measure is not None) == measures]
+    assert any(len(batch.parts) > 1 for batch in alike), "requests shared steps"
+    assert any(part.begin for batch in alike for part in batch.parts), "and passes took several"
     for script, prompt in zip(scripts, prompts(), strict=True):
         done = Executor(model(), pages=PAGES, entries=64, stages=stages).run(Script(acts), prompt)
         yield from zip(script.results, done.results[1:], strict=True)
@@ -286,9 +243,8 @@ def test_a_layer_within_a_stage_is_measured_by_itself(scanned: bool, what: Measu
 
 def alone(made: Runner, acts: Callable[[Ground], Iterator[Pass | Move]]) -> list[Results]:
     """Results on the runner, one request by itself."""
-    bench, script = Bench(made), Script(acts)
-    bench.start(script, prompts()[2])
-    bench.run()
+    script = Script(acts)
+    serve(made, [script], prompts()[2:])
     return script.results
 
 
@@ -408,56 +364,7 @@ def test_bad_moves_are_refused(
         runner().move(*arrays, layers)
 
 
-# ------------------------------------------------------------------------------------------- given tokens
-
-
-def test_given_tokens_are_as_if_decoded_one_by_one() -> None:
-    bench = Bench(runner())
-    tokens = np.array([7, 200, 31, 31, 99], np.int32)
-    tasks = [bench.start(Script(measuring({Measure.KEY_SCORE})), prompt) for prompt in prompts()]
-    bench.run()
-    given = []
-    for task in tasks:
-        decoding.force(task, tokens)
-    bench.run()
-    for task in tasks:
-        assert task.rows is not None and not task.rows.left and not task.decoded
-        given.append(np.stack([task.rows.logits[i] for i in range(len(tokens))]))
-        task.rows = None
-    for task, prompt, found in zip(tasks, prompts(), given, strict=True):
-        assert task.plan is not None
-        np.testing.assert_allclose(bench.continued(task, tokens), found, atol=1e-4)
-        executor = Executor(model(), pages=PAGES, entries=64)
-        talk = executor.talk(Script(measuring({Measure.KEY_SCORE})), prompt)
-        while talk.step():
-            pass
-        what = talk.score(np.append(tokens, 0).astype(np.int32))
-        np.testing.assert_allclose(np.concatenate([task.plan.logits[None], found]), what, atol=1e-3)
-
-
-@pytest.mark.parametrize("count", [0, 9])
-def test_tokens_that_have_no_slots_are_refused(count: int) -> None:
-    bench = Bench(runner())
-    task = bench.start(Script(measuring(set())), prompts()[0])
-    bench.run()
-    with pytest.raises(ValueError, match=f"{count} tokens were given; there are slots for 8"):
-        decoding.force(task, np.zeros(count, np.int32))
-
-
 # ------------------------------------------------------------------------------------------ passes refused
-
-
-def test_the_ratio_reaches_the_strategy() -> None:
-    told = []
-
-    class Told(Script):
-        def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-            told.append(ratio)
-            return super().prefill(prompt, allocation, ratio)
-
-    for ratio in (None, 0.25):
-        Bench(runner()).start(Told(measuring(set())), prompts()[0], ratio)
-    assert told == [None, 0.25]
 
 
 REFUSED: dict[str, Callable[[Ground, Pass], Pass]] = {
@@ -483,10 +390,8 @@ def test_bad_passes_are_refused(named: str) -> None:
         good = Pass(rows, rows, (*ground.kept, *ground.new(rows)), LOGITS, (len(ground.prompt) - 1,))
         yield REFUSED[named](ground, good)
 
-    bench = Bench(runner())
-    bench.start(Script(acts), prompts()[0])
     with pytest.raises((ValueError, RuntimeError), match=f"script .*{named}"):
-        bench.run()
+        serve(runner(), [Script(acts)], prompts()[:1])
 
 
 def test_a_pass_goes_on_with_rows_of_the_one_before() -> None:
@@ -497,10 +402,8 @@ def test_a_pass_goes_on_with_rows_of_the_one_before() -> None:
         more = np.append(ground.chunks[-1:], rows)
         yield Pass(more, more, (*ground.without(more), *ground.new(more)), layers=(1, 2))
 
-    bench = Bench(runner())
-    bench.start(Script(acts), prompts()[0])
     with pytest.raises(ValueError, match="rows that the pass before did not have"):
-        bench.run()
+        serve(runner(), [Script(acts)], prompts()[:1])
 
 
 def test_a_move_keeps_to_own_slots_and_to_what_is_there() -> None:
@@ -508,7 +411,5 @@ def test_a_move_keeps_to_own_slots_and_to_what_is_there() -> None:
         yield Move(ground.chunks[:3], ground.kept[:sources], ground.new(ground.chunks[own:]), (0, 3))
 
     for sources, own, said in ((2, 1, "write into cached pages"), (1, 0, "does not hold")):
-        bench = Bench(runner())
-        bench.start(Script(partial(acts, sources, own)), prompts()[0])
         with pytest.raises((ValueError, RuntimeError), match=said):
-            bench.run()
+            serve(runner(), [Script(partial(acts, sources, own))], prompts()[:1])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragjax.core import ConfigError, Tokens
+from ragjax.core import Tokens
 from ragjax.reuse.repair import Choice, Selective, Selector
 from ragjax.reuse.stitch import Isolated, Stitched
 from tests.support import tiny
@@ -69,9 +69,3 @@ def test_order_repetition_and_dtype_do_not_matter() -> None:
         return np.repeat(stitched.chunks[-count:][::-1], 2).astype(np.int64)  # type: ignore[return-value]
 
     assert recomputed(backwards) == recomputed(lambda s, n: s.chunks[-n:]) == [(), (), ((31, 57),)]
-
-
-@pytest.mark.parametrize("ratio", [15, -1, 1.5, float("nan"), "0.5"])
-def test_a_ratio_is_a_share(ratio: Any) -> None:
-    with pytest.raises(ConfigError, match=r"mine: ratio must lie in \[0, 1\]"):
-        Selective("mine", Isolated(), Forgetful(), ratio=ratio)

@@ -9,109 +9,23 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ragjax.cache.match import Candidate
-from ragjax.cache.tree import Provenance
-from ragjax.core import NEVER, Answer, Kind, Measure, Pass, Plan, Prefill, Prompt, Segment, Span, Tokens
+from ragjax.core import Answer, Kind, Prompt, Segment
 from ragjax.engine import Engine
 from ragjax.reuse import strategies
-from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report, segments_of
-from ragjax.reuse.naive import Naive
 from tests.support import tiny
 from tests.support.audit import audit_engine
 from tests.support.dense import dense, dense_naive
-from tests.support.executor import Executor, model
+from tests.support.executor import Executor
+from tests.support.literal import two_turns
+from tests.support.matrix import with_smoke
 
 TOLERANCE = 2e-4
-
-
-class Repair(Strategy):
-    """Two passes, for tests: naive with the question's attention measured, then the likeliest share recomputed."""
-
-    name = "repair"
-    measures = frozenset({Measure.LOGITS, Measure.KEY_SCORE})
-    selective = False
-    ratio = 0.2
-    score: NDArray[np.float32] | None = None
-    chosen: NDArray[np.int32] = np.zeros(0, np.int32)
-
-    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        system = prompt.starts[1]
-        warm = allocation.prefix(prompt.tokens[:system])
-        assert warm.complete, "the test warms the cache by naive first"
-        chunks = segments_of(prompt, Kind.CHUNK)
-        isolated = Candidate(Provenance.ISOLATED, Naive.name)
-        matches = [allocation.first(warm, prompt.segments[i].tokens, [isolated]) for i in chunks]
-        joined = len(prompt) - len(prompt.segments[-1])
-        question = indices(joined, len(prompt))
-        own = allocation.reserve(len(question) + allocation.decode_tokens)
-        spans = list(match_spans(warm, 0))
-        for i, match in zip(chunks, matches, strict=True):
-            assert match is not None
-            spans += match_spans(match, prompt.starts[i])
-        question_span = Span.consecutive(joined, own.slice(0, len(question), allocation.page_size))
-        first = yield Pass(question, question, (*spans, question_span), self.measures, (len(prompt) - 1,))
-        self.score = first[Measure.KEY_SCORE]
-        count = round(self.ratio * (joined - system))
-        chosen = np.sort(np.argsort(-self.score.sum(0)[system:joined], kind="stable")[:count]).astype(np.int32) + system
-        self.chosen = chosen
-        if not count:
-            return self._plan(prompt, (*spans, question_span), own, len(question), allocation, first[Measure.LOGITS][0])
-        fresh = allocation.reserve(count)
-        stale = [replace(s, indices=np.where(np.isin(s.indices, chosen), NEVER, s.indices)) for s in spans]
-        rows = np.concatenate([chosen, question])
-        final = (*stale, Span(chosen, fresh), question_span)
-        second = yield Pass(rows, rows, final, frozenset({Measure.LOGITS}), (len(prompt) - 1,))
-        return self._plan(prompt, final, own, len(question), allocation, second[Measure.LOGITS][0])
-
-    def _plan(
-        self, prompt: Prompt, spans: tuple[Span, ...], own: object, used: int, allocation: Allocation, logits: object
-    ) -> Plan:
-        tail = own.slice(used, own.length, allocation.page_size)  # type: ignore[attr-defined]
-        return Plan(spans, tail, None, report(prompt, {}), logits)  # type: ignore[arg-type]
-
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
-        return
-
-
-pytestmark = pytest.mark.engine(extra=[Repair()])
 
 
 def logits(engine: Engine, prompt: Prompt, strategy: str) -> NDArray[np.float32]:
     answer = engine.answer_prompt(prompt, strategy=strategy, max_tokens=1, want_logits=True)
     assert answer.logits is not None
     return answer.logits
-
-
-def dense_repair(prompt: Prompt, chosen: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Chosen tokens and the question computed anew over everything before them; all other keys stay isolated ones."""
-    rows = np.concatenate([chosen, np.arange(prompt.starts[-2], len(prompt))])
-    assert prompt.starts[1] <= rows[0]
-    return model().dense(prompt.tokens, rows=rows, kept=isolated_states(prompt)).logits[-1]
-
-
-def isolated_states(prompt: Prompt) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Keys (at their place in the prompt) and values of system and chunks computed alone, [L, T, K, D]; else zeros."""
-    made, system = model(), prompt.starts[1]
-    config = made.config
-    shape = (len(made.layers), len(prompt), config.num_kv_heads, config.head_dim)
-    keys, values = np.zeros(shape), np.zeros(shape)
-    for i in range(len(prompt.segments) - 1):
-        begin = system if i else 0
-        own = prompt.tokens[prompt.starts[i] : prompt.starts[i + 1]]
-        alone = made.dense(np.concatenate([prompt.tokens[:begin], own]))
-        place, shift = slice(prompt.starts[i], prompt.starts[i + 1]), prompt.starts[i] - begin
-        values[:, place] = alone.v[:, begin:]
-        for layer, k in enumerate(alone.k):
-            keys[layer, place] = made.rotate(k[begin:], np.full(len(own), shift))
-    return keys, values
-
-
-def two_turns(seed: int = 3) -> Prompt:
-    """system, A, B, question, answer, C, D, question."""
-    first, second = tiny.prompt(seed, chunks=(30, 41)), tiny.prompt(seed + 1, chunks=(25, 37))
-    again = [replace(s, id=f"second {s.id}") for s in second.segments[1:]]
-    answer = Segment("answer", Kind.QUERY, np.arange(60, 75, dtype=np.int32))
-    return Prompt((*first.segments, answer, *again))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -199,58 +113,24 @@ def test_second_turn_chunks_see_neither_first_turn_nor_each_other(engine: Engine
     np.testing.assert_allclose(answer.logits, dense_naive(mixed), atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(("ratio", "like"), [(0.0, "naive"), (1.0, "full"), (0.3, None)])
-def test_a_strategy_of_two_passes_measures_and_repairs(engine: Engine, ratio: float, like: str | None) -> None:
-    prompt = tiny.prompt(11)
-    naive = logits(engine, prompt, "naive")
-    repair = engine._strategies["repair"]
-    assert isinstance(repair, Repair)
-    repair.ratio = ratio
-    answer = engine.answer_prompt(prompt, strategy="repair", max_tokens=10, want_logits=True)
-    assert repair.score is not None
-    rows = len(prompt.segments[-1])
-    np.testing.assert_allclose(repair.score.sum(1), rows, rtol=1e-4)  # each row gives a mass of one in every layer
-    full = dense(prompt)
-    if like == "naive":
-        np.testing.assert_allclose(answer.logits, naive, atol=TOLERANCE)
-    elif like == "full":
-        np.testing.assert_allclose(answer.logits, full, atol=TOLERANCE)
-        assert answer.tokens == engine.answer_prompt(prompt, strategy="full", max_tokens=10).tokens
-    else:
-        assert 0 < len(repair.chosen) < len(prompt) // 2
-        np.testing.assert_allclose(answer.logits, dense_repair(prompt, repair.chosen), atol=TOLERANCE)
-        assert np.abs(answer.logits - naive).max() > 100 * TOLERANCE, "the repair must matter for this test to tell"
-    # the originals are intact for everybody else
-    np.testing.assert_array_equal(logits(engine, prompt, "naive"), naive)
+LITERAL = [
+    *(("blend", 0.2), ("blend-gradual", 0.2), ("fusion", 0.2), ("fusion", 0.0), ("fusion+blend", 0.3)),
+    *(("random", 0.2), ("h2o", 0.2), ("unmoved", None), ("set-cache", None)),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "ratio"),
-    [
-        ("blend", 0.2),
-        ("blend-gradual", 0.2),
-        ("fusion", 0.2),
-        ("fusion", 0.0),
-        ("fusion+blend", 0.3),
-        ("random", 0.2),
-        ("h2o", 0.2),
-        ("unmoved", None),
-        ("set-cache", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "ratio"), with_smoke(LITERAL, ("fusion", 0.2)))
 def test_engine_does_what_the_literal_executor_does(engine: Engine, name: str, ratio: float | None) -> None:
     prompt, shuffled = shuffle(tiny.prompt(14, chunks=(30, 41, 25)))
     literal = Executor(stages=engine._runner.stages)
     continuation = np.array([7, 99, 200, 31], np.int32)
     for asked in (prompt, shuffled, shuffled):
         talk = literal.talk(strategies()[name], asked, ratio)
-        while talk.step():
-            pass
+        talk.end()
         answer = engine.answer_prompt(
             asked, strategy=name, recompute_ratio=ratio, max_tokens=2, want_logits=True, continuation=continuation
         )
-        assert talk.plan is not None and answer.scores is not None and answer.logits is not None
         assert answer.exact_to == talk.plan.exact_to
         assert [(r.reused, r.recomputed) for r in answer.segments] == [
             (r.reused, r.recomputed) for r in talk.plan.reports

@@ -61,37 +61,16 @@ def test_no_logprobs_unless_asked_for():
 # --------------------------------------------------------------------------------------- the end
 
 
-def test_eos_ends_with_stop_and_is_no_token_of_the_answer():
-    made, deltas = feed([*b"ab", EOS], logprobs=0)
-    assert (made.finish_reason, made.text, made.tokens) == ("stop", "ab", [97, 98])
-    assert deltas[-1] is None
-    assert [found.id for found in made.logprobs] == [97, 98]
-
-
 def test_any_of_several_eos_tokens_ends():
     for token in (PAD, EOS):
-        assert feed([97, token], eos=(EOS, PAD))[0].finish_reason == "stop"
-
-
-def test_eos_at_once_gives_an_empty_answer():
-    made, deltas = feed([EOS], logprobs=3)
-    assert (made.finish_reason, made.text, made.tokens, made.logprobs, deltas) == ("stop", "", [], [], [None])
+        made, deltas = feed([97, token], eos=(EOS, PAD))
+        assert (made.finish_reason, made.text, made.tokens, deltas[-1]) == ("stop", "a", [97], None)
 
 
 @pytest.mark.parametrize(("max_tokens", "limit"), [(3, 100), (100, 3), (3, 3)])
 def test_the_smaller_limit_ends_with_length(max_tokens, limit):
     made, _ = feed(b"abcdef", max_tokens=max_tokens, limit=limit)
     assert (made.finish_reason, made.text) == ("length", "abc")
-
-
-def test_eos_wins_over_the_limit():
-    assert feed([97, 98, EOS], max_tokens=3)[0].finish_reason == "stop"
-
-
-def test_a_control_token_amid_the_answer_has_no_text():
-    made, _ = feed([97, PAD, 98, EOS], logprobs=0)
-    assert (made.text, made.tokens) == ("ab", [97, PAD, 98])
-    assert [found.id for found in made.logprobs] == [97, PAD, 98]
 
 
 # ---------------------------------------------------------------------------------- stop strings
@@ -131,62 +110,17 @@ def test_a_stop_inside_one_token_cuts_its_text():
     assert [found.id for found in made.logprobs] == [97, PAD], "a token that is in the answer in part is reported"
 
 
-def test_a_stop_that_ends_at_the_limit_is_a_stop():
-    assert feed(b"abXY", stop=("XY",), max_tokens=4)[0].finish_reason == "stop"
-    made, _ = feed(b"abX", stop=("XY",), max_tokens=3)
-    assert (made.finish_reason, made.text) == ("length", "abX")
-
-
-def test_held_text_comes_out_at_the_end():
-    for tokens, limit, reason in (([*b"abX", EOS], 100, "stop"), (b"abX", 3, "length")):
-        made, deltas = feed(tokens, stop=("XY",), max_tokens=limit, logprobs=0)
-        assert (made.finish_reason, made.text, deltas[-1].text) == (reason, "abX", "X")
-        assert [found.id for found in made.logprobs] == list(b"abX")
-
-
-def test_a_character_comes_out_whole():
-    made, deltas = feed("aé€😀".encode(), max_tokens=10)
-    assert texts(deltas) == ["a", "", "é", "", "", "€", "", "", "", "😀"]
-    assert made.text == "aé€😀"
-
-
-def test_an_unfinished_character_at_the_end_shows_as_replacement():
-    for tokens, limit in ((b"a\xe2\x82", 3), ([*b"a\xe2\x82", EOS], 100)):
-        made, _ = feed(tokens, max_tokens=limit, logprobs=0)
-        assert made.text == "a\ufffd"
-        assert len(made.logprobs) == 3
-
-
-def test_a_replacement_character_at_the_end_may_be_a_stop():
-    for tokens, limit in ((b"a\xe2\x82", 3), ([*b"a\xe2\x82", EOS], 100)):
-        made, _ = feed(tokens, max_tokens=limit, stop=("\ufffd",), logprobs=0)
-        assert (made.text, made.finish_reason, len(made.logprobs)) == ("a", "stop", 1)
-
-
-def test_a_stop_may_be_a_character_of_several_tokens():
-    made, deltas = feed("aé€b".encode(), stop=("€",), logprobs=0)
-    assert (made.text, texts(deltas)) == ("aé", ["a", "", "é", "", "", ""])
-
-
 def test_each_token_says_where_its_text_begins():
     made, _ = feed([*"aé€".encode(), PAD, *b"b", EOS], logprobs=0)
     assert made.text == "aé€b"
     assert [found.begin for found in made.logprobs] == [0, 1, 1, 2, 2, 2, 3, 3]
 
 
-def test_logprobs_of_a_character_s_tokens_are_reported_with_it():
-    """Not before it is known to be in the answer: a stop may begin with that very character."""
-    made, deltas = feed("a€".encode(), stop=("€",), logprobs=0)
-    assert made.text == "a"
-    assert [found.id for found in made.logprobs] == [97]
-    made, deltas = feed("a€b".encode(), max_tokens=5, logprobs=0)
-    assert [[found.id for found in delta.logprobs] if delta else [] for delta in deltas] == [
-        [97],
-        [],
-        [],
-        list("€".encode()),
-        [98],
-    ]
+def test_a_character_comes_out_whole_with_the_logprobs_of_its_tokens():
+    _, deltas = feed("aé€😀".encode(), max_tokens=10, logprobs=0)
+    assert texts(deltas) == ["a", "", "é", "", "", "€", "", "", "", "😀"]
+    found = [bytes(one.id for one in delta.logprobs) if delta else b"" for delta in deltas]
+    assert [one.decode() for one in found] == texts(deltas)
 
 
 # ------------------------------------------------------------------------------------- properties
@@ -220,7 +154,7 @@ def naive(tokens, stops, limit):
     return None, None, len(tokens)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(any_tokens, stop_strings, st.integers(1, 24))
 def test_text_is_the_naive_definition_s(tokens, stops, limit):
     text, reason, used = naive(tokens, stops, limit)

@@ -157,8 +157,3 @@ def test_first_come_first_served(requests):
         assert queue.next() is waiting
         queue.start(waiting)
     assert queue.next() is None
-
-
-def test_a_negative_window_is_refused():
-    with pytest.raises(ValueError, match="window: -1"):
-        ORDERS["fcfs"](-1)

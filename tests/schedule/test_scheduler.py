@@ -95,19 +95,6 @@ def test_values_are_summed_by_order(case, size, seed):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_a_token_shown_is_one_of_the_last_span():
-    before, tail = Run((3, 4), 1, 6), Run((4, 9), 3, 4)
-    table = SpanTable((Span.consecutive(0, before), Span(np.full(4, NEVER), tail)), PAGE)
-    seen = set(read_table(table, PAGE))
-    for index, (page, slot) in enumerate([(4, 3), (9, 0), (9, 1), (9, 2)]):
-        table.show(index, 6 + index)
-        seen.add((page, slot, 6 + index, 0, ()))
-        assert set(read_table(table, PAGE)) == seen
-
-
-# -------------------------------------------------------------------------------- simulated device
-
-
 # ------------------------------------------------------------------------------- the state machine
 
 
@@ -228,10 +215,8 @@ def test_each_takes_the_layers_that_it_measures():
     scheduler = Scheduler(table(), SMALL, PAGE)
     tasks = fixed_tasks(scheduler, [5, 5])
     for task, layers in zip(tasks, ((0, 1), (1, 2)), strict=True):
-        task.rows.measure = measuring(Measure.DEVIATION, layers)
-        task.rows.measure = StepMeasure(
-            Measure.DEVIATION, layers, {"stale_T": np.zeros(5, np.int32), "offset_T": np.zeros(5, np.int32)}
-        )
+        arrays = {"stale_T": np.zeros(5, np.int32), "offset_T": np.zeros(5, np.int32)}
+        task.rows.measure = StepMeasure(Measure.DEVIATION, layers, arrays)
     batch = scheduler.next_batch()
     rows = len(batch.step.index_T)
     measured = np.arange(2 * rows, dtype=np.float32).reshape(2, rows)

@@ -82,8 +82,10 @@ def kept_of(layer: Layer, compression: Compression) -> list[list[int]]:
     return found
 
 
-def expected(decoder: Decoder, tokens: np.ndarray, compression: Compression | None) -> np.ndarray:
-    """Logits that predict `SAID` behind a prompt, float32 [n, V], by dense attention over what is kept."""
+def expected(
+    decoder: Decoder, tokens: np.ndarray, compression: Compression | None, said: np.ndarray = SAID
+) -> np.ndarray:
+    """Logits that predict what is said behind a prompt, float32 [n, V], by dense attention over what is kept."""
     nothing = np.zeros((0, decoder.config.head_dim))
     x, layers = dense(decoder, decoder.embed(jnp.asarray(tokens)), 0, lambda i, h: [nothing, nothing])
     everything = [list(range(len(tokens)))] * decoder.config.num_kv_heads
@@ -94,8 +96,8 @@ def expected(decoder: Decoder, tokens: np.ndarray, compression: Compression | No
     def seen(i: int, h: int) -> list[Any]:
         return [layers[i].k[kept[i][h], h], layers[i].v[kept[i][h], h]]
 
-    said, _ = dense(decoder, decoder.embed(jnp.asarray(SAID[:-1])), len(tokens), seen)
-    return np.asarray(decoder.unembed(jnp.concatenate([x[-1:], said])))
+    rows, _ = dense(decoder, decoder.embed(jnp.asarray(said[:-1])), len(tokens), seen)
+    return np.asarray(decoder.unembed(jnp.concatenate([x[-1:], rows])))
 
 
 F = np.ndarray

@@ -229,6 +229,13 @@ class Talk:
         self.results.append(self._move(item) if isinstance(item, Move) else self._pass(item))
         return True
 
+    def end(self) -> Plan:
+        """Carry out all that is left."""
+        while self.step():
+            pass
+        assert self.plan is not None
+        return self.plan
+
     def score(self, continuation: NDArray[np.integer]) -> Array:
         """Teacher-forced logits [n, V] that predict each token of the continuation, behind the finished prompt."""
         assert self.plan is not None
@@ -442,10 +449,7 @@ class Executor:
         """A whole conversation, and everything given back but what was admitted; audits the cache."""
         talk = self.talk(strategy, prompt, ratio, decode_tokens=decode_tokens, tenant=tenant)
         try:
-            while talk.step():
-                pass
-            assert talk.plan is not None
-            return Done(talk.plan, talk.passes, talk.results)
+            return Done(talk.end(), talk.passes, talk.results)
         finally:
             talk.close()
             audit_cache(self.cache)

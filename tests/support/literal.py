@@ -14,6 +14,7 @@ from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Pass, Prompt, Segment
 from ragjax.reuse import strategies
 from ragjax.reuse.base import segments_of
+from tests.support import tiny
 from tests.support.executor import Array, Dense, Done, Executor, model
 
 
@@ -44,6 +45,13 @@ def fused(prompt: Prompt, i: int, behind: Sequence[Segment]) -> Dense:
     context = Prompt((prompt.segments[0], *behind, prompt.segments[i]))
     rows = np.arange(context.starts[-2], len(context))
     return model().dense(context.tokens, rows=rows, kept=isolated(context))
+
+
+def two_turns(seed: int = 3) -> Prompt:
+    """system, A, B, question, answer, C, D, question."""
+    first, second = tiny.prompt(seed, chunks=(30, 41)), tiny.prompt(seed + 1, chunks=(25, 37))
+    answer = Segment("answer", Kind.QUERY, np.arange(60, 75, dtype=np.int32))
+    return Prompt((*first.segments, answer, *(replace(s, id=f"second {s.id}") for s in second.segments[1:])))
 
 
 def joins(prompt: Prompt) -> NDArray[np.int64]:

@@ -294,6 +294,15 @@ def prompt(seed: int = 0, system: int = 20, chunks: Sequence[int] = (40, 33, 57)
     )
 
 
+def alone(jobs: Sequence[tuple[Prompt, dict[str, Any]]]) -> list[tuple[int, ...]]:
+    """Tokens that these prompts get with these options, each in an engine of its own."""
+    found = []
+    for prompt, options in jobs:
+        with engine() as fresh:
+            found.append(fresh.answer_prompt(prompt, **options).tokens)
+    return found
+
+
 def check_ended(engine: Engine, futures: Sequence[Future[Answer]]) -> None:
     """Every request that was not cancelled has an answer, the books are clean, and every page comes back."""
     for future in futures:

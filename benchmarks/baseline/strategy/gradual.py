@@ -32,15 +32,13 @@ class Gradual(SourceStrategy):
     measures = LOGITS | Deviation.measures
     selective = True
 
-    def __init__(self, ratio: float = RATIO):
-        self.ratio = ratio
-        self._source = Isolated()
+    _source = Isolated()
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """Passes over missing KV and two layers of everything, then stage by stage over fewer tokens."""
         total = chunk_tokens(prompt)
         ends = [end for end in allocation.stages[1:-1] if end >= PROBED]
-        first, *fewer = narrowing(share(self.ratio if ratio is None else ratio, total), total, len(ends) + 1)
+        first, *fewer = narrowing(share(RATIO if ratio is None else ratio, total), total, len(ends) + 1)
         probing, selector = 0 < first < total, Deviation()
         scratch = total if probing else 0
         stitched = yield from prepare(prompt, allocation, self._source, repaired=first, scratch=scratch)

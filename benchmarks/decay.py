@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import envs, plot, report
+from benchmarks.common import envs, report
 from benchmarks.common.questions import excerpt
-from benchmarks.common.report import Benchmark, Parser, Row, Session
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.latency.prompt import common_prefix
 from benchmarks.latency.system import THREADS, OtherLoad
 from benchmarks.load.server import in_bfloat16
@@ -184,13 +184,6 @@ def rows(chosen: Namespace, session: Session) -> Iterator[dict[str, Any]]:
         yield from rows_of(name, kept["told"], own, kept["load"])
 
 
-def figures(found: Sequence[Row]) -> Iterator[plot.Panel]:
-    for y, label in (("found", "share of tokens found"), ("faster", "times faster than full"), ("stored", "stored KV")):
-        panel = plot.lines(found, label, "questions", y, "system", x_label="questions", y_label=label)
-        if panel is not None:
-            yield panel
-
-
 SYSTEMS = ("full", "prefix", "naive", "moved", "anchor", "craft", "fusion", "blend")
 
 
@@ -210,9 +203,7 @@ def options(flags: Parser) -> None:
     flags.add("--rivals", action="store_true", help="ask llama.cpp, OpenVINO and vLLM, too")
 
 
-main = Benchmark("decay", __doc__, COLUMNS, rows, options, model=True, figures={
-    "decay": ("Reuse over novel questions", figures)
-}).main  # fmt: skip
+main = Benchmark("decay", __doc__, COLUMNS, rows, options, model=True).main
 
 if __name__ == "__main__":
     sys.exit(main())

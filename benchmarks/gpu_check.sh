@@ -12,15 +12,15 @@
 #   5. load       9 min: requests a second of full, prefix, naive and the five papers' settings at 4K to 32K tokens
 #   6. training   3 min: train.depft on the demo's graph: tokens a second and the share of the peak (extra train)
 #   7. kernels    9 min: correctness of every kernel, then their speed
-# Without a PART: 3 to 7, one after the other; those behind a failed one run too. Besides: e2e, peers, mesh (whole models,
-# other attention kernels, all GPUs beside one).
+# Without a PART: 3 to 7, one after the other; those behind a failed one run too. Besides: e2e, mesh (whole models, all
+# GPUs beside one).
 # A rehearsal on any machine: `--platform cpu --quick`. Reports go to OUT_DIR/<date>-<device>-<part>.json
 # (benchmarks/results, if not given), rewritten after every row. A part that is stopped, or had no time for all rows, goes
 # on when it is started again. PYTHON names the interpreter. On an installed machine, 1 and 2 are left out.
 # Exit code: 0 all right, 1 something is wrong or failed, 2 wrong usage, 124 or 137 ended after its time.
 set -euo pipefail
 usage() {
-    echo "usage: bash benchmarks/gpu_check.sh [pack|unpack|server|answers|load|training|kernels|e2e|peers|mesh] [OUT_DIR]" \
+    echo "usage: bash benchmarks/gpu_check.sh [pack|unpack|server|answers|load|training|kernels|e2e|mesh] [OUT_DIR]" \
         "[flags]" >&2
     exit 2
 }
@@ -30,7 +30,7 @@ if [ $# -ge 1 ] && [ "$1" != --platform ]; then
     shift
 fi
 case $part in
-all | pack | unpack | answers | kernels | e2e | peers | mesh) seconds=525 ;;
+all | pack | unpack | answers | kernels | e2e | mesh) seconds=525 ;;
 server) seconds=300 ;;
 load) seconds=540 ;;
 training) seconds=180 ;;

@@ -23,42 +23,29 @@ its documents, GRAPHS/SET.jsonl: entities are linked and paths retrieved as a se
   of what one request needs if that is more (`capacity_share`); `hit_rate` is the mean over requests of hit tokens over
   prompt tokens, and `prompt_tokens` the longest merged prompt's. Each request is answered with the cache and without,
   and over the paths written out by `self` and `streaming`, in turns; the system prompt is known to the first two.
-- pqcache (Figure 16): PQCache over the paths written out, which reads a fifth of the keys a step, beside all of them,
-  in a model over plain arrays; `index_ms` is what its index takes besides the prefill.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from ml_dtypes import bfloat16
 
 from benchmarks.common import report
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress, Samples, weights_of
-from benchmarks.compression.laboratory import Laboratory
-from benchmarks.graph import retrieved
 from benchmarks.graph.part import accuracy, length, requests, work, workload
-from benchmarks.graph.plot import FIGURES
 from benchmarks.graph.question import LIMIT, QUICK_LIMIT, SETS, Question, extracted, opened, questions_of
 from benchmarks.quality.similarity import packaged_encoder
 from ragjax.commands.flags import integer
-from ragjax.core import ConfigError, Message
-from ragjax.models.hub import cache_dir, resolve
-from ragjax.models.tokenizer import Tokenizer
-from ragjax.models.trained import load_model
-from ragjax.prompting.chat import graph_prompt
+from ragjax.core import ConfigError
 
-PARTS = ("work", "accuracy", "length", "workload", "pqcache")
+PARTS = ("work", "accuracy", "length", "workload")
 COLUMNS = (
     "part", "set", "method", "positions", "n", "prompt_tokens", "accuracy", "logprob", "top1", "logprob_minus_self",
     "logprob_minus_self_lo", "logprob_minus_self_hi", "visited_share", "predicted_share", "ttft_ms", "faster",
-    "hit_rate", "capacity_share", "index_ms",
+    "hit_rate", "capacity_share",
 )  # fmt: skip
 
 
@@ -93,21 +80,7 @@ def run(chosen: Namespace, samples: Samples) -> list[dict[str, Any]]:
         progress = Progress(len(sets) * chosen.requests)
         for name, questions in sets.items():
             made += workload(chosen.model, chosen.dtype, name, requests(questions, chosen.requests), progress)
-    if "pqcache" in chosen.parts:
-        for name, questions in sets.items():
-            made += _pqcache(chosen, name, questions)
     return made
-
-
-def _pqcache(chosen: Namespace, name: str, questions: Sequence[Question]) -> list[dict[str, Any]]:
-    local = resolve(chosen.model)
-    tokenizer, dtype = Tokenizer.load(local.path), np.dtype(chosen.dtype if chosen.dtype == "float32" else bfloat16)
-    asked = [
-        (q, graph_prompt(tokenizer, (Message("user", q.text),), q.subgraphs, trees=False).tokens) for q in questions
-    ]
-    decoder = load_model(local, dtype, cache_dir())
-    laboratory = Laboratory(decoder, max(len(tokens) for _, tokens in asked), 24)
-    return list(retrieved.rows(laboratory, tokenizer, name, asked, Progress(len(asked))))
 
 
 def _questions(chosen: Namespace, name: str) -> list[Question]:
@@ -128,7 +101,7 @@ def measure(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
     return run(chosen, session.samples(settings_of(chosen)))
 
 
-BENCHMARK = Benchmark("graphrag", __doc__, COLUMNS, measure, options, model=True, figures=FIGURES)
+BENCHMARK = Benchmark("graphrag", __doc__, COLUMNS, measure, options, model=True)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.baseline.strategy import all_strategies
 from benchmarks.common import report
 from benchmarks.common.questions import demo_questions
 from benchmarks.common.report import Benchmark, Parser, Session
@@ -35,7 +34,6 @@ from benchmarks.quality.similarity import packaged_encoder
 from ragjax.commands.flags import DEMO, integer
 from ragjax.core import Answer, Chunk, Document
 from ragjax.engine import Engine
-from ragjax.engine.preprocessing import fuse_all
 
 SETS = ("demo", "musique", "2wikimultihopqa")  # the demo, and sets that the packaged models were not trained on
 NEIGHBOURS, TOP_K, TOKENS = 10, 3, 32
@@ -71,8 +69,8 @@ def measure(arm: Arm, questions: QuestionSet, chosen: Namespace, exact: dict[str
     found: Found = {(arm.name, setting): [] for setting in arm.settings}
     with opened(arm.path, chosen.dtype, device_gb=0.5, ahead=not chosen.quick) as engine:
         work = Evaluation(
-            engine, questions, chosen.limit, packaged_encoder(), Style(max_tokens=TOKENS), all_strategies(),
-            fuse_all, whole_corpus=not chosen.quick,
+            engine, questions, chosen.limit, packaged_encoder(), Style(max_tokens=TOKENS),
+            whole_corpus=not chosen.quick,
         )  # fmt: skip
         _warm(work, work.questions[0], arm)
         for question in work.questions:

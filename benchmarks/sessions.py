@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from starlette.testclient import TestClient
 
-from benchmarks.common import plot, report
+from benchmarks.common import report
 from benchmarks.common.questions import excerpt
-from benchmarks.common.report import Benchmark, Parser, Row, Session
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.latency.system import OtherLoad
 from ragjax.commands.flags import integer
 from ragjax.engine import Engine
@@ -43,18 +43,10 @@ Answers = Sequence[str]
 DEFAULT = "default"
 """The system that sends no `rag` field."""
 
-COLUMNS: tuple[str, ...] = (
-    "system",
-    "scenario",
-    "turns",
-    "prompt_tokens",
-    "reused",
-    "ttft_2_ms",
-    "ttft_last_ms",
-    "growth",
-    "top1",
-)
-COLUMNS += ("equal", "approximate", "other_load")
+COLUMNS = (
+    "system", "scenario", "turns", "prompt_tokens", "reused", "ttft_2_ms", "ttft_last_ms", "growth", "top1", "equal",
+    "approximate", "other_load",
+)  # fmt: skip
 SYSTEM = "You are a helpful assistant. Answer the question in one short sentence, from what you are given."
 NAMED = (
     "laws", "people", "army", "trade", "rights", "power", "king", "justice", "peace", "war", "government", "nature",
@@ -256,18 +248,6 @@ def rows(chosen: Namespace, session: Session) -> Iterator[dict[str, Any]]:
                 yield made
 
 
-def figures(made: Sequence[Row]) -> Iterator[plot.Panel]:
-    for scenario in dict.fromkeys(one["scenario"] for one in made):
-        points = [
-            {"system": one["system"], "turn": turn, "ttft": ttft}
-            for one in made if one["scenario"] == scenario
-            for turn, ttft in enumerate(one["ttft_ms"], 1)
-        ]  # fmt: skip
-        panel = plot.lines(points, scenario, "turn", "ttft", "system", x_label="turn", y_label="first token, ms")
-        if panel is not None:
-            yield panel
-
-
 def options(flags: Parser) -> None:
     known = report.among(SCENARIOS, "scenario")
     flags.add(
@@ -281,9 +261,7 @@ def options(flags: Parser) -> None:
     flags.add("--tokens", type=integer(1), default=16, quick=8, metavar="N", help="tokens of an answer, at most")
 
 
-main = Benchmark("sessions", __doc__, COLUMNS, rows, options, model=True, figures={
-    "sessions": ("First token by turn", figures)
-}).main  # fmt: skip
+main = Benchmark("sessions", __doc__, COLUMNS, rows, options, model=True).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,5 +1,5 @@
 """What the tables compare with and a server has no use for; importing the package registers it by name."""
 
-from benchmarks.baseline import order, policy, router, strategy
+from benchmarks.baseline import order, policy, strategy
 
-__all__ = ["order", "policy", "router", "strategy"]
+__all__ = ["order", "policy", "strategy"]

@@ -1,4 +1,4 @@
-"""The server with the baselines of the tables besides its own strategies, policies, orders and routers.
+"""The server with the baselines of the tables besides its own strategies, policies and orders.
 
 python -m benchmarks.baseline [flags of ragjax serve]
 """

@@ -1,8 +1,7 @@
 """The rivals' homes: throw-away virtual environments under `benchmarks/.envs`, and workers that run inside them.
 
 A worker is a script of `benchmarks/workers`, started in its own process with its own interpreter; it reads one JSON
-object a line and answers with one. Nothing here installs into the project's own environment. `rerun` starts a module
-of ours.
+object a line and answers with one. Nothing here installs into the project's own environment.
 """
 
 from __future__ import annotations
@@ -13,18 +12,13 @@ import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import threading
-import time
 import venv
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
-
-from ragjax.core import ConfigError
 
 HERE = Path(__file__).parents[1]
 HOMES = HERE / ".envs"
@@ -42,7 +36,6 @@ BUILD_SETTINGS: Mapping[str, Mapping[str, str]] = {
 UNNEEDED: Mapping[str, Sequence[str]] = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
 """Packages that are removed again: text needs none, and one of another build than torch's ends the start."""
 
-REDIS_START_S = 10.0  # within which a Redis server listens
 TAIL = 4000  # characters of a failed process's words that an error repeats
 
 
@@ -89,12 +82,6 @@ def _install(interpreter: Path, pins: Path, home: Path, settings: Mapping[str, s
         words = log.read_text()[-TAIL:]
         shutil.rmtree(home, ignore_errors=True)
         raise RivalError(f"installing {pins} failed:\n{words}")
-
-
-def rerun(module: str, *arguments: str) -> Any:
-    """What a module of ours says in its last line, one of JSON, in a process of its own; its errors are shown."""
-    done = subprocess.run([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -176,38 +163,3 @@ class Worker:
     def _last_words(self) -> str:
         self._listener.join(timeout=10)
         return "".join(self._words)[-TAIL:]
-
-
-@contextmanager
-def redis(url: str | None = None) -> Iterator[str]:
-    """The address of a Redis server: the one given, or one that runs meanwhile and keeps nothing.
-
-    Raises:
-        ConfigError: there is no redis-server to start, or it does not listen.
-    """
-    if url is not None:
-        yield url
-        return
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        raise ConfigError("there is no redis-server to start: install one (redis-server or valkey-server)")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
-    with subprocess.Popen((program, *options), stdout=subprocess.DEVNULL) as process:
-        try:
-            _wait(port)
-            yield f"redis://127.0.0.1:{port}/0"
-        finally:
-            process.kill()
-
-
-def _wait(port: int) -> None:
-    end = time.monotonic() + REDIS_START_S
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError as error:
-            if time.monotonic() > end:
-                raise ConfigError(f"redis-server does not listen on port {port}: {error}") from error
-            time.sleep(0.1)

@@ -1,6 +1,6 @@
 """What the checks on a GPU share: flags, a budget of seconds, rows that are kept as they come, targets, rivals.
 
-A check (`kernels`, `peers`, `e2e`, `mesh`) runs on a bare CUDA machine within a budget of seconds: it begins no
+A check (`kernels`, `served`, `e2e`, `mesh`) runs on a bare CUDA machine within a budget of seconds: it begins no
 measurement after that, writes its report after every row, and goes on where it stopped when it is started again. With
 `--platform cpu --quick` it is rehearsed on a machine without a GPU.
 """

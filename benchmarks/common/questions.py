@@ -36,11 +36,6 @@ def demo_questions(name: str = "questions", limit: int | None = None) -> list[di
     return list(read_lines(DEMO / f"{name}.jsonl", "question"))[:limit]
 
 
-def spread(limit: int) -> list[str]:
-    chosen = [entry["question"] for entry in demo_questions()]
-    return chosen[:: max(1, len(chosen) // limit)][:limit]
-
-
 TEXTS = Path(__file__).parents[1] / "texts"
 
 

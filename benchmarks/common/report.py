@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.common import plot
 from benchmarks.common.envs import RivalError
 from benchmarks.common.machine import Ceilings, ceilings, machine, versions
 from benchmarks.common.samples import Samples, weights_of
@@ -201,7 +200,7 @@ class Session:
     def samples(self, settings: Mapping[str, Any] | None = None) -> Samples:
         """Open the samples of these settings (the command line's) on this machine with these versions."""
         if settings is None:
-            given = {name: str(value) for name, value in vars(self._chosen).items() if name not in ("json", "plot")}
+            given = {name: str(value) for name, value in vars(self._chosen).items() if name != "json"}
             settings = given | ({"weights": weights_of(self._chosen.model)} if "model" in given else {})
         where = {"machine": self.head.machine["cpu"], "versions": dict(self.head.versions)}
         self._opened.append(Samples(self.head.benchmark, {**where, **settings}))
@@ -221,7 +220,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A command: its flags, the rows that it measures, the columns that it prints, the figures that it draws."""
+    """A command: its flags, the rows that it measures, the columns that it prints."""
 
     name: str
     about: str | None  # the module's docstring
@@ -229,7 +228,6 @@ class Benchmark:
     rows: Callable[[argparse.Namespace, Session], Iterable[Row]]
     flags: Callable[[Parser], object] = lambda flags: None
     model: bool = False  # whether it has --model and --dtype
-    figures: plot.Figures | None = None  # drawn with --plot DIR
     check: Callable[[Parser, argparse.Namespace], object] = lambda flags, chosen: None  # refuses flags that contradict
     show: Callable[[Sequence[Row], argparse.Namespace], object] = lambda rows, chosen: None  # prints more; True: failed
 
@@ -239,8 +237,6 @@ class Benchmark:
         if self.model:
             flags.add_model()
         self.flags(flags)
-        if self.figures is not None:
-            flags.add("--plot", type=Path, metavar="DIR", help="also draw the figures")
         chosen = flags.parse(arguments)
         self.check(flags, chosen)
         return chosen
@@ -255,6 +251,4 @@ class Benchmark:
             print(f"error: {error}", file=sys.stderr)
             return 1
         session.finish(rows, self.columns(chosen) if callable(self.columns) else self.columns, chosen.json)
-        if self.figures is not None:
-            plot.draw(rows, chosen.plot, self.figures)
         return int(bool(self.show(rows, chosen)))

@@ -19,7 +19,6 @@ from flax import nnx
 from jax import lax
 from numpy.typing import NDArray
 
-from benchmarks.baseline.attention.pqcache import Retrieval
 from ragjax.compress.choose import choose, quota
 from ragjax.compress.scorers import SCORERS, Evidence
 from ragjax.core.compression import Compression
@@ -99,13 +98,8 @@ class Laboratory:
         layers, tokens, heads, _ = prefill.k_LNKD.shape
         return jnp.broadcast_to(jnp.arange(tokens) < prefill.count, (layers, heads, tokens))
 
-    def logits(
-        self, prefill: Prefill, kept_LKN: jax.Array | Sequence[Retrieval], tokens: Sequence[int]
-    ) -> NDArray[np.float32]:
-        """Logits after each token that follows the prompt, float32 [T, V]: they see what is kept and each other.
-
-        kept_LKN: or what each layer's rows retrieve.
-        """
+    def logits(self, prefill: Prefill, kept_LKN: jax.Array, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Logits after each token that follows the prompt, float32 [T, V]: they see what is kept and each other."""
         padded = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, self.tail - len(tokens))))
         places = slice(prefill.count, prefill.count + self.tail)
         x_TE = self._decoder.embed(padded)
@@ -114,11 +108,7 @@ class Laboratory:
         return np.asarray(self._decoder.unembed(x_TE))[: len(tokens)]
 
     def answer(
-        self,
-        prefill: Prefill,
-        kept_LKN: jax.Array | Sequence[Retrieval],
-        ends: frozenset[int],
-        known: Sequence[int] = (),
+        self, prefill: Prefill, kept_LKN: jax.Array, ends: frozenset[int], known: Sequence[int] = ()
     ) -> list[int]:
         """What greedy decoding over what is kept says: `tail` tokens, or up to an end, which is left out.
 
@@ -167,16 +157,13 @@ def _continue(
     sin_TR: jax.Array,
     k_NKD: jax.Array,
     v_NKD: jax.Array,
-    kept_KN: jax.Array | Retrieval,
+    kept_KN: jax.Array,
 ) -> jax.Array:
     rows, heads = len(x_TE), k_NKD.shape[1]
     layer = nnx.merge(graph, state)
     q_THD, k_TKD, v_TKD = layer.project(x_TE, cos_TR, sin_TR)
     own_KTT = jnp.broadcast_to(jnp.tril(jnp.ones((rows, rows), bool)), (heads, rows, rows))
-    if isinstance(kept_KN, Retrieval):
-        old_KTN = kept_KN.seen(q_THD)
-    else:
-        old_KTN = jnp.broadcast_to(kept_KN[:, None], (heads, rows, kept_KN.shape[1]))
+    old_KTN = jnp.broadcast_to(kept_KN[:, None], (heads, rows, kept_KN.shape[1]))
     seen_KTS = jnp.concatenate([old_KTN, own_KTT], -1)
     _, out_THD = _attention(q_THD, jnp.concatenate([k_NKD, k_TKD]), jnp.concatenate([v_NKD, v_TKD]), seen_KTS)
     finished: jax.Array = layer.finish(x_TE, out_THD)

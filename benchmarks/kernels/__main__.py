@@ -44,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\ntimings, median of runs of many calls each:\n" + report.table(timed, COLUMNS))
     judged = gates(timed, record.head.ceilings, bench.model)
     gpu.show_gates(judged)
-    print("targets beside FlashAttention and FlexAttention: python -m benchmarks.peers")
     record.finish(judged)
     wrong = any("wrong result" in str(row.get("failed", "")) for row in timed)
     return 0 if right and not wrong else 1

@@ -38,13 +38,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import report
-from benchmarks.common.plot import draw
 from benchmarks.common.report import Benchmark, Parser, Session, listed, numbers
 from benchmarks.common.samples import Samples, weights_of
 from benchmarks.latency.system import OtherLoad
-from benchmarks.load import figure, part, server
+from benchmarks.load import figure, part, plot, server
 from benchmarks.load.client import Target
-from benchmarks.load.figure import figures
 from benchmarks.load.measure import COLUMNS, Bench, Plan, Results, row_of
 from benchmarks.load.server import OwnServer, Prompts
 from benchmarks.load.system import Own, base_settings, options_of, parse_setting, parse_system
@@ -108,7 +106,7 @@ def complete(chosen: Namespace) -> None:
     """
     readers = {"sets": listed, "systems": listed, "clients": numbers(integer(1)), "rate": numbers(positive)}
     readers |= {"top_k": numbers(integer(1)), "arrivals": lambda text: chosen.data and chosen.data / text}
-    for name, value in (figure.flags_of(chosen.figure) if chosen.figure else {}).items():
+    for name, value in (figure.FIGURES[chosen.figure].flags if chosen.figure else {}).items():
         if getattr(chosen, name) is None:
             setattr(chosen, name, readers[name](value) if name in readers else value)
     chosen.workload = chosen.workload or "zipf"
@@ -246,7 +244,8 @@ def run(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
 
 def show(rows: Sequence[report.Row], chosen: Namespace) -> None:
     title = figure.FIGURES[chosen.figure].title if chosen.figure else f"Under load: {chosen.workload}"
-    draw(rows, chosen.plot, figures(chosen.figure or chosen.workload, title))
+    if chosen.plot is not None:
+        plot.draw(rows, chosen.plot, chosen.figure or chosen.workload, title)
 
 
 BENCHMARK = Benchmark("load", __doc__, COLUMNS, run, options, check=check, show=show)

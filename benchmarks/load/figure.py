@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from benchmarks.common.plot import Figures, Panel, bars, label, lines
-from benchmarks.common.report import Row
-from ragjax.core import ConfigError
 
 BATCHING = ("ragcache", "prefix-lru", "full")
 
@@ -62,57 +58,3 @@ FIGURES: Mapping[str, Figure] = {
         "workload": "graph", "systems": "full,prefix-lru,depcache", "points": 0, "clients": "8",
     }),
 }  # fmt: skip
-
-
-def flags_of(name: str) -> Mapping[str, Any]:
-    """The flags that a figure stands for."""
-    if name not in FIGURES:
-        raise ConfigError(f"unknown figure {name!r}; choose among {', '.join(FIGURES)}")
-    return FIGURES[name].flags
-
-
-LINES = ("ttft_mean_ms", "ttft_p99_ms", "itl_p99_ms", "found_share")
-GROUPS = ("ttft_mean_ms", "ttft_p99_ms", "requests_per_s", "found_share")
-BARS = ("requests_per_s", "tokens_per_s", "ttft_mean_ms", "itl_p99_ms")
-
-
-def _by_rate(rows: Sequence[Row]) -> Iterator[Panel]:
-    open_loop = [r for r in rows if r["rate"]]
-    if len({r["rate"] for r in open_loop}) == 1:
-        yield from (_groups(open_loop, y) for y in GROUPS if any(r[y] is not None for r in open_loop))
-        return
-    for workload in dict.fromkeys(r["workload"] for r in rows):
-        found = [r for r in rows if r["workload"] == workload and r["rate"]]
-        yield from filter(None, (
-            lines(found, workload, "rate", y, "system", x_label="requests a second that arrive",
-                  logarithmic="y" if y.endswith("_ms") else "")
-            for y in LINES
-        ))  # fmt: skip
-
-
-def _groups(rows: Sequence[Row], y: str) -> Panel:
-    workloads = list(dict.fromkeys(r["workload"] for r in rows))
-    systems = list(dict.fromkeys(r["system"] for r in rows))
-    width = 0.8 / len(systems)
-
-    def panel(axes: Any) -> None:
-        for i, system in enumerate(systems):
-            found = {r["workload"]: r[y] for r in rows if r["system"] == system and r[y] is not None}
-            places = [workloads.index(workload) + (i + 0.5) * width - 0.4 for workload in found]
-            axes.bar(places, list(found.values()), width, label=system)
-        axes.set_xticks(range(len(workloads)), [name.split(":")[-1] for name in workloads], fontsize=7)
-        label(axes, f"{rows[0]['rate']:g} requests a second arrive", "", y)
-
-    return panel
-
-
-def _by_clients(rows: Sequence[Row]) -> Iterator[Panel]:
-    for workload in dict.fromkeys(r["workload"] for r in rows):
-        found = [r for r in rows if r["workload"] == workload and r["concurrency"]]
-        names = [f"{r['system']} ({r['concurrency']})" for r in found]
-        yield from filter(None, (bars(found, workload, y, names) for y in BARS if found))
-
-
-def figures(name: str, title: str) -> Figures:
-    """The pictures of a run: by rate, and of closed loops."""
-    return {name: (title, _by_rate), f"{name}_clients": (f"{title}, clients that wait", _by_clients)}

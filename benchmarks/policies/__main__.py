@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import plot, report
+from benchmarks.common import report
 from benchmarks.common.profiles import load
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Samples
-from benchmarks.policies import orders, replay, storage
+from benchmarks.policies import orders, replay
 from benchmarks.policies.cell import NAMES, Bounds, Cell, cells, effort, modelled, serve, workloads
 from benchmarks.policies.simulator import LOOKAHEAD
 from benchmarks.policies.source import PATTERNS
@@ -38,7 +38,6 @@ COLUMNS = (
     "workload", "top_k", "keep", "capacity_tokens", "host_tokens", "policy", "token_hit_rate", "bound", "min",
     "document_hit_rate", "document_bound", "recomputed_tokens", "prefill_s", "moved_bytes", "decision_us",
 )  # fmt: skip
-STORAGE_COLUMNS = ("source", *storage.PAPER, "baseline_hit_rate", "stored", "baseline_stored", "computed")
 
 
 def measure(planned: Sequence[Cell], profile: Profile, samples: Samples) -> Iterator[dict[str, Any]]:
@@ -86,49 +85,21 @@ def _groups(rows: Sequence[report.Row]) -> dict[str, list[report.Row]]:
     return groups
 
 
-def draw(rows: Sequence[report.Row], file: Path) -> None:
-    groups: dict[tuple[Any, ...], list[report.Row]] = {}
-    for row in rows:
-        groups.setdefault((row["workload"], row["top_k"], row["keep"], bool(row["host_tokens"])), []).append(row)
-
-    def hit_rates(key: tuple[Any, ...]) -> plot.Panel:
-        name, top_k, keep, two_tiers = key
-        title = f"{name}{f' top-{top_k}' if top_k else ''}{f', {keep} kept' if keep else ''}"
-
-        def panel(axes: Any) -> None:
-            for policy in dict.fromkeys(r["policy"] for r in groups[key]):
-                line = [(r["capacity_tokens"], r["token_hit_rate"]) for r in groups[key] if r["policy"] == policy]
-                axes.plot(*zip(*line, strict=True), marker="o", markersize=3, label=policy)
-            limits = sorted({(r["capacity_tokens"], r["bound"]) for r in groups[key]})
-            axes.plot(*zip(*limits, strict=True), "k--x", markersize=4, label="bound")
-            plot.label(axes, f"{title}{', device and host' if two_tiers else ''}", "capacity_tokens", "token_hit_rate")
-
-        return panel
-
-    plot.save([hit_rates(key) for key in groups], file)
-
-
 def options(flags: Parser) -> None:
-    what = flags.add_mutually_exclusive_group(required=True).add_argument
-    what("--data", type=report.existing_folder, metavar="DIR", help="a folder with kg/, text/ and traces/, or some")
-    what("--storage", action="store_true", help="FusionRAG's storage simulation (section 5.3.3) instead")
+    folder = "a folder with kg/, text/ and traces/, or some"
+    flags.add("--data", type=report.existing_folder, required=True, metavar="DIR", help=folder)
     flags.add("--orders", action="store_true", help="every order under some of the policies")
     through = "the real cache serves requests for documents, or a simulator serves all (%(default)s)"
     flags.add("--through", choices=("simulator", "cache"), default="simulator", help=through)
     flags.add("--limit", type=integer(1), metavar="N", help="at most N questions a text set, N requests a workload")
     flags.add("--profile", type=Path, metavar="FILE", help="a measured cost profile; modelled without")
-    flags.add("--plot", type=report.writable, metavar="FILE.png", help="also draw hit rates by capacity")
 
 
 def columns(chosen: Namespace) -> Sequence[str]:
-    if chosen.storage:
-        return STORAGE_COLUMNS
     return (orders if chosen.orders else replay).COLUMNS if chosen.orders or chosen.through == "cache" else COLUMNS
 
 
 def measured(chosen: Namespace, session: Session) -> Iterable[Mapping[str, Any]]:
-    if chosen.storage:
-        return storage.rows(storage.Setting())
     profile = modelled() if chosen.profile is None else load(chosen.profile)
     how = orders if chosen.orders else replay if chosen.through == "cache" else None
     much = (how.effort if how else effort)(chosen.quick, chosen.limit)
@@ -140,12 +111,10 @@ def measured(chosen: Namespace, session: Session) -> Iterable[Mapping[str, Any]]
 
 
 def show(rows: Sequence[Mapping[str, Any]], chosen: Namespace) -> None:
-    if chosen.storage or chosen.through == "cache":
+    if chosen.through == "cache":
         return
     found = orders.gains(rows) if chosen.orders else means(rows)
     print("\n" + report.table(found, tuple(found[0]) if found else ()))
-    if chosen.plot is not None:
-        (orders.draw if chosen.orders else draw)(rows, chosen.plot)
 
 
 main = Benchmark("policies", __doc__, columns, measured, options, show=show).main

@@ -6,12 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common import plot, report
+from benchmarks.common import report
 from benchmarks.common.samples import Samples
 from benchmarks.policies import bound
 from benchmarks.policies.cell import Cell, Effort, policy_of
@@ -88,23 +87,3 @@ def gains(rows: Sequence[report.Row]) -> list[dict[str, Any]]:
 
 def _gain(value: float, base: float) -> float | None:
     return value / base - 1 if base else None
-
-
-def draw(rows: Sequence[report.Row], file: Path) -> None:
-    """Tokens found, a panel for each workload and capacity, a group of bars for each policy."""
-    cells = list(dict.fromkeys((row["workload"], row["capacity_tokens"]) for row in rows))
-
-    def bars(cell: tuple[str, int]) -> plot.Panel:
-        members = [row for row in rows if (row["workload"], row["capacity_tokens"]) == cell]
-
-        def panel(axes: Any) -> None:
-            width = 0.8 / len(ORDERS)
-            for i, order in enumerate(ORDERS):
-                heights = [row["found_share"] for row in members if row["order"] == order]
-                axes.bar(np.arange(len(POLICIES)) + i * width, heights, width, label=order)
-            axes.set_xticks(np.arange(len(POLICIES)) + 0.4 - width / 2, POLICIES)
-            plot.label(axes, f"{cell[0]}, {cell[1]:,} tokens", "policy", "found_share")
-
-        return panel
-
-    plot.save([bars(cell) for cell in cells], file)

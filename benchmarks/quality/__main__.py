@@ -43,12 +43,9 @@ from benchmarks.quality.choice import choices
 from benchmarks.quality.dataset import QuestionSet
 from benchmarks.quality.evaluation import Evaluation, Style
 from benchmarks.quality.judge import Judge
-from benchmarks.quality.plot import FIGURES
-from benchmarks.quality.rival import RIVALS
 from benchmarks.quality.rows import Question, main_settings, measure, opened, rows, smallest, sweep_settings, verdicts
 from benchmarks.quality.similarity import History, packaged_encoder, search_in
 from ragjax.commands.flags import integer
-from ragjax.engine.preprocessing import fuse_all
 from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.reuse import DEPENDENCY
 
@@ -72,14 +69,11 @@ def options(flags: Parser) -> None:
     add("--triviaqa", type=Path, metavar="FILE", help="also a file in TriviaQA's format, with the text of its evidence")
     add("--strategies", type=report.among(known, "strategy"), default=everything, metavar="A,B",
         help="strategies besides full and naive")  # fmt: skip
-    add("--rivals", type=report.among(RIVALS, "rival"), default=[], metavar="A,B",
-        help=f"rivals that shorten passages: {', '.join(RIVALS)}")  # fmt: skip
     add("--ratios", type=_numbers(float, 1.0), default=RATIOS, metavar="R,R", help="recomputed shares; 0.15: --quick")
     add("--neighbours", type=_numbers(int, 100), default="10", metavar="N,N",
         help="neighbours of fused chunks, the default first")  # fmt: skip
     add("--limit", type=integer(1), default=100, quick=2, metavar="N", help="questions a set")
     add("--sweep", type=integer(0), default=25, metavar="N", help="questions for the other ratios")
-    add("--deviation", type=integer(0), default=0, metavar="N", help="questions whose KV is compared")
     add("--max-tokens", type=integer(1), default=24, metavar="N", help="tokens generated")
     add("--instruction", metavar="TEXT", help="system message (ragjax's own)")
     add("--craft-history", default="similar", choices=get_args(History), help="past requests")
@@ -131,9 +125,9 @@ def run(
     chosen: Namespace, samples: Samples, encoder: TextEncoder, judged_by: Judge | None = None
 ) -> list[dict[str, Any]]:
     known = all_strategies()
-    selective = frozenset(name for name, s in known.items() if s.selective) | frozenset(chosen.rivals)
+    selective = frozenset(name for name, s in known.items() if s.selective)
     ratio = RATIO if RATIO in chosen.ratios else chosen.ratios[0]
-    main = main_settings([*chosen.strategies, *chosen.rivals], selective, ratio, chosen.neighbours[0])
+    main = main_settings(chosen.strategies, selective, ratio, chosen.neighbours[0])
     sweep = sweep_settings(main, chosen.ratios, chosen.neighbours[1:]) if chosen.sweep else []
     sets = sets_of(chosen, encoder)
     style = Style(chosen.instruction, chosen.max_tokens, chosen.craft_history)
@@ -143,24 +137,22 @@ def run(
         limits = {"device_gb": chosen.device_cache_gb, "disk_gb": chosen.disk_cache_gb}
         with opened(chosen.model, chosen.dtype, known, ahead=not chosen.lazy, **limits) as engine:
             work = Evaluation(
-                engine, questions, chosen.limit, encoder, style, known, fuse_all,
-                [RIVALS[name](engine) for name in chosen.rivals], whole_corpus=not chosen.quick,
+                engine, questions, chosen.limit, encoder, style, whole_corpus=not chosen.quick,
                 choices=choices(questions, chosen.options) if chosen.options else None,
             )  # fmt: skip
             if work.left_out:
                 print(f"{work.name}: {work.left_out} questions are too long for the model", file=sys.stderr)
             progress.total -= min(chosen.limit, len(questions.questions)) - len(work.questions)
             measured[questions.name] = measure(
-                work, main, sweep, samples, progress, swept=chosen.sweep, deviations=chosen.deviation,
-                judged_by=judged_by,
-            )  # fmt: skip
+                work, main, sweep, samples, progress, swept=chosen.sweep, judged_by=judged_by
+            )
     return rows(measured, main, sweep, chosen.model)
 
 
 def settings_of(chosen: Namespace) -> dict[str, Any]:
     """What a question's samples depend on: strategies, ratios and sets may be added to a stopped run."""
-    kept = ("dtype", "limit", "max_tokens", "instruction", "craft_history", "quick", "data", "triviaqa", "deviation",
-            "lazy", "options", "corpus", "judge", "judge_model")  # fmt: skip
+    kept = ("dtype", "limit", "max_tokens", "instruction", "craft_history", "quick", "data", "triviaqa", "lazy",
+            "options", "corpus", "judge", "judge_model")  # fmt: skip
     return {**{name: str(getattr(chosen, name)) for name in kept}, "model": weights_of(chosen.model)}
 
 
@@ -180,9 +172,7 @@ def show(made: Sequence[report.Row], _: Namespace) -> None:
         print(report.table(claims, tuple(claims[0])))
 
 
-BENCHMARK = Benchmark(
-    "quality", __doc__, COLUMNS, measured, options, model=True, figures=FIGURES, check=check, show=show
-)
+BENCHMARK = Benchmark("quality", __doc__, COLUMNS, measured, options, model=True, check=check, show=show)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

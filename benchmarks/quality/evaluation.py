@@ -11,21 +11,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.quality import choice, score
 from benchmarks.quality.choice import Choice
 from benchmarks.quality.dataset import Question, QuestionSet
-from benchmarks.quality.probe import Probe, deviation, places
 from benchmarks.quality.similarity import History, Similarity
 from ragjax.core import Answer, Chunk, Hit, Kind, Message, Prompt, Segment, Tokens
 from ragjax.engine import Engine
-from ragjax.engine.preprocessing import Job
+from ragjax.engine.preprocessing import Job, fuse_all
 from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.report import divergence
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import TextEncoder
-from ragjax.reuse.base import Strategy
 from ragjax.reuse.fusion import QueryGuided
 from ragjax.reuse.repair import Selective
 from ragjax.reuse.stitch import Isolated
@@ -42,24 +40,6 @@ TAUGHT: Mapping[str, str] = {
 """Strategies that live off past requests, and the one by which those are answered."""
 
 PAST_QUESTION = "What do these passages say?"
-
-
-class Fuser(Protocol):
-    """`ragjax.engine.preprocessing.fuse_all`, or what stands in for it."""
-
-    def __call__(self, engine: Engine, jobs: Sequence[Job], *, record: bool) -> Sequence[bytes]:
-        """Preprocess chunks; the `behind` that each one's segment then has. record: keep attention too."""
-        ...
-
-
-class Rival(Protocol):
-    """Another way to make a prompt cheaper: it makes passages shorter."""
-
-    name: str
-
-    def condense(self, question: str, chunks: Sequence[Chunk], rate: float) -> tuple[list[Chunk], float]:
-        """Chunks of about `rate` of their tokens, and the milliseconds it took."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -99,9 +79,6 @@ class Evaluation:
         limit: int,
         encoder: TextEncoder,
         style: Style,
-        strategies: Mapping[str, Strategy],
-        fuse: Fuser,
-        rivals: Sequence[Rival] = (),
         *,
         whole_corpus: bool = True,
         chunk_tokens: int = 192,
@@ -109,14 +86,11 @@ class Evaluation:
     ):
         """Take the first `limit` questions whose prompt and answer fit the engine's context.
 
-        strategies: the engine's, by name. whole_corpus: whether neighbours come from the whole corpus of the set, or
-        from the passages of the questions taken. chunk_tokens: most tokens of a chunk. choices: by question id, what is
-        to be chosen from besides.
+        whole_corpus: whether neighbours come from the whole corpus of the set, or from the passages of the questions
+        taken. chunk_tokens: most tokens of a chunk. choices: by question id, what is to be chosen from besides.
         """
         self.engine, self.style, self.name = engine, style, questions.name
-        self._fuse, self._strategies = fuse, strategies
         self._choices = choices or {}
-        self._rivals = {rival.name: rival for rival in rivals}
         encode = partial(engine.tokenizer.encode, special=False, continued=True)
         self._chunker = Chunker(encode, chunk_tokens)
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
@@ -151,12 +125,12 @@ class Evaluation:
     def chunks(self, question: Question) -> list[Chunk]:
         return [chunk for passage in question.passages for chunk in self._chunks[passage.id]]
 
-    def prompt(self, question: Question, chunks: Sequence[Chunk] | None = None, neighbours: int = 0) -> Prompt:
-        """The prompt as the engine makes it of a chat; over other chunks if they are given.
+    def prompt(self, question: Question, neighbours: int = 0) -> Prompt:
+        """The prompt as the engine makes it of a chat.
 
         neighbours: chunks that were preprocessed behind so many are marked as such.
         """
-        chunks = self.chunks(question) if chunks is None else chunks
+        chunks = self.chunks(question)
         marked = [replace(chunk, behind=self._behind.get((chunk.id, neighbours), b"")) for chunk in chunks]
         return self.chat(question.text, marked)
 
@@ -203,21 +177,16 @@ class Evaluation:
             Job(self._system, _segment(chunk), tuple(map(_segment, self.similarity.neighbours(chunk.id, n))))
             for chunk in chunks
         ]
-        for chunk, behind in zip(chunks, self._fuse(self.engine, jobs, record=record), strict=True):
+        for chunk, behind in zip(chunks, fuse_all(self.engine, jobs, record=record), strict=True):
             self._behind[chunk.id, n] = behind
 
     # ------------------------------------------------------------------------------- measurement
 
-    def ask(self, question: Question, setting: Setting, strategy: Strategy | None = None, tenant: str = "") -> Answer:
-        return self._ask(question, self.prompt(question, None, setting.neighbours), setting, strategy, tenant)
-
-    def _ask(
-        self, question: Question, prompt: Prompt, setting: Setting, strategy: Strategy | None = None, tenant: str = ""
-    ) -> Answer:
+    def ask(self, question: Question, setting: Setting, tenant: str = "") -> Answer:
         bare = setting.strategy == UNFUSED.name and not setting.neighbours
         return self.engine.answer_prompt(
-            prompt, strategy=strategy or (UNFUSED if bare else setting.strategy), recompute_ratio=setting.ratio,
-            continuation=self.continuation(question), max_tokens=self.style.max_tokens,
+            self.prompt(question, setting.neighbours), strategy=UNFUSED if bare else setting.strategy,
+            recompute_ratio=setting.ratio, continuation=self.continuation(question), max_tokens=self.style.max_tokens,
             tenant=tenant + self._tenant(question, setting),
         )  # fmt: skip
 
@@ -226,31 +195,17 @@ class Evaluation:
         question = self.questions[0]
         self.prepare(question, settings)
         for setting in settings:
-            if setting.strategy not in self._rivals:
-                self.ask(question, setting, tenant="first/")
+            self.ask(question, setting, tenant="first/")
 
-    def measure(
-        self, question: Question, settings: Sequence[Setting], deviations: bool = False
-    ) -> Iterator[tuple[Setting, dict[str, Any]]]:
-        """The sample of each setting on a question, full attention's own first.
-
-        deviations: also compare the KV that each leaves behind with full attention's.
-        """
+    def measure(self, question: Question, settings: Sequence[Setting]) -> Iterator[tuple[Setting, dict[str, Any]]]:
+        """The sample of each setting on a question, full attention's own first."""
         self.prepare(question, [*settings, NAIVE])
         full, chosen = self._answered(question, FULL)
-        exact = self.probed(question, FULL) if deviations else None
         yield FULL, sample(question, full, full) | chosen
         for setting in settings:
-            if setting == FULL:
-                continue
-            if setting.strategy in self._rivals:
-                yield setting, self._rival_sample(question, setting, full)
-                continue
-            answer, chosen = self._answered(question, setting)
-            found = sample(question, answer, full) | chosen
-            if exact is not None:
-                found |= _deviations(self.prompt(question), exact, self.probed(question, setting))
-            yield setting, found
+            if setting != FULL:
+                answer, chosen = self._answered(question, setting)
+                yield setting, sample(question, answer, full) | chosen
 
     def _answered(self, question: Question, setting: Setting) -> tuple[Answer, dict[str, Any]]:
         """The answer, and what is measured of the question's choice; the prompt is computed once for both."""
@@ -259,7 +214,7 @@ class Evaluation:
             return self.ask(question, setting), {}
         engine = self.engine
         with engine.compute_kv(
-            self.prompt(question, None, setting.neighbours),
+            self.prompt(question, setting.neighbours),
             strategy=setting.strategy,
             recompute_ratio=setting.ratio,
             tenant=self._tenant(question, setting),
@@ -278,33 +233,9 @@ class Evaluation:
     def _tenant(self, question: Question, setting: Setting) -> str:
         return f"{self.name}/{question.id}/{setting.key}"
 
-    def probed(self, question: Question, setting: Setting) -> Probe:
-        """A probe that has seen the KV that a setting leaves behind on a question."""
-        runner = self.engine._runner  # KV is read by nobody else, and in the engine's thread
-        config = runner.config
-        probe = Probe(self._strategies[setting.strategy], runner.read, config.inverse_frequencies)
-        self.ask(question, setting, probe, tenant="probe/")
-        return probe
-
-    def _rival_sample(self, question: Question, setting: Setting, full: Answer) -> dict[str, Any]:
-        assert setting.ratio is not None
-        chunks = self.chunks(question)
-        shorter, milliseconds = self._rivals[setting.strategy].condense(question.text, chunks, setting.ratio)
-        answer = self._ask(question, self.prompt(question, shorter), replace(setting, strategy="full", ratio=None))
-        found = sample(question, answer, full)
-        kept = sum(len(c.tokens) for c in shorter) / sum(len(c.tokens) for c in chunks)
-        return {**found, "recomputed_share": kept, "ttft_ms": found["ttft_ms"] + milliseconds}
-
 
 def _segment(chunk: Chunk) -> Segment:
     return Segment(chunk.id, Kind.CHUNK, chunk.tokens, chunk.title)
-
-
-def _deviations(prompt: Prompt, exact: Probe, probe: Probe) -> dict[str, Any]:
-    assert exact.kv is not None and probe.kv is not None
-    keys, values = deviation(exact.kv, probe.kv)
-    within, among = places(prompt, probe.recomputed)
-    return {"deviation_k": keys, "deviation_v": values, "place_in_chunk": within, "place_of_chunk": among}
 
 
 def sample(question: Question, answer: Answer, full: Answer) -> dict[str, Any]:

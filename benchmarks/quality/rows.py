@@ -28,7 +28,6 @@ METRICS = (
     *("ttft_ms", "load_ms", "prompt_tokens"),
 )  # fmt: skip
 CHOICE = ("accuracy", "accuracy_sum", "right_p")  # metrics of questions with a choice
-LISTS = ("deviation_k", "deviation_v", "place_in_chunk", "place_of_chunk")
 
 Question = Mapping[str, Mapping[str, Any]]  # one question's samples by setting
 
@@ -105,12 +104,7 @@ def row(
             mine, theirs = values(setting, "kl"), values(beside, "kl")
             made |= bootstrap.difference(mine, theirs).columns("kl_minus_fusion")
             made |= bootstrap.ratio(mine, theirs).columns("kl_over_fusion")
-    made |= optional(setting, pairs)
-    for key in LISTS:
-        found = [q[setting.key][key] for q in questions if key in q[setting.key]]
-        if found:
-            made[key] = [float(x) for x in np.mean(found, axis=0)]
-    return made
+    return made | optional(setting, pairs)
 
 
 def optional(setting: Setting, pairs: Sequence[tuple[Question, str]]) -> dict[str, Any]:
@@ -165,7 +159,6 @@ def measure(
     progress: Progress,
     *,
     swept: int = 0,
-    deviations: int = 0,
     judged_by: Judge | None = None,
 ) -> list[Question]:
     """Samples of every question of a set: `main` on all, `sweep` on the first `swept`."""
@@ -180,11 +173,11 @@ def measure(
             for bar.n, bar.total in work.teach([s.strategy for s in everything]):
                 bar.refresh()
         work.warm_up(everything)
-    for i, (question, settings) in enumerate(zip(work.questions, waiting, strict=True)):
+    for question, settings in zip(work.questions, waiting, strict=True):
         if not settings:
             progress.skip()
             continue
-        for setting, sample in work.measure(question, settings, deviations=i < deviations):
+        for setting, sample in work.measure(question, settings):
             if setting in settings:
                 if judged_by is not None:
                     sample["faithful"] = judged_by.faithful(question, sample["text"])

@@ -10,7 +10,6 @@ import pytest
 from benchmarks import cost, demo
 
 REFUSED = {
-    "cluster": {"--workloads zipf,nonsense": "argument --workloads", "--rate 1 --clients 2": "not allowed with"},
     "compress": {
         "--methods zip": "unknown method 'zip'",
         "--graphs zip": "unknown graph 'zip'",
@@ -32,11 +31,6 @@ REFUSED = {
         "--data . --workload trace": "needs --arrivals",
         "--data . --requests 1": "whole number from 2",
     },
-    "overlap": {
-        "--clients 0": "whole number from 1",
-        "--tokens 1": "whole number from 8",
-        "--rounds 0": "whole number from 1",
-    },
     "parity": {
         "--no-such-flag": "--no-such-flag",
         "extra": "extra",
@@ -48,13 +42,11 @@ REFUSED = {
         "--adapter a": "give --data for the sets of a folder",
         "--adapter a --data /nowhere/at/all": "/nowhere/at/all",
     },
-    "peers": {"--qui": "--qui", "--seconds 0": "greater than 0"},
     "policies": {
         "": "--data",
-        "--storage --data .": "not allowed with",
         "--data no-such-folder": "no such folder: no-such-folder",
-        "--storage --limit 0": "--limit: must be a whole number from 1",
-        "--storage --qui": "--qui",
+        "--data . --limit 0": "--limit: must be a whole number from 1",
+        "--data . --qui": "--qui",
     },
     "quality": {
         "": "give --data, --triviaqa or both",
@@ -67,15 +59,13 @@ REFUSED = {
         "--data . --neighbours x": "numbers from 0 to 100",
         "--data . --sweeps 1": "--sweeps",
         "--data . --strategies blent": "unknown strategy 'blent'",
-        "--data . --rivals lingua": "unknown rival 'lingua'",
     },
     "repair": {"--runs 0": "whole number from 1", "--strategies nothing": "unknown strategy 'nothing'"},
-    "restart": {"--limit 0": "--limit: must be a whole number from 1"},
     "ttft": {"--qui": "--qui"},
 }
 """Flags of each command, and words of the error."""
 
-PACKAGES = ("cluster", "kernels", "load", "policies", "quality")
+PACKAGES = ("kernels", "load", "policies", "quality")
 
 
 @pytest.mark.parametrize(("name", "flags"), [(name, flags) for name, cases in REFUSED.items() for flags in cases])

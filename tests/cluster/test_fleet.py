@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.baseline.router import TwoChoices
 from ragjax.cluster.fleet import Fleet, _Attempts
 from ragjax.cluster.replica import Call
-from ragjax.cluster.router import KnowledgeRouter, Need
+from ragjax.cluster.router import KnowledgeRouter, Need, Router
 from ragjax.core import (
     Answer,
     Attachment,
@@ -163,8 +162,13 @@ def test_a_setting_that_shadow_replay_changed_is_what_the_fleet_routes_by() -> N
 # ------------------------------------------------------------------------------------- placing and losing
 
 
+class LeastLoaded(Router):
+    def order(self, need: Need, loads: Mapping[str, int]) -> Sequence[str]:
+        return sorted(loads, key=lambda name: loads[name])
+
+
 def test_requests_that_are_placed_at_once_see_each_other() -> None:
-    with fleet_of_two(TwoChoices()) as (fleet, _, _):
+    with fleet_of_two(LeastLoaded()) as (fleet, _, _):
         need, names = Need.of(fleet.composer.ground(asked()).prompt, "", True), ("replica 0", "replica 1")
         tries = [_Attempts() for _ in range(4)]
         first = [fleet._order(need, names, one)[0] for one in tries]

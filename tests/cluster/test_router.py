@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from benchmarks.baseline.router import IMBALANCE, PrefixRouter, TwoChoices
 from ragjax.cluster import router as routing
 from ragjax.cluster.router import HOLDERS, ROUTERS, SLACK, KnowledgeRouter, Need, Router, bound
 from ragjax.core import Kind, Prompt, Segment
@@ -130,21 +129,6 @@ def test_a_replica_that_is_gone_is_forgotten() -> None:
     home = serve(router, need(1))
     left = {name: 0 for name in NAMES if name != home}
     assert home not in router.order(need(1), left)
-
-
-def test_two_choices_takes_the_less_loaded_of_two() -> None:
-    router = TwoChoices()
-    went = Counter(router.order(need(1), {"a": 5, "b": 1, "c": 3, "d": 2})[0] for _ in range(300))
-    assert not went["a"] and went["b"] > went["d"] > went["c"] > 0
-
-
-def test_prefix_follows_the_beginning_until_queues_are_uneven() -> None:
-    router = PrefixRouter()
-    first = serve(router, need(1, 2, 3))
-    assert serve(router, need(1, 2, 9)) == first
-    assert serve(router, need(3, 2, 1)) != first, "the smallest tree gets what matches nowhere"
-    uneven = {**IDLE, first: IMBALANCE + 1}
-    assert Counter(router.order(need(1, 2, 3), uneven)[0] for _ in range(50))[first] == 0
 
 
 def test_random_requests_lose_nothing() -> None:

@@ -16,7 +16,6 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "baseline": frozenset(),
     "policies": frozenset({"common", "baseline"}),
     "kernels": frozenset({"common", "baseline"}),
-    "cluster": frozenset({"common", "baseline", "load", "policies", "quality"}),
     "compression": frozenset({"common", "baseline", "quality"}),
     "quality": frozenset({"common", "baseline"}),
     "graph": frozenset({"common", "baseline", "compression", "quality"}),

@@ -40,7 +40,7 @@ def test_worker_answers_and_reports_errors() -> None:
 
 
 def test_unknown_environment_is_an_error() -> None:
-    with pytest.raises(envs.RivalError, match="llamacpp, llamaserver, llmlingua, openvino, transformers"):
+    with pytest.raises(envs.RivalError, match="llamacpp, llamaserver, openvino, transformers"):
         envs.python("no-such-rival")
 
 

@@ -43,9 +43,9 @@ def test_nothing_is_begun_when_time_is_up(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_file_is_named_by_day_device_and_part(tmp_path: Path) -> None:
-    chosen = gpu.parse("peers", "x", ["--platform", "cpu", "--out", str(tmp_path)])
-    file = gpu.result_file("peers", chosen)
-    assert file is not None and file.parent == tmp_path and file.name.endswith("-cpu-peers.json")
+    chosen = gpu.parse("e2e", "x", ["--platform", "cpu", "--out", str(tmp_path)])
+    file = gpu.result_file("e2e", chosen)
+    assert file is not None and file.parent == tmp_path and file.name.endswith("-cpu-e2e.json")
 
 
 def test_version_comes_from_the_project_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

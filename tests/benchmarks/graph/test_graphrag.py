@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks import graphrag
-from benchmarks.baseline.attention import pqcache
 from benchmarks.common.samples import Progress, Samples
-from benchmarks.compression.laboratory import Laboratory
-from benchmarks.graph import communities, part, retrieved
+from benchmarks.graph import communities, part
 from benchmarks.graph.part import accuracy, capacity, pairs, requests, work, workload
 from benchmarks.graph.question import Question, prompt_of, questions_of
 from benchmarks.quality import __main__ as quality
@@ -143,7 +140,7 @@ def test_the_other_parts(engine: Engine, folder: Path, tmp_path: Path, monkeypat
     made += accuracy(engine, "films", questions, samples, progress)
     made += part.length(engine, "films", questions, runs=1)
     rows = {(r["part"], r["method"], r["positions"]): r for r in made}
-    assert {part for part, _, _ in rows} == set(graphrag.PARTS) - {"workload", "pqcache"}
+    assert {part for part, _, _ in rows} == set(graphrag.PARTS) - {"workload"}
     assert rows["accuracy", "self", None]["logprob_minus_self"] == 0
     assert rows["accuracy", "dependency", "path"]["n"] == 3
     assert "logprob_minus_preorder" in rows["accuracy", "dependency", "path"]
@@ -153,34 +150,3 @@ def test_the_other_parts(engine: Engine, folder: Path, tmp_path: Path, monkeypat
     assert rows["work", "dependency", None]["visited_share"] < 1
     assert 0 < rows["length", "self", None]["visited_share"] <= 1
     assert len(samples._samples) == 18 and rows["accuracy", "communities", None]["n"] == 3
-
-
-def test_pqcache_reads_what_its_codes_rank_highest() -> None:
-    random, n = np.random.default_rng(0), 90
-    k_NKD = np.pad(random.normal(size=(n, 2, 8)), ((0, 38), (0, 0), (0, 0))).astype(np.float32)
-    q_THD = random.normal(size=(3, 4, 8)).astype(np.float32)
-    index = pqcache.fit(jnp.asarray(k_NKD), jnp.asarray(n), jnp.asarray(50), 4)
-    centroid, code = np.asarray(index.centroid_KMCR), np.asarray(index.code_KMN)
-    seen = np.asarray(index.seen(jnp.asarray(q_THD)))
-    for head in range(2):
-        for part_ in range(2):
-            x, c = k_NKD[:n, head, 4 * part_ : 4 * part_ + 4], centroid[head, part_]
-            assert (((x[:, None] - c) ** 2).sum(-1).argmin(1) == code[head, part_, :n]).all()
-        for row in range(3):
-            q = q_THD[row, 2 * head : 2 * head + 2].sum(0).reshape(2, 4)
-            score = sum(centroid[head, m][code[head, m, :n]] @ q[m] for m in range(2))
-            rest = [i for i in np.argsort(-score, kind="stable") if 4 <= i < n - 32][: 50 - 36]
-            assert set(np.flatnonzero(seen[head, row])) == {*range(4), *range(n - 32, n), *rest}
-
-
-def test_pqcache_over_all_keys_is_full_attention() -> None:
-    laboratory, tokens = Laboratory(tiny.decoder(), 128, 4), np.arange(90, dtype=np.int32)
-    prefill = laboratory.prefill(tokens)
-    everything = [pqcache.fit(k, jnp.asarray(90), jnp.asarray(90)) for k in prefill.k_LNKD]
-    want = laboratory.logits(prefill, laboratory.everything(prefill), [5, 80])
-    np.testing.assert_allclose(laboratory.logits(prefill, everything, [5, 80]), want, atol=1e-5)
-    few = [pqcache.fit(k, jnp.asarray(90), jnp.asarray(40)) for k in prefill.k_LNKD]
-    assert np.abs(laboratory.logits(prefill, few, [5, 80]) - want).max() > 1e-3
-    question = Question("1", "what?", ("c",), ())
-    whole, some = retrieved.rows(laboratory, tiny.byte_tokenizer(), "films", [(question, tokens)], Progress(1))
-    assert whole["logprob_minus_self"] == 0 and some["index_ms"] > 0

@@ -1,4 +1,4 @@
-"""`kernels` and `peers`, rehearsed on a CPU; the script; and PyTorch where there is one."""
+"""`kernels`, rehearsed on a CPU; and the script."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks import peers
-from benchmarks.common import envs, gpu, machine
+from benchmarks.common import machine
 from benchmarks.kernels import __main__ as kernels
-from benchmarks.kernels import correctness, masks
+from benchmarks.kernels import correctness
 from benchmarks.kernels.bench import PRE_ROTATED, Bench
-from tests.support.checks import SHAPE, FakeRival, record_of, timed
+from tests.support.checks import SHAPE
 from tests.support.imports import HEAVY, import_without
 
 pytestmark = pytest.mark.slow
@@ -29,7 +28,6 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     monkeypatch.setattr(kernels, "Bench", lambda *_: bench)
-    monkeypatch.setattr(peers, "Bench", lambda *_: bench)
     monkeypatch.setattr(kernels, "QUICK_SHAPES", (SHAPE,))
     monkeypatch.setattr(machine, "milliseconds", lambda work, **_: jax.block_until_ready(work()) is not None and 2.0)
 
@@ -73,27 +71,9 @@ def test_a_wrong_result_ends_with_an_error_after_all_timings(
     assert any(r["case"] == "tree" and r["ms"] == 2.0 for r in rows)
 
 
-def test_peers_rehearsal(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "Rival", FakeRival)
-    assert peers.main(["--platform", "cpu", "--quick", "--json", str(tmp_path / "r.json")]) == 1  # the failed checks
-    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
-    some = {r["peer"]: r for r in rows if r["case"] == "recompute-moved" and r["backend"] == "xla"}
-    assert some[peers.FLASH]["ratio"] == 6.0 and some[peers.FLASH]["peer_form"] == peers.DENSE
-    assert some[peers.FLEX]["ratio"] == 3.0 and some[peers.FLEX]["peer_mask_ms"] == 1.0
-    assert some[peers.CUDNN]["peer_ms"] == 2.0
-    assert [r["measured"] for r in rows if r["case"] == "gate"] == [6.0, 3.0]
-    assert sum("this one cannot" in r.get("failed", "") for r in rows) == 3
-
-
-def test_peers_compare_our_best_page_size() -> None:
-    rows = [timed("causal", page=64, ms=4.0), timed("causal", page=128, ms=2.0), timed("causal", peers.FLASH, ms=6.0)]
-    ours = [r for r in peers.joined(rows) if r["backend"] == "triton"]
-    assert [(r["page_size"], r["ratio"], r["peer_form"]) for r in ours] == [(128, 3.0, peers.EQUAL)]
-
-
 def test_the_check_needs_neither_servers_nor_tests_packages() -> None:
     blocked = {*HEAVY, "tqdm", "hypothesis", "psutil", "pytest", "tokenizers", "huggingface_hub", "jinja2", "torch"}
-    done = import_without(blocked, ["benchmarks.kernels.__main__", "benchmarks.peers", "benchmarks.e2e"])
+    done = import_without(blocked, ["benchmarks.kernels.__main__", "benchmarks.e2e"])
     assert done.returncode == 0, done.stderr
 
 
@@ -121,34 +101,3 @@ def test_script_says_that_there_is_no_gpu(tmp_path: Path) -> None:
 def test_script_hands_flags_on(tmp_path: Path) -> None:
     done = check(["e2e", str(tmp_path), "--no-such-flag"])
     assert done.returncode == 2 and "--no-such-flag" in done.stderr
-
-
-needs_torch = pytest.mark.skipif(gpu.torch_python() is None, reason="no interpreter has PyTorch")
-
-
-@pytest.mark.long
-@needs_torch
-def test_flex_attention_computes_what_we_compute(tmp_path: Path, bench: Bench) -> None:
-    rival = gpu.Rival(peers.WORKER)
-    try:
-        one = peers.Peers(bench, rival, tmp_path, gpu.Clock(200))
-        record = record_of("peers")
-        assert peers.check_equal(record, one)
-        assert all(row["error"] < 1e-5 for row in record.rows.values())
-        assert one.flash(masks.causal(256))["ms"] > 0
-        found = one.flex(masks.chunks(256, low=32, high=64, join=32))
-        assert found["mask_ms"] > 0 and found["visited_share"] == 0.75  # of tiles of 128 x 128
-    finally:
-        rival.close()
-
-
-@pytest.mark.long
-@needs_torch
-def test_a_worker_that_takes_too_long_is_ended_and_started_anew() -> None:
-    rival = gpu.Rival(peers.WORKER)
-    try:
-        with pytest.raises(envs.RivalError, match="ended"):
-            rival.ask({"op": "start"}, 1)
-        assert "torch" in rival.ask({"op": "start"}, 100)["versions"]
-    finally:
-        rival.close()

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.load import __main__ as command
-from benchmarks.load import figure
-from benchmarks.load.figure import figures
+from benchmarks.load import figure, plot
 from benchmarks.load.server import OwnServer
 from benchmarks.load.system import OWN, base_settings, options_of, parse_setting, request_of
 from benchmarks.load.workload import Ask, Workload
@@ -86,7 +85,7 @@ def test_requests_by_kind_of_knowledge() -> None:
 
 @pytest.mark.parametrize("name", figure.FIGURES)
 def test_a_figures_flags_are_flags_of_the_command(name: str, tmp_path: Path) -> None:
-    systems = figure.flags_of(name)["systems"]
+    systems = figure.FIGURES[name].flags["systems"]
     chosen = command.BENCHMARK.parse(["--data", str(tmp_path), "--figure", name])
     assert chosen.systems == systems.split(",")
     assert chosen.clients or chosen.rate or chosen.points or chosen.search
@@ -100,11 +99,9 @@ def test_flags_that_are_given_go_before_a_figures(tmp_path: Path) -> None:
 
 
 def test_pictures_are_drawn_of_rows_by_rate_and_by_clients(tmp_path: Path) -> None:
-    from benchmarks.common.plot import draw
-
     row = dict.fromkeys(("ttft_p99_ms", "itl_p99_ms", "ttft_mean_ms", "tokens_per_s", "requests_per_s"), 1.0)
     row |= {"system": "full", "workload": "w", "found_share": None, "rate": 1.0, "concurrency": None}
-    draw([row, {**row, "rate": None, "concurrency": 8}], tmp_path, figures("load", "Under load"))
+    plot.draw([row, {**row, "rate": None, "concurrency": 8}], tmp_path, "load", "Under load")
     assert {file.name for file in tmp_path.iterdir()} == {"load.png", "load_clients.png"}
 
 
@@ -117,9 +114,8 @@ def test_workloads_stand_side_by_side_where_there_is_one_rate() -> None:
         for system in ("full", "naive")
         for workload in ("questions:mmlu", "zipf")
     ]
-    _, panels = figures("load", "Under load")["load"]
     axes = [Figure().add_subplot() for _ in range(2)]
-    for place, panel in zip(axes, panels(rows), strict=True):
+    for place, panel in zip(axes, plot.by_rate(rows), strict=True):
         panel(place)
     assert [bar.get_height() for bar in axes[0].patches] == [5.0] * 4
     assert [text.get_text() for text in axes[0].get_xticklabels()] == ["mmlu", "zipf"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.policies import source, storage
+from benchmarks.policies import source
 from benchmarks.policies.cell import Cell, modelled, serve
 from benchmarks.policies.source import PATTERNS, Corpus, Workload
 
@@ -44,33 +44,6 @@ def test_pgdsf_beats_lru_and_gdsf_on_repeated_questions() -> None:
     found = {name: serve(cell, name, PROFILE)["document_hit_rate"] for name in ("pgdsf", "gdsf", "lru")}
     assert found["pgdsf"] > 1.06 * found["lru"]
     assert found["pgdsf"] > 1.01 * found["gdsf"]  # whose statistics outlive a node, too
-
-
-def test_storage_comes_out_as_fusionrag_has_it() -> None:
-    here, paper = storage.rows(storage.Setting())
-    assert here["storage_saved"] == pytest.approx(paper["storage_saved"], abs=0.02)
-    assert here["computations_avoided"] == pytest.approx(paper["computations_avoided"], abs=0.02)
-    assert here["baseline_computed"] == pytest.approx(paper["baseline_computed"], rel=0.06)
-
-
-def test_one_copy_a_chunk_serves_any_order() -> None:
-    a, b, c = ("known", 0), ("shared", 0), ("unique", 1)
-    found = storage.compare([[a, b], [b, a], [a, b, c]], known=[a])
-    assert found["baseline_computed"] == 1 + 2 + 1 and found["baseline_stored"] == 1 + 4
-    assert found["computed"] == 2 and found["stored"] == 3
-    assert found["storage_saved"] == pytest.approx(1 - 3 / 5)
-    assert found["hit_rate"] == pytest.approx(5 / 7)
-
-
-def test_queries_of_the_storage_simulation_have_the_shares_they_should() -> None:
-    setting = storage.Setting()
-    drawn = list(storage.queries(setting, seed=1))
-    kinds = [kind for query in drawn for kind, _ in query]
-    assert {len(set(query)) for query in drawn} == {setting.chunks} and len(drawn) == setting.queries
-    assert [kinds.count(k) / len(kinds) for k in ("known", "shared", "unique")] == pytest.approx(
-        [0.6, 0.3, 0.1], abs=0.02
-    )
-    assert len({c for query in drawn for c in query if c[0] == "unique"}) == kinds.count("unique")
 
 
 def test_modelled_costs_are_those_of_ragcaches_testbed() -> None:

@@ -15,8 +15,6 @@ from benchmarks.quality.dataset import Question, QuestionSet
 from benchmarks.quality.evaluation import FULL, Evaluation, Setting, Style
 from benchmarks.quality.score import normalised
 from ragjax.core import ConfigError, Document
-from ragjax.engine.preprocessing import fuse_all
-from ragjax.reuse import strategies as all_strategies
 from tests.support import tiny
 from tests.support.audit import audit_engine
 from tests.support.files import write_lines
@@ -121,10 +119,7 @@ def test_options_are_scored_behind_one_prefill_as_behind_one_each(boats: Questio
     """The held prompt gives each option what a request of its own gives, and the answer stays what it was."""
     with tiny.engine() as engine:
         asked = choices(boats, 3)
-        work = Evaluation(
-            engine, boats, 9, tiny.HashedEncoder(), Style(max_tokens=6), all_strategies(),
-            lambda engine, jobs, *, record: fuse_all(engine, jobs, record=record), choices=asked,
-        )  # fmt: skip
+        work = Evaluation(engine, boats, 9, tiny.HashedEncoder(), Style(max_tokens=6), choices=asked)
         one = work.questions[1]
         work.prepare(one, [setting])
         plain = work.ask(one, setting, tenant="plain/")
@@ -137,7 +132,7 @@ def test_options_are_scored_behind_one_prefill_as_behind_one_each(boats: Questio
         for option in asked[one.id].options:
             tokens = engine.tokenizer.encode(option, special=False, continued=True)
             logits = engine.answer_prompt(
-                work.prompt(one, None, setting.neighbours), strategy=setting.strategy, recompute_ratio=setting.ratio,
+                work.prompt(one, setting.neighbours), strategy=setting.strategy, recompute_ratio=setting.ratio,
                 continuation=tokens, max_tokens=1, tenant=option,
             ).scores  # fmt: skip
             assert logits is not None

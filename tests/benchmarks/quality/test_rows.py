@@ -1,21 +1,18 @@
-"""Rows and figures of `quality` against arithmetic done by hand."""
+"""Rows of `quality` against arithmetic done by hand."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.common.plot import draw
 from benchmarks.quality.evaluation import FULL, NAIVE, Setting
-from benchmarks.quality.plot import FIGURES
 from benchmarks.quality.rows import METRICS, main_settings, sweep_settings, verdicts
 from benchmarks.quality.rows import rows as rows_of
 
 
-def sample(kl: float, f1: float, share: float = 0.0, **more: Any) -> dict[str, Any]:
-    return {**dict.fromkeys(METRICS, 0.5), "kl": kl, "f1": f1, "recomputed_share": share, **more}
+def sample(kl: float, f1: float, share: float = 0.0) -> dict[str, Any]:
+    return {**dict.fromkeys(METRICS, 0.5), "kl": kl, "f1": f1, "recomputed_share": share}
 
 
 def measured(scale: float, fusion_kl: float = 0.1) -> list[dict[str, dict[str, Any]]]:
@@ -23,7 +20,7 @@ def measured(scale: float, fusion_kl: float = 0.1) -> list[dict[str, dict[str, A
     found = [
         {
             FULL.key: sample(0.0, 0.8, 1.0),
-            NAIVE.key: sample(scale * i, 0.4, deviation_k=[0.0, i]),
+            NAIVE.key: sample(scale * i, 0.4),
             "blend/0.15/0": sample(4 * fusion_kl * i, 0.5, 0.15),
             "fusion/0.15/10": sample(fusion_kl * i, 0.6, 0.15),
         }
@@ -60,7 +57,6 @@ def test_rows_hold_paired_figures_by_part_and_set() -> None:
     assert rows["pooled", "main", "fusion", 0.15, 10]["n"] == 8
     assert rows["a", "sweep", "fusion", 0.0, 10]["n"] == 1
     assert rows["a", "sweep", "blend", 0.0, None]["kl_over_fusion"] == pytest.approx(1.5)
-    assert rows["a", "main", "naive", None, None]["deviation_k"] == [0.0, 2.5]
     assert rows["a", "neighbours", "fusion", 0.15, 0]["kl"] == 1.0
 
 
@@ -74,14 +70,3 @@ def test_verdicts_name_the_slots_that_miss() -> None:
         ("pooled", "blend"): "True",
         ("pooled", "fusion"): "False",
     }
-
-
-def test_figures_are_drawn_where_there_are_rows(tmp_path: Path) -> None:
-    main, sweep = settings()
-    made = rows_of({"a": measured(1.0)}, main, sweep, "m")
-    draw(made, tmp_path, FIGURES)
-    names = {file.stem for file in tmp_path.glob("*.png")}
-    assert names == {"fusionrag_3", "fusionrag_13", "fusionrag_16", "fusionrag_17", "fusionrag_18"} | {
-        f"cachecraft_{n}" for n in (15, 20, 26)
-    }
-    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in names)

@@ -1,1 +1,0 @@
-"""`python -m benchmarks.cluster`: routers of many replicas, simulated."""

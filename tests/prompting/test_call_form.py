@@ -84,7 +84,6 @@ def text_of(tokenizer: Tokenizer, messages: tuple[Message, ...], tools: Tools | 
 def constraint(name: str, tools: Tools = TOOLS) -> Constraint:
     tokenizer = TOKENIZERS[name]
     found = grammar(Request((Message("user", "?"),), tools=tools), tokenizer)
-    assert found is not None
     return Grammars(tokenizer, {257}).constraint(*found)
 
 

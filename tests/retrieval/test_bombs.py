@@ -107,7 +107,6 @@ def test_streams_in_streams_are_refused(tmp_path: Path) -> None:
     twice = zlib.compress(zlib.compress(SHOWN + b" " * (confined.MAX_STREAM + 1), 9), 9)
     data = pdf_of(SHOWN)
     once = re.search(rb"/Filter /FlateDecode /Length (\d+) >> stream\n", data)
-    assert once is not None
     new = b"/Filter [/FlateDecode /FlateDecode] /Length %d >> stream\n" % len(twice)
     data = data[: once.start()] + new + twice + data[once.end() + int(once[1]) :]
     with pytest.raises(ConfigError, match=r"a\.pdf: the PDF asks for too much"):

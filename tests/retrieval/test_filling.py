@@ -69,7 +69,7 @@ def test_files_that_cannot_be_read_are_left_out_and_listed(tmp_path: Path, caplo
             fill(base, tmp_path)
         told = base.indexing
         assert base.document_ids == {"good"}
-        assert told is not None and (told.files, told.files_total, told.running) == (4, 4, False)
+        assert (told.files, told.files_total, told.running) == (4, 4, False)
         reasons = {one.name: one.reason for one in told.skipped}
         assert list(reasons) == ["binary.txt:2", "deep/broken.pdf", "empty.md"]
         assert "not a readable PDF" in reasons["deep/broken.pdf"] and str(tmp_path) not in str(reasons)
@@ -97,7 +97,7 @@ def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     )
     with open_base() as base:
         fill(base, source)
-        assert base.document_ids == {"1", "2"} and base.indexing is not None
+        assert base.document_ids == {"1", "2"}
         assert [one.name for one in base.indexing.skipped] == ["a.jsonl:2", "a.jsonl:3"]
         write(tmp_path, "a.jsonl", '{"id": "2", "text": "2"}')
         fill(base, source)
@@ -110,7 +110,7 @@ def test_a_reader_that_fails_costs_its_file_alone(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(formats.READERS, ".html", lambda data, path: 1 / 0)
     with open_base() as base:
         fill(base, tmp_path)
-        assert base.document_ids == {"b"} and base.indexing is not None
+        assert base.document_ids == {"b"}
         assert [one.name for one in base.indexing.skipped] == ["a.html"]
 
 
@@ -125,7 +125,7 @@ def test_what_did_not_change_is_not_read_again(tmp_path: Path, opened: list[str]
     opened.clear()
     with open_base(kept) as base:
         fill(base, folder)
-        assert not opened and base.document_ids == {"a", "b", "c"} and base.indexing is not None
+        assert not opened and base.document_ids == {"a", "b", "c"}
         assert [one.name for one in base.indexing.skipped] == ["d.txt:1"], "its fault is remembered"
     write(folder, "b.txt", "This is b.", LONG_AGO + 1)
     write(folder, "d.txt", "d now")
@@ -134,7 +134,7 @@ def test_what_did_not_change_is_not_read_again(tmp_path: Path, opened: list[str]
         fill(base, folder)
         assert opened == ["b.txt", "d.txt"] and base.document_ids == {"a", "b", "d"}
         assert base.files.keys() == {"a.txt", "b.txt", "d.txt"}
-        assert base.indexing is not None and not base.indexing.skipped
+        assert not base.indexing.skipped
         base.delete(["a"])
         opened.clear()
         fill(base, folder)
@@ -182,9 +182,9 @@ def test_a_run_that_ends_early_goes_on(tmp_path: Path, opened: list[str], monkey
         steps = Filling(base, tmp_path).steps()
         while "b" not in base:
             next(steps)
-            assert base.indexing is not None and base.indexing.running and base.indexing.seconds_left > 0
+            assert base.indexing.running and base.indexing.seconds_left > 0
         del steps
-        assert base.indexing is not None and base.indexing.files == 2
+        assert base.indexing.files == 2
         opened.clear()
         fill(base, tmp_path)
         assert opened == ["c.txt"] and base.indexing.share == "3 of 3 files of default"
@@ -227,14 +227,14 @@ def test_facts_that_cannot_be_read_are_left_out(tmp_path: Path, caplog: pytest.L
         states = [filling.progress and filling.progress.running for _ in filling.steps()]
         assert len(graph) == 2 and len(states) > 1 and all(states)
         told = graph.indexing
-        assert told is not None and (told.files, told.facts, told.running) == (1, 2, False)
+        assert (told.files, told.facts, told.running) == (1, 2, False)
         assert [one.name for one in told.skipped] == ["a.tsv:2", "a.tsv:3"]
         assert "left out a.tsv:2: 2 column(s); write head" in caplog.text
         assert "left out a.tsv:3: not UTF-8 text (byte 0xff); convert the file" in caplog.text
         assert not list(filling.steps()), "a file that has not changed is not read again"
         write(tmp_path, "a.tsv", "nothing of it")
         list(filling.steps())
-        assert not len(graph) and graph.indexing is not None and graph.indexing.skipped[0].name == "a.tsv:1"
+        assert not len(graph) and graph.indexing.skipped[0].name == "a.tsv:1"
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_statements_of_rdf_that_cannot_be_read_are_left_out(
     with KnowledgeGraph(None, WordEncoder()) as graph:
         list(GraphFilling(graph, "facts", source).steps())
         told = graph.indexing
-        assert told is not None and told.facts == len(graph) == 2
+        assert told.facts == len(graph) == 2
         assert [one.name for one in told.skipped] == [f"{name}:{line}" for line in broken]
         assert all("mend the line" in one.reason for one in told.skipped)
 
@@ -316,7 +316,6 @@ def test_a_base_answers_while_it_is_filled_and_says_how_far(tmp_path: Path) -> N
         filler = Filler([Filling(base, tmp_path)], lambda: False)
         assert encoder.reached.wait(60) and not filler.wait(0)
         assert base.search("When does the ferry leave?", 3) == (), "no error: documents come"
-        assert base.indexing is not None and base.indexing.notice is not None
         assert base.indexing.notice.startswith("0 of 2 files of default are indexed so far")
         bases = KnowledgeRegistry[KnowledgeBase]("knowledge base", "rag.knowledge", lambda name: base)
         bases.make("default")

@@ -27,7 +27,7 @@ class Counting(WordEncoder):
 
     texts = 0
 
-    def encode(self, texts, query=False):  # type: ignore[no-untyped-def]
+    def encode(self, texts, query=False):
         Counting.texts += len(texts)
         return super().encode(texts)
 
@@ -131,6 +131,6 @@ def test_named_sources_are_kept_and_other_bases_are_not(
 ) -> None:
     monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path / "cache"))
     tokenizer = SimpleNamespace(encode=lambda text, **_: encode_bytes(text), digest=b"bytes")
-    open_base = base_opener(EngineOptions("tiny", knowledge={"papers": source}), tokenizer, WordEncoder)  # type: ignore[arg-type]
+    open_base = base_opener(EngineOptions("tiny", knowledge={"papers": source}), tokenizer, WordEncoder)
     with open_base("upload"), open_base("papers"):
         assert len(list((tmp_path / "cache" / "documents").iterdir())) == 1

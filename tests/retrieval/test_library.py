@@ -81,7 +81,7 @@ def put(library: Library, store: str, text: str, name: str = "a.txt", tenant: st
 
 
 def found(library: Library, store: str, question: str, tenant: str = "", **options: object) -> list[str]:
-    return [p.chunk.document_id for p in library.search(tenant, store, [question], 10, **options)]  # type: ignore[arg-type]
+    return [p.chunk.document_id for p in library.search(tenant, store, [question], 10, **options)]
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["directory", "memory"])
@@ -294,7 +294,7 @@ def test_a_clock_that_is_set_while_files_are_kept_changes_nothing(opened: Opened
 def test_a_clock_that_is_set_back_between_two_starts_takes_no_new_response(opened: Opened, tmp_path: Path) -> None:
     responses = [KeptResponse(name, None, "[]", "x" * 98) for name in "abcd"]
     for hour, two in ((10, responses[:2]), (0, responses[2:])):
-        library, shelf = opened(tmp_path, now=lambda hour=hour: hour * 3600, quota=16 * 200)  # type: ignore[misc]
+        library, shelf = opened(tmp_path, now=lambda hour=hour: hour * 3600, quota=16 * 200)
         for one in two:
             library.keep_response("acme", one)
         assert [library.response("acme", one.id) for one in two] == two
@@ -525,7 +525,7 @@ def test_a_file_that_leaves_while_it_is_embedded_is_never_found(
 
     def noted(database: sqlite3.Connection, chunk: Chunk, row: object) -> int:
         stored.append(chunk.document_id)
-        return insert(database, chunk, row)  # type: ignore[arg-type]
+        return insert(database, chunk, row)
 
     monkeypatch.setattr(chunk_store, "insert", noted)
     file = attached(library, store, "slow honey")
@@ -548,7 +548,7 @@ def test_a_file_that_leaves_and_comes_back_is_there(
     def late(*ids: object, **options: object) -> int:
         library.attach("", [Attachment(store, file, 0)])
         settled(library, store)
-        return delete(*ids, **options)  # type: ignore[arg-type]
+        return delete(*ids, **options)
 
     monkeypatch.setattr(base, "delete", late)
     library.detach("", store, file)
@@ -707,7 +707,7 @@ def test_a_file_that_is_put_into_a_store_again_is_read_as_the_last_call_says(
     library.attach("", [Attachment(store, first, 0)])
     assert begun.wait(60)
     read: list[str] = []
-    monkeypatch.setattr(library._catalog, "name", lambda file: read.append(file) or "a.txt")  # type: ignore[func-returns-value]
+    monkeypatch.setattr(library._catalog, "name", lambda file: read.append(file) or "a.txt")
     for size in (100, 200, 400):
         library.attach("", [Attachment(store, file, 0, chunk_tokens=size)])
     library.attach("", [Attachment(store, first, 0, chunk_tokens=100)])  # while it is read as it was asked for before

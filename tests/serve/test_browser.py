@@ -239,7 +239,7 @@ def test_documents_are_added_and_removed(browser: Browser) -> None:
             "run.html": RUNS.encode(),
         }
         payload = [{"name": name, "mimeType": "text/plain", "buffer": content} for name, content in files.items()]
-        page.set_input_files("#documents-files", payload)  # type: ignore[arg-type]
+        page.set_input_files("#documents-files", payload)
         page.wait_for_selector("#documents-status.error:has-text('of 3 documents')")
         rows = page.locator("#documents-list tbody tr")
         states = dict(

@@ -53,7 +53,7 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     facts = tmp_path / "facts.tsv"
     facts.write_text("a\tb\tc\n")
     assert main([*flags, "--graph", str(facts), "--knowledge", "none", "--port", "0"]) == 2
-    assert loaded == [core.EngineOptions(**expected, graph={"facts": facts}, preprocess=True)]  # type: ignore[arg-type]
+    assert loaded == [core.EngineOptions(**expected, graph={"facts": facts}, preprocess=True)]
     assert not parse_options(["--no-preprocess"]).engine.preprocess
     assert not parse_options(["--replicas", "2"]).engine.preprocess, "replicas know no documents"
     assert main(["--quality-budget", "KL=0.05", "--knowledge", "none", "--port", "0"]) == 2
@@ -214,20 +214,17 @@ def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         parse_options([])
 
 
-@pytest.mark.slow
-def test_folders_of_state_are_made_for_the_servers_user_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [("--index-dir", "--disk-cache"), ("--disk-cache", "--index-dir")])
+def test_folders_of_state_are_made_for_the_servers_user_alone(
+    flags: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was there keeps its mode: the operator may share it."""
-    shared = tmp_path / "shared"
-    shared.mkdir(mode=0o755)
+    monkeypatch.setattr("ragjax.engine.Engine.load", lambda options, early: options)
+    made, shared = tmp_path / "state" / "made", tmp_path / "shared"
+    shared.mkdir()
     shared.chmod(0o755)
-    for name in ("--index-dir", "--disk-cache"):
-        made = tmp_path / "state" / name
-        for folder, mode in ((made, 0o700), (shared, 0o755)):
-            flags = [name, str(folder), "--model", "missing", "--knowledge", "none", "--port", "0"]
-            process = program(*flags)
-            _, err = process.communicate(timeout=60)
-            assert process.returncode == 2 and "missing" in err
-            assert stat.S_IMODE(folder.stat().st_mode) == mode
+    command._load(parse_options([flags[0], str(made), flags[1], str(shared)]))
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in (made, shared)] == [0o700, 0o755]
 
 
 def test_a_folder_that_cannot_be_made_is_its_owners_to_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -22,57 +23,85 @@ from tests.support.serving import CHAT
 
 TOKENIZER = tiny.byte_tokenizer()
 USER = Message("user", "Who keeps the lighthouse?")
+Work = Callable[[], object]
 
 
 def encode(text: str) -> np.ndarray:
     return TOKENIZER.encode(text, special=False, continued=True)
 
 
+CHUNKER = Chunker(encode)
+
+
 def paths(size: int) -> list[RelationPath]:
     return [RelationPath(("A", f"r{i % 7}", f"B{i}", "r", f"C{i}")) for i in range(size)]
 
 
-def test_messages() -> None:
-    def cost(size: int) -> int:
-        messages = [Message("user" if i % 2 == 0 else "assistant", f"word {i} ") for i in range(size)]
-        hits = [Hit(Chunk("d#0", "d", "", "words", encode("words")), 1.0)]
-        return calls(lambda: chat_prompt(TOKENIZER, [*messages, USER], hits))
-
-    assert_linear(cost, 50)
+def messages(size: int) -> Work:
+    said = [Message("user" if i % 2 == 0 else "assistant", f"word {i} ") for i in range(size)]
+    hits = [Hit(Chunk("d#0", "d", "", "words", encode("words")), 1.0)]
+    return lambda: chat_prompt(TOKENIZER, [*said, USER], hits)
 
 
-def test_bodies() -> None:
-    def cost(size: int) -> int:
-        rag = {"documents": [{"id": f"{i}", "text": "words"} for i in range(size)]}
-        body = {**CHAT, "messages": CHAT["messages"] * size, "rag": rag}  # type: ignore[operator]
-        return calls(lambda: ChatBody.model_validate(body).to_core())
-
-    assert_linear(cost, 50)
+def bodies(size: int) -> Work:
+    rag = {"documents": [{"id": f"{i}", "text": "words"} for i in range(size)]}
+    body = {**CHAT, "messages": CHAT["messages"] * size, "rag": rag}
+    return lambda: ChatBody.model_validate(body).to_core()
 
 
-def test_documents_in_number() -> None:
-    chunker = Chunker(encode)
+def documents_in_number(size: int) -> Work:
+    return lambda: [CHUNKER.chunks(Document(f"{i}", "some words", "Title")) for i in range(size)]
 
-    def cost(size: int) -> int:
-        return calls(lambda: [chunker.chunks(Document(f"{i}", "some words", "Title")) for i in range(size)])
 
-    assert_linear(cost, 20)
+def maximal_paths(size: int) -> Work:
+    given = paths(size)
+    return lambda: subgraphs_of(maximal(given))
+
+
+def paths_that_share_their_beginning(size: int) -> Work:
+    runs = [np.array([1, 2, 3, i], np.int32) for i in range(size)]
+    return lambda: merge(runs)
+
+
+def words_of_a_question(size: int) -> Work:
+    lexicon, name = Lexicon(), "the old keeper of the lighthouse"
+    lexicon.add_entity(name)
+    return lambda: lexicon.mentions("the old keeper of " * size, {name})
+
+
+def length_of_a_stop_string(size: int) -> Work:
+    """Each token is held against every beginning of it that the text could end with."""
+    generation = AnswerText(Sampling(max_tokens=40, stop=("a" * size + "b",)), TOKENIZER, (), 40)
+    return lambda: [generation.push(Chosen(ord("a"))) for _ in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("work", "size"),
+    [
+        (messages, 50),
+        (bodies, 50),
+        (documents_in_number, 20),
+        (maximal_paths, 50),
+        (paths_that_share_their_beginning, 50),
+        (words_of_a_question, 20),
+        (length_of_a_stop_string, 20),
+    ],
+)
+def test_work_grows_with_what_is_sent(work: Callable[[int], Work], size: int) -> None:
+    assert_linear(lambda size: calls(work(size)), size)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["Some words of a sentence. ", "x", "\n\n", "word\n"], ids=repr)
 def test_length_of_a_document(text: str) -> None:
-    chunker = Chunker(encode)
-
     def cost(size: int) -> int:
-        return calls(lambda: chunker.chunks(Document("d", text * (size // len(text)), "Title")))
+        return calls(lambda: CHUNKER.chunks(Document("d", text * (size // len(text)), "Title")))
 
     assert_linear(cost, 20_000, slack=1.5)
 
 
 def test_a_text_is_read_no_further_than_its_limit() -> None:
-    chunker = Chunker(encode)
-    once, four = (calls(lambda n=n: chunker.exceeds("some words " * n, 1000)) for n in (10_000, 40_000))  # type: ignore[misc]
+    once, four = (calls(lambda n=n: CHUNKER.exceeds("some words " * n, 1000)) for n in (10_000, 40_000))
     assert once == four
 
 
@@ -85,39 +114,6 @@ def test_relation_paths(trees: bool) -> None:
         return calls(lambda: ground(found, lambda kept: graph_prompt(TOKENIZER, [USER], kept, trees=trees), 700))
 
     assert_linear(cost, 50, slack=1.5)
-
-
-def test_maximal_paths() -> None:
-    assert_linear(lambda size: calls(lambda: subgraphs_of(maximal(paths(size)))), 50)
-
-
-def test_paths_that_share_their_beginning() -> None:
-    def cost(size: int) -> int:
-        runs = [np.array([1, 2, 3, i], np.int32) for i in range(size)]
-        return calls(lambda: merge(runs))
-
-    assert_linear(cost, 50)
-
-
-def test_words_of_a_question() -> None:
-    lexicon = Lexicon()
-    lexicon.add_entity("the old keeper of the lighthouse")
-    known = {"the old keeper of the lighthouse"}
-
-    def cost(size: int) -> int:
-        return calls(lambda: lexicon.mentions("the old keeper of " * size, known))
-
-    assert_linear(cost, 20)
-
-
-def test_length_of_a_stop_string() -> None:
-    """Each token is held against every beginning of it that the text could end with."""
-
-    def cost(size: int) -> int:
-        generation = AnswerText(Sampling(max_tokens=40, stop=("a" * size + "b",)), TOKENIZER, (), 40)
-        return calls(lambda: [generation.push(Chosen(ord("a"))) for _ in range(20)])
-
-    assert_linear(cost, 20)
 
 
 def test_the_meter_sees_a_loop_that_is_quadratic() -> None:

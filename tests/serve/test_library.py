@@ -205,7 +205,7 @@ def test_files_in_a_store(served: Served) -> None:
     )  # fmt: skip
     assert (done.status, done.last_error, done.vector_store_id) == ("completed", None, store.id)
     assert done.attributes == {"a": 1, "b": True, "c": "d"} and done.usage_bytes > 0
-    assert done.chunking_strategy is not None and done.chunking_strategy.to_dict() == sizes
+    assert done.chunking_strategy.to_dict() == sizes
     whole = client.vector_stores.retrieve(store.id)
     assert (whole.file_counts.completed, whole.file_counts.total, whole.usage_bytes) == (1, 1, done.usage_bytes)
     content = client.vector_stores.files.content(file, vector_store_id=store.id)

@@ -59,7 +59,7 @@ def test_fields_reach_the_engine_as_those_of_a_chat_do(caught: Caught) -> None:
     assert asked.sampling == core.Sampling(40, 0.5, 0.5, 3, stop=("\n",))
     assert asked.tools == core.Tools((core.Tool("weather", "Of a city.", json.dumps(SCHEMA)),), True, "weather", False)
     assert asked.template == {"enable_thinking": True}
-    assert asked.rag is not None and asked.rag.strategy == "naive"
+    assert asked.rag.strategy == "naive"
 
 
 def test_calls_and_results_become_those_of_a_chat(caught: Caught) -> None:

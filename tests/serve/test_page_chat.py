@@ -92,7 +92,6 @@ class Doubtful(FakeEngine):
 def test_an_answer_that_does_not_come_from_the_documents_says_so(browser: Browser) -> None:
     doubtful = Doubtful(context_length=4096)
     reading = core.Indexing("own", 312, 1086, 3.0, 9.0, 400, 60.0, (), running=True).notice
-    assert reading is not None
     unfit = core.Notice("no passage is near the question", "no_passage_fits")  # its code counts, not its words
     with serving(doubtful) as served, visiting(browser, served.url) as page:
         ask(page, knowledge="base:demo")

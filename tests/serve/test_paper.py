@@ -103,6 +103,6 @@ def test_facts_are_laid_out_as_the_paper_has_them() -> None:
     ],
 )
 def test_a_setting_that_there_is_not_is_one_error(options: dict[str, str], said: str) -> None:
-    with pytest.raises(ConfigError) as raised, tiny.engine(**options):  # type: ignore[arg-type] # all are texts
+    with pytest.raises(ConfigError) as raised, tiny.engine(**options):
         IndexShape.parse(options["index"])  # as a start does, before it loads weights
     assert said in str(raised.value)

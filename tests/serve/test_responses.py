@@ -76,7 +76,7 @@ def test_fields_reach_the_engine(caught: Caught) -> None:
     )
     assert request.messages[0] == core.Message("system", "Be brief.")
     assert request.sampling == core.Sampling(3, 1, 0.5, logprobs=2, json_schema='{"type": "integer"}', strict=True)
-    assert request.tools is not None and request.tools.named == "weather" and request.tools.required
+    assert request.tools.named == "weather" and request.tools.required
     assert request.rag == core.Rag("demo", 2, "naive", None, 0.5)
     assert asked(caught, rag=None).rag is None
 
@@ -130,7 +130,7 @@ def test_a_search_is_a_retrieval(caught: Caught) -> None:
     )
     filtered = {**search, "filters": {"type": "eq", "key": "lang", "value": "en"}}
     rag = asked(caught, tools=[filtered, WEATHER], tool_choice="required").rag
-    assert rag is not None and rag.sources == (core.Source("demo", frozenset()),), (
+    assert rag.sources == (core.Source("demo", frozenset()),), (
         "the documents of the server's own base have no attributes"
     )
     assert asked(caught, tools=[filtered, WEATHER], tool_choice={"type": "file_search"}).tools is None
@@ -160,7 +160,7 @@ def test_unknown_fields_of_tools_and_of_their_choice_are_ignored(caught: Caught)
     tools = ["w", "filters.v", "ranking_options.hybrid_search"]
     assert paths == [*(f"tools[].{name}" for name in tools), "tool_choice.strict"]
     rag = caught.engine.requests[-1].rag
-    assert rag is not None and rag.sources == (core.Source("demo"),), "all of the server's own pass"
+    assert rag.sources == (core.Source("demo"),), "all of the server's own pass"
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_a_stream_whose_client_leaves_is_kept_with_its_sources() -> None:
         wait_for(is_kept)
         kept = client.responses.retrieve(made.id)
         assert kept.status == "cancelled" and kept.output_text and TEXT.startswith(kept.output_text)
-        assert [one["file_id"] for one in kept.rag["sources"]] == [one.file_id for one in SOURCES]  # type: ignore[attr-defined]
+        assert [one["file_id"] for one in kept.rag["sources"]] == [one.file_id for one in SOURCES]
         client.responses.create(model="fake", input="And then?", previous_response_id=made.id)
 
 

@@ -79,7 +79,6 @@ def test_signal_stops_gracefully(number: signal.Signals) -> None:
     process.send_signal(number)
     rest = list(stream)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in [first, *rest])
-    assert process.stderr is not None
     log = process.stderr.read()
     process.stderr.close()
     assert process.wait(20) == 0 and text == TEXT
@@ -103,7 +102,6 @@ STUCK_ENGINE = "FakeEngine.close = lambda self: threading.Event().wait()"
 def test_a_stuck_thread_does_not_keep_the_process() -> None:
     patch = QUICK.format(grace=1, closing=30.0) + STUCK_THREAD  # closing takes none of it
     process = program(*FLAGS, patch=patch)
-    assert process.stderr is not None
     with ThreadPoolExecutor(1) as client:
         asked = client.submit(httpx.post, f"{url_of(process)}/v1/chat/completions", json=CHAT, timeout=30)
         assert any("working" in line for line in process.stderr)
@@ -124,7 +122,7 @@ def test_an_engine_that_does_not_close_does_not_keep_the_process() -> None:
     url_of(process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 3
-    assert process.stderr is not None and "the engine did not end in time" in process.stderr.read()
+    assert "the engine did not end in time" in process.stderr.read()
     process.stderr.close()
 
 

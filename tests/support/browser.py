@@ -48,7 +48,7 @@ def visiting(browser: Browser, url: str, path: str = "/", **options: object) -> 
 
     options: of `Browser.new_context`.
     """
-    context = browser.new_context(**options)  # type: ignore[arg-type]
+    context = browser.new_context(**options)
     page, wrong = context.new_page(), list[str]()
     page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
     page.on("console", lambda said: wrong.append(said.text) if _matters(said.type, said.text) else None)

@@ -2,15 +2,16 @@
 
 import json
 import logging
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 from pypdf import PdfReader, PdfWriter
 from pypdf.generic import DecodedStreamObject, NameObject
-from reportlab.pdfgen.canvas import Canvas
 
 from ragjax.core import ConfigError, Document, Place
 from ragjax.retrieval.document import load
+from tests.support.files import pdf
 
 
 def _write(folder: Path, **files: str | bytes) -> None:
@@ -18,14 +19,6 @@ def _write(folder: Path, **files: str | bytes) -> None:
         path = folder / name.replace("__", "/").replace("_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-def _pdf(path: Path, *pages: str) -> None:
-    canvas = Canvas(str(path))
-    for page in pages:
-        canvas.drawString(72, 720, page)
-        canvas.showPage()
-    canvas.save()
 
 
 def _jsonl(path: Path, *entries: object) -> Path:
@@ -43,7 +36,7 @@ def test_folder_of_every_type(tmp_path: Path) -> None:
         north__light_txt="The lamp burns whale oil.\n",
         north__map_html="<title>A Map</title><h1>Map</h1><p>Here be <b>seals</b>.</p>",
     )
-    _pdf(tmp_path / "log.pdf", "First page of the log.", "Second page.")
+    (tmp_path / "log.pdf").write_bytes(pdf("First page of the log.", "Second page."))
     loaded = load(tmp_path)
     assert loaded.skipped == ()
     assert loaded.documents == (
@@ -155,10 +148,8 @@ def test_odd_html_is_read(tmp_path: Path) -> None:
 
 
 def test_encrypted_and_broken_pdfs_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.pdf"
-    _pdf(path, "secret")
-    whole = path.read_bytes()
-    writer = PdfWriter(clone_from=PdfReader(path))
+    path, whole = tmp_path / "a.pdf", pdf("secret")
+    writer = PdfWriter(clone_from=PdfReader(BytesIO(whole)))
     writer.encrypt("password", algorithm="RC4-128")
     writer.write(path)
     with pytest.raises(ConfigError, match=r"a\.pdf: the PDF is encrypted"):
@@ -170,12 +161,7 @@ def test_encrypted_and_broken_pdfs_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_page_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
-    canvas = Canvas(str(tmp_path / "a.pdf"))
-    for text in ("The first page.", "The second one.", "The third."):
-        canvas.drawString(72, 720, text)
-        canvas.showPage()
-    canvas.save()
-    writer = PdfWriter(clone_from=PdfReader(tmp_path / "a.pdf"))
+    writer = PdfWriter(clone_from=PdfReader(BytesIO(pdf("The first page.", "The second one.", "The third."))))
     broken = DecodedStreamObject()
     broken.set_data(b"BT /F1 12 Tf BI /W 1 /H 1 ID ")  # an image that has no end
     writer.pages[1][NameObject("/Contents")] = writer._add_object(broken)

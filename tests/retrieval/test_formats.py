@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from zipfile import ZIP_DEFLATED, ZipFile
 
 import pptx
 import pytest
@@ -16,17 +16,8 @@ from ragjax.core import ConfigError, Document
 from ragjax.retrieval import confined
 from ragjax.retrieval.document import parse
 from ragjax.retrieval.formats import SUFFIXES
-from tests.support.files import LIMITS
+from tests.support.files import LIMITS, docx, paragraph, zipped
 from tests.support.files import read_here as read
-
-
-def zipped(**members: str) -> bytes:
-    """A zip file; in the names two underscores stand for a slash, and one for a dot."""
-    file = BytesIO()
-    with ZipFile(file, "w", ZIP_DEFLATED) as archive:
-        for name, content in members.items():
-            archive.writestr(name.replace("__", "/").replace("_", "."), content)
-    return file.getvalue()
 
 
 def headings(document: Document) -> list[tuple[str, int | None, str | None]]:
@@ -35,27 +26,6 @@ def headings(document: Document) -> list[tuple[str, int | None, str | None]]:
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
-
-WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
-OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
-RELATIONS = "http://schemas.openxmlformats.org/package/2006/relationships"
-
-
-def docx(body: str) -> bytes:
-    target = f'<Relationship Id="r1" Type="{OFFICE}/officeDocument" Target="word/document.xml"/>'
-    file = BytesIO()
-    with ZipFile(file, "w", ZIP_DEFLATED) as archive:
-        archive.writestr(
-            "[Content_Types].xml", "<Types xmlns='http://schemas.openxmlformats.org/package/2006/content-types'/>"
-        )
-        archive.writestr("_rels/.rels", f'<Relationships xmlns="{RELATIONS}">{target}</Relationships>')
-        archive.writestr("word/document.xml", f'<w:document xmlns:w="{WORD}"><w:body>{body}</w:body></w:document>')
-    return file.getvalue()
-
-
-def paragraph(text: str, style: str = "", properties: str = "") -> str:
-    styled = f'<w:pPr><w:pStyle w:val="{style}"/></w:pPr>' if style else ""
-    return f"<w:p>{styled}<w:r>{properties}<w:t>{text}</w:t></w:r></w:p>"
 
 
 def test_docx() -> None:
@@ -105,20 +75,21 @@ def test_pptx() -> None:
     assert headings(document) == [("Harbour", 1, "Harbour"), ("Prices", 2, "Prices")]
 
 
-def book(**more: str) -> bytes:
+def book(more: Mapping[str, str] | None = None) -> bytes:
     manifest = "".join(
         f'<item id="{name}" href="{name}.xhtml" media-type="application/xhtml+xml"/>' for name in ("one", "two", "left")
     )
     spine = '<itemref idref="two"/><itemref idref="one"/><itemref idref="none"/>'
-    return zipped(
-        **{"META-INF__container_xml": '<container><rootfiles><rootfile full-path="in/a.opf"/></rootfiles></container>'},
-        in__a_opf=f"<package><metadata><title>Islands</title></metadata><manifest>{manifest}</manifest>"
-        f"<spine>{spine}</spine></package>",
-        in__one_xhtml="<html><head><title>North</title></head><body><h1>North</h1><p>Seals.</p><h2>Food</h2>Fish.</body></html>",
-        in__two_xhtml="<html><head><title>Islands</title></head><body><p>By Maud.</p></body></html>",
-        in__left_xhtml="<html><body>left</body></html>",
-        **more,
-    )
+    head = f"<package><metadata><title>Islands</title></metadata><manifest>{manifest}</manifest>"
+    north = "<h1>North</h1><p>Seals.</p><h2>Food</h2>Fish."
+    return zipped({
+        "META-INF/container.xml": '<container><rootfiles><rootfile full-path="in/a.opf"/></rootfiles></container>',
+        "in/a.opf": f"{head}<spine>{spine}</spine></package>",
+        "in/one.xhtml": f"<html><head><title>North</title></head><body>{north}</body></html>",
+        "in/two.xhtml": "<html><head><title>Islands</title></head><body><p>By Maud.</p></body></html>",
+        "in/left.xhtml": "<html><body>left</body></html>",
+        **(more or {}),
+    })  # fmt: skip
 
 
 def test_epub() -> None:
@@ -126,9 +97,9 @@ def test_epub() -> None:
     assert (document.title, document.text.split()) == ("Islands", ["By", "Maud.", "North", "Seals.", "Food", "Fish."])
     assert headings(document)[-1] == ("Food", None, "North > Food")
     assert ("North", None, "North") in headings(document)
-    protected = {"META-INF__encryption_xml": '<e><CipherReference URI="in/one.xhtml"/></e>'}
+    protected = {"META-INF/encryption.xml": '<e><CipherReference URI="in/one.xhtml"/></e>'}
     with pytest.raises(ConfigError, match=r"a\.epub: the book is protected by a key \(DRM\); use one without"):
-        read("a.epub", book(**protected))
+        read("a.epub", book(protected))
 
 
 RST = """
@@ -226,7 +197,7 @@ def test_code_and_its_kin_are_read_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["a.docx", "a.pptx", "a.epub", "a.ipynb"])
-@pytest.mark.parametrize("data", [b"", b"PK\x03\x04", zipped(a="b"), b"{}"], ids=["empty", "cut", "other", "JSON"])
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04", zipped({"a": "b"}), b"{}"], ids=["empty", "cut", "other", "JSON"])
 def test_damaged_files_are_refused(name: str, data: bytes) -> None:
     with pytest.raises(ConfigError, match=rf"{name}: .*; save it (anew|as)"):
         read(name, data)
@@ -240,7 +211,7 @@ def test_a_table_with_an_open_quote_is_refused() -> None:
 @pytest.mark.parametrize("name", ["a.docx", "a.pptx", "a.epub"])
 def test_a_zip_file_that_swells_is_refused(name: str) -> None:
     many = {f"part{number}": " " * 900_000 for number in range(9)}
-    for data in (zipped(word__document_xml=" " * 1_000_001), zipped(**many)):
+    for data in (zipped({"word/document.xml": " " * 1_000_001}), zipped(many)):
         with pytest.raises(
             ConfigError, match=rf"{name}: parts of more than 1000000 bytes, or 8 times that in all; split"
         ):
@@ -257,6 +228,6 @@ def test_entities_of_a_book_are_not_expanded() -> None:
     container = (
         f"<!DOCTYPE c [{entities}<!ENTITY f SYSTEM 'file:///etc/passwd'>]><c>&e11;&f;<rootfile full-path='a.opf'/></c>"
     )
-    data = zipped(**{"META-INF__container_xml": container}, a_opf="<package><title>T</title><spine/></package>")
+    data = zipped({"META-INF/container.xml": container, "a.opf": "<package><title>T</title><spine/></package>"})
     with pytest.raises(ConfigError, match=r"a\.epub: not a readable file of its kind: Maximum entity amplification"):
         read("a.epub", data)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from contextlib import closing, suppress
-from io import BytesIO
 from pathlib import Path
-from zipfile import ZipFile
 
 import pytest
-from reportlab.pdfgen.canvas import Canvas
 
 from ragjax.core import Attachment, ConfigError, DamageError, RagjaxError, is_unicode
 from ragjax.retrieval.confined import told_by
@@ -24,7 +20,7 @@ from ragjax.retrieval.text import joined
 from ragjax.retrieval.triple_files import read_triples
 from ragjax.retrieval.triples import Alias, Triple
 from tests.support.fakes import WordEncoder
-from tests.support.files import LIMITS
+from tests.support.files import LIMITS, docx, paragraph, pdf, zipped
 from tests.support.mutation import EXAMPLES, Spoil, altered, damaged, spoiled, spoils, tried
 from tests.support.shelf import ISLANDS, Shelf, open_base, open_library
 
@@ -54,26 +50,12 @@ def test_damaged_documents(name: str, examples: int) -> None:
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
-def test_damaged_pdfs(tmp_path: Path, examples: int) -> None:
-    canvas = Canvas(str(tmp_path / "a.pdf"))
-    for text in ("First page of the log.", "Second page."):
-        canvas.drawString(72, 720, text)
-        canvas.showPage()
-    canvas.save()
-
+def test_damaged_pdfs(examples: int) -> None:
     def check(data: bytes) -> None:
         reason, reading = told_by(read_pdf, data, LIMITS)
         assert all(is_unicode(part.text) for part in reading.parts) and reason.isprintable()
 
-    tried(examples, damaged((tmp_path / "a.pdf").read_bytes()), check)
-
-
-def zipped(members: Mapping[str, str]) -> bytes:
-    file = BytesIO()
-    with ZipFile(file, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-    return file.getvalue()
+    tried(examples, damaged(pdf("First page of the log.", "Second page.")), check)
 
 
 CONTAINER = '<container><rootfile full-path="a.opf"/></container>'
@@ -81,20 +63,9 @@ PACKAGE = (
     '<package><title>A</title><manifest><item id="1" href="a.xhtml" media-type="application/xhtml+xml"/></manifest>'
     '<spine><itemref idref="1"/></spine></package>'
 )
-OFFICE = "http://schemas.openxmlformats.org"
-TYPES = f'<Types xmlns="{OFFICE}/package/2006/content-types"/>'
-RELATIONS = (
-    f'<Relationships xmlns="{OFFICE}/package/2006/relationships">'
-    f'<Relationship Type="{OFFICE}/officeDocument/2006/relationships/officeDocument" Target="a.xml" Id="a"/>'
-    "</Relationships>"
-)
-WORD = (
-    f'<w:document xmlns:w="{OFFICE}/wordprocessingml/2006/main">'
-    "<w:body><w:p><w:r><w:t>text</w:t></w:r></w:p></w:body></w:document>"
-)
 CONFINED_FILES = {
     ".epub": zipped({"META-INF/container.xml": CONTAINER, "a.opf": PACKAGE, "a.xhtml": "<h1>A</h1><p>text"}),
-    ".docx": zipped({"[Content_Types].xml": TYPES, "_rels/.rels": RELATIONS, "a.xml": WORD}),
+    ".docx": docx(paragraph("text")),
     ".csv": b'name,price\n"Ferry, fast",9\n',
     ".ipynb": b'{"cells": [{"cell_type": "code", "source": ["a\\ud800"], "outputs": [{"text": "b"}]}]}',
     ".rst": b"Guide\n=====\n\n:sup:`2` |a|\n\n.. note:: b\n\n   c\n\n.. _d: e\n",

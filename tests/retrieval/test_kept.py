@@ -17,19 +17,9 @@ from ragjax.retrieval.filling import Filling
 from ragjax.retrieval.kept import open_kept, shrink_kept
 from ragjax.retrieval.knowledge import KnowledgeBase
 from tests.support.fakes import WordEncoder
-from tests.support.shelf import encode_bytes
+from tests.support.shelf import encode_bytes, open_base
 
 LONG_AGO = 10**9
-
-
-class Counting(WordEncoder):
-    """Counts the texts that are embedded."""
-
-    texts = 0
-
-    def encode(self, texts, query=False):
-        Counting.texts += len(texts)
-        return super().encode(texts)
 
 
 @pytest.fixture
@@ -42,19 +32,18 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def opened(root: Path, source: Path, facts: tuple[str, ...] = ("one",)) -> KnowledgeBase:
-    open_at = partial(KnowledgeBase.open, encode_tokens=encode_bytes, encoder=Counting(), model_key="bytes")
-    return open_kept(root, source, facts, open_at)
+def opened(root: Path, source: Path, facts: tuple[str, ...] = ("one",), **changes: object) -> KnowledgeBase:
+    return open_kept(root, source, facts, partial(open_base, **changes))
 
 
 def started(root: Path, source: Path, facts: tuple[str, ...] = ("one",)) -> int:
     """Texts that a start embeds."""
-    before = Counting.texts
-    with opened(root, source, facts) as base:
+    encoder = WordEncoder()
+    with opened(root, source, facts, encoder=encoder) as base:
         for _ in Filling(base, source).steps():
             pass
         assert base.document_ids == {"a", "b"}
-    return Counting.texts - before
+    return len(encoder.encoded)
 
 
 def test_a_later_start_reads_and_embeds_nothing(
@@ -131,6 +120,6 @@ def test_named_sources_are_kept_and_other_bases_are_not(
 ) -> None:
     monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path / "cache"))
     tokenizer = SimpleNamespace(encode=lambda text, **_: encode_bytes(text), digest=b"bytes")
-    open_base = base_opener(EngineOptions("tiny", knowledge={"papers": source}), tokenizer, WordEncoder)
-    with open_base("upload"), open_base("papers"):
+    opener = base_opener(EngineOptions("tiny", knowledge={"papers": source}), tokenizer, WordEncoder)
+    with opener("upload"), opener("papers"):
         assert len(list((tmp_path / "cache" / "documents").iterdir())) == 1

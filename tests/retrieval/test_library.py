@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sqlite3
 import threading
 import time
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reportlab.pdfgen.canvas import Canvas
 
 from ragjax.core import (
     Attachment,
@@ -36,6 +34,7 @@ from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.library import FOLDER, LEAST_BYTES, QUOTA, Library, steady_clock
+from tests.support.files import pdf
 from tests.support.shelf import Shelf, open_library
 
 Holding = Callable[[KnowledgeBase], tuple[threading.Event, threading.Event]]
@@ -426,22 +425,19 @@ def test_a_damaged_file_fails_where_it_is_read(opened: Opened, tmp_path: Path) -
     assert code == "server_error" and "upload it again" in message
 
 
-def test_a_file_that_cannot_be_read_fails_by_itself(opened: Opened, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_fails_by_itself(opened: Opened) -> None:
     library, _ = opened()
     store = library.create("", "s").id
     bad = put(library, store, "%PDF-1.4 broken", "a.pdf")
     blank, good = put(library, store, "  \n ", "b.md"), put(library, store, "honey", "c.html")
-    page = Canvas(str(tmp_path / "d.pdf"))
-    page.drawString(50, 500, "A lighthouse burns oil.")
-    page.save()
-    pdf = library.upload("", "d.pdf", "user_data", (tmp_path / "d.pdf").read_bytes()).id
-    library.attach("", [Attachment(store, pdf, 0)])
+    whole = library.upload("", "d.pdf", "user_data", pdf("A lighthouse burns oil.")).id
+    library.attach("", [Attachment(store, whole, 0)])
     assert settled(library, store) == Counts(completed=2, failed=2)
     for file, words in ((bad, "not a readable PDF"), (blank, "no text")):
         code, message = library.attachment("", store, file).error
         assert code == "invalid_file" and words in message
         assert library.passages("", store, file) == ()
-    assert found(library, store, "lighthouse oil") == [pdf, good]
+    assert found(library, store, "lighthouse oil") == [whole, good]
 
 
 @pytest.mark.parametrize(
@@ -653,14 +649,9 @@ def test_a_long_pdf_gives_way_to_other_tenants(
 
     monkeypatch.setattr(confined, "ReadingProcess", Slow)
     monkeypatch.setattr(confined, "_IDLE", idle := deque[confined.ReadingProcess]())
-    book = io.BytesIO()
-    canvas = Canvas(book)
-    for page in range(9):
-        canvas.drawString(72, 700, f"honey {page}")
-        canvas.showPage()
-    canvas.save()
+    book = pdf(*(f"honey {page}" for page in range(9)))
     for tenant, store, name, content in zip(
-        ("acme", "umbra"), stores, ("a.pdf", "a.txt"), (book.getvalue(), b"salt"), strict=True
+        ("acme", "umbra"), stores, ("a.pdf", "a.txt"), (book, b"salt"), strict=True
     ):
         library.attach(tenant, [Attachment(store, library.upload(tenant, name, "assistants", content).id, 0)])
         assert begun.wait(60)

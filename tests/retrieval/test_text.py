@@ -15,6 +15,7 @@ from reportlab.platypus import Paragraph, SimpleDocTemplate
 
 from ragjax.core import ConfigError, Document
 from ragjax.retrieval.text import clean
+from tests.support.files import pdf
 from tests.support.files import read_here as read
 
 
@@ -43,10 +44,7 @@ KEY = "MIIEpAIBAAKCAQEA" * 4 + "\n" + ("q8Jf+/0x" * 8 + "\n") * 9 + "aGVsbG8=\n"
         ("a\r\nb\rc\u2028d\fe", "a\nb\nc\nd\ne"),
         ("\x1b[31mred\x1b[0m N\bNA\bA\x07", "red NA"),
         ("seen\U000e0073\U000e0065\U000e0063", "seen"),
-        (
-            "👩\u200d👧 🏴\U000e0067\U000e0062\U000e007f می\u200cروم",
-            "👩\u200d👧 🏴\U000e0067\U000e0062\U000e007f می\u200cروم",
-        ),
+        (JOINED, JOINED),
     ],
     ids=["ligatures", "invisible", "presentation", "accents", "lines", "terminal", "tags", "joiners and flags stay"],
 )
@@ -61,10 +59,7 @@ def test_characters_are_spelled_as_they_look(written: str, read: str) -> None:
         ("[i]: <data:image/svg+xml,%3Csvg" + "%20x" * 99 + ">", "[i]: <>"),
         ("a\n" + "QUJDQUJD" * 10_000 + "\nb", "a\n\nb"),
         ('{"icon": "' + "aGVsbG8x" * 100 + '"}', '{"icon": ""}'),
-        (
-            "-----BEGIN\n" + "MIIEpAIBAAKCAQEA" * 4 + "\n" + ("q8Jf+/0x" * 8 + "\n") * 9 + "aGVsbG8=\nend",
-            "-----BEGIN\n\nend",
-        ),
+        (f"-----BEGIN\n{KEY}end", "-----BEGIN\n\nend"),
         ("x" * 600 + " " + "=" * 600, "x" * 600 + " " + "=" * 600),
         ("see data:image/png;base64,iVBO", "see data:image/png;base64,iVBO"),
     ],
@@ -271,16 +266,6 @@ def test_headings_of_markdown_are_places() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- PDF
-
-
-def pdf(*pages: Callable[[Canvas], object]) -> bytes:
-    file = BytesIO()
-    canvas = Canvas(file)
-    for draw in pages:
-        draw(canvas)
-        canvas.showPage()
-    canvas.save()
-    return file.getvalue()
 
 
 def lines(*shown: str) -> Callable[[Canvas], object]:

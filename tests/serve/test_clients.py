@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tests.support import client_program, stuff_program, tiny
 from tests.support.fakes import FakeEngine
+from tests.support.outside import python_of, run
 from tests.support.serving import TEXT, serving
 from tests.support.stuffed import DOCUMENTS
 
@@ -53,17 +53,10 @@ TASKS = [(client, task) for client, (_, tasks) in MODULES.items() for task in ta
 
 @pytest.mark.parametrize(("client", "task"), TASKS, ids=lambda name: name)
 def test_a_client_in_its_own_environment(client: str, task: str) -> None:
-    python = os.environ.get("RAGJAX_CLIENTS_PYTHON")
-    if not python:
-        pytest.skip("RAGJAX_CLIENTS_PYTHON names no Python with client packages")
-    found = f"import importlib.util as u, sys; sys.exit(u.find_spec('{MODULES[client][0]}') is None)"
-    if subprocess.run([python, "-c", found], capture_output=True, check=False).returncode:
-        pytest.skip(f"{MODULES[client][0]} is not installed there")
-    program = str(Path(client_program.__file__))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    there = f"import importlib.util as u, sys; sys.exit(u.find_spec('{MODULES[client][0]}') is None)"
+    python = python_of("RAGJAX_CLIENTS_PYTHON", there)
     with serving(FakeEngine(tokens=TOKENS[task])) as served:
-        run = [python, program, client, task, served.url + "/v1"]
-        done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=120, check=False)
+        done = run(python, client_program.__file__, client, task, served.url + "/v1")
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == EXPECTED[task]
 
@@ -76,8 +69,7 @@ def test_the_ai_sdk_of_vercel(task: str) -> None:
         pytest.skip("RAGJAX_CLIENTS_NODE_MODULES names no folder of node packages, or there is no node")
     program = Path(client_program.__file__).with_name("client_program.mjs")
     with serving(FakeEngine(tokens=TOKENS[task])) as served:
-        run = [node, str(program), task, served.url + "/v1", modules]
-        done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
+        done = run(node, str(program), task, served.url + "/v1", modules)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == EXPECTED[task]
 
@@ -109,18 +101,9 @@ def test_openai_against_an_engine_in_miniature() -> None:
 @pytest.mark.parametrize("chain", ["stuff", "system"])
 def test_passages_that_langchain_puts_into_messages_are_warm(chain: str) -> None:
     """Over FAISS, in its own environment; nothing is set but base URL and model."""
-    python = os.environ.get("RAGJAX_CLIENTS_PYTHON")
-    if not python:
-        pytest.skip("RAGJAX_CLIENTS_PYTHON names no Python with client packages")
-    if subprocess.run([python, "-c", stuff_program.NEEDS], capture_output=True, check=False).returncode:
-        pytest.skip("langchain, langchain-openai, langchain-community and faiss-cpu are not installed there")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    python = python_of("RAGJAX_CLIENTS_PYTHON", stuff_program.NEEDS)
     with tiny.engine(strategy="moved") as engine, serving(engine) as served:
-        run = [python, str(Path(stuff_program.__file__)), chain, served.url + "/v1"]
-        given = json.dumps(DOCUMENTS)
-        done = subprocess.run(
-            run, input=given, capture_output=True, text=True, env=environment, timeout=120, check=False
-        )
+        done = run(python, stuff_program.__file__, chain, served.url + "/v1", input=json.dumps(DOCUMENTS))
         assert done.returncode == 0, done.stderr[-3000:]
         cached, *later = json.loads(done.stdout.splitlines()[-1])
     assert cached == 0

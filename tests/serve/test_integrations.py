@@ -6,7 +6,6 @@ They run in a Python that has LangChain or LlamaIndex, which RAGJAX_CLIENTS_PYTH
 from __future__ import annotations
 
 import os
-import subprocess
 import tomllib
 
 import pytest
@@ -15,6 +14,7 @@ from ragjax.core import Document
 from tests.support import tiny
 from tests.support.audit import audit_engine
 from tests.support.devices import ROOT
+from tests.support.outside import python_of, run
 from tests.support.serving import serving
 
 PACKAGES = {"langchain": "langchain_openai", "llama_index": "llama_index.llms.openai_like"}
@@ -23,20 +23,8 @@ PACKAGES = {"langchain": "langchain_openai", "llama_index": "llama_index.llms.op
 @pytest.fixture(params=PACKAGES)
 def package(request: pytest.FixtureRequest) -> tuple[str, str]:
     """A package's folder, and a Python that has what it stands on."""
-    python = os.environ.get("RAGJAX_CLIENTS_PYTHON")
-    if not python:
-        pytest.skip("RAGJAX_CLIENTS_PYTHON names no Python with client packages")
-    needed = (PACKAGES[request.param], "pytest", "mypy")
-    missing = [name for name in needed if run(python, "-c", f"import {name}").returncode]
-    if missing:
-        pytest.skip(f"not installed there: {', '.join(missing)}")
+    python = python_of("RAGJAX_CLIENTS_PYTHON", f"import {PACKAGES[request.param]}, pytest, mypy")
     return str(ROOT / "integrations" / request.param), python
-
-
-def run(python: str, *arguments: str, folder: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
-    command = [python, *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
 
 
 def test_its_tests_pass_against_a_server(package: tuple[str, str]) -> None:
@@ -44,16 +32,15 @@ def test_its_tests_pass_against_a_server(package: tuple[str, str]) -> None:
     doors = [Document("north", "It is red.", "The north door"), Document("south", "It is blue.", "The south door")]
     with tiny.engine() as engine, serving(engine) as served:
         engine.add_documents(doors, "doors")
-        done = run(
-            python, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder=folder, RAGJAX_TEST_URL=served.url + "/v1"
-        )
+        server = {"RAGJAX_TEST_URL": served.url + "/v1"}
+        done = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder, variables=server)
         audit_engine(engine)
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
 
 
 def test_its_types_are_sound(package: tuple[str, str]) -> None:
     folder, python = package
-    done = run(python, "-m", "mypy", "--cache-dir", os.devnull, folder=folder)
+    done = run(python, "-m", "mypy", "--cache-dir", os.devnull, cwd=folder)
     assert done.returncode == 0, done.stdout
 
 

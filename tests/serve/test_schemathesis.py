@@ -6,9 +6,7 @@ RAGJAX_SCHEMATHESIS_PYTHON names a Python that has it (`pip install schemathesis
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 from tests.support import tiny
 from tests.support.audit import audit_engine
 from tests.support.devices import ROOT
+from tests.support.outside import python_of, run
 from tests.support.serving import Served, serving
 
 CHECKS = (
@@ -51,18 +50,14 @@ def known(served: Served) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_no_request_of_the_document_breaks_the_server(tmp_path: Path) -> None:
-    python = os.environ.get("RAGJAX_SCHEMATHESIS_PYTHON")
-    if not python:
-        pytest.skip("RAGJAX_SCHEMATHESIS_PYTHON names no Python with Schemathesis")
+    python = python_of("RAGJAX_SCHEMATHESIS_PYTHON")
     with tiny.engine() as engine, serving(engine) as served:
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"SCHEMATHESIS_HOOKS": str(HOOKS), "RAGJAX_KNOWN": json.dumps(known(served))}
+        variables = {"SCHEMATHESIS_HOOKS": str(HOOKS), "RAGJAX_KNOWN": json.dumps(known(served))}
         flags = ["--checks", ",".join(CHECKS), "--phases", "examples,coverage,fuzzing", "-n", "15", "--seed", "1"]
         flags += ["--request-timeout", "300"]
-        run = [str(Path(python).with_name("schemathesis")), "run", f"{served.url}/openapi.json", *flags]
-        done = subprocess.run(
-            run, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=3000, check=False
-        )
+        program = str(Path(python).with_name("schemathesis"))
+        command = (program, "run", f"{served.url}/openapi.json", *flags)
+        done = run(*command, cwd=tmp_path, variables=variables, timeout=3000)
         found = answered(served)
         audit_engine(engine)
     statuses = Counter[str]()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
+
+from reportlab.pdfgen.canvas import Canvas
 
 from ragjax.core import ConfigError, Document
 from ragjax.retrieval.confined import ReadingLimits, told_by
@@ -33,3 +37,45 @@ def read_here(name: str, data: str | bytes, limits: ReadingLimits = LIMITS) -> D
         raise ConfigError(f"{path}: {reason}")
     text, places = joined(reading.parts)
     return Document("a", text, " ".join(clean(reading.title).split()) or path.stem, places)
+
+
+def zipped(members: Mapping[str, str]) -> bytes:
+    file = BytesIO()
+    with ZipFile(file, "w", ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return file.getvalue()
+
+
+OFFICE = "http://schemas.openxmlformats.org"
+
+
+def docx(body: str) -> bytes:
+    """A Word document of paragraphs and tables."""
+    kind = f"{OFFICE}/officeDocument/2006/relationships/officeDocument"
+    relation = f'<Relationship Id="r1" Type="{kind}" Target="word/document.xml"/>'
+    word = f"{OFFICE}/wordprocessingml/2006/main"
+    return zipped({
+        "[Content_Types].xml": f"<Types xmlns='{OFFICE}/package/2006/content-types'/>",
+        "_rels/.rels": f'<Relationships xmlns="{OFFICE}/package/2006/relationships">{relation}</Relationships>',
+        "word/document.xml": f'<w:document xmlns:w="{word}"><w:body>{body}</w:body></w:document>',
+    })  # fmt: skip
+
+
+def paragraph(text: str, style: str = "", properties: str = "") -> str:
+    styled = f'<w:pPr><w:pStyle w:val="{style}"/></w:pPr>' if style else ""
+    return f"<w:p>{styled}<w:r>{properties}<w:t>{text}</w:t></w:r></w:p>"
+
+
+def pdf(*pages: str | Callable[[Canvas], object]) -> bytes:
+    """Pages with a line of text each, or with what a function draws."""
+    file = BytesIO()
+    canvas = Canvas(file)
+    for page in pages:
+        if isinstance(page, str):
+            canvas.drawString(72, 720, page)
+        else:
+            page(canvas)
+        canvas.showPage()
+    canvas.save()
+    return file.getvalue()

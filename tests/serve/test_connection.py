@@ -20,7 +20,7 @@ import uvicorn
 from ragjax import core
 from ragjax.serve.server import Connection, Drain, Limits
 from tests.support.fakes import FakeEngine
-from tests.support.serving import CHAT, Served, serving, wait_for
+from tests.support.serving import CHAT, Served, serving, wait_for, written
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 200\r\n"
 LENGTH = b"content-length: 200\r\n"
@@ -70,13 +70,6 @@ class Timed:
         self.loop.call_soon_threadsafe(go_on)
 
 
-@contextmanager
-def connected(served: Served) -> Iterator[socket.socket]:
-    address = ("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
-    with socket.create_connection(address, timeout=20) as connection:
-        yield connection
-
-
 def until_closed(connection: socket.socket) -> bytes:
     """What comes until the server ends the connection."""
     parts = []
@@ -109,20 +102,20 @@ def ended(served: Served) -> dict[str, float]:
 
 
 def test_who_sends_nothing_is_closed_without_a_word(timed: Timed) -> None:
-    with counted(timed.served, idle=1), connected(timed.served) as connection:
+    with counted(timed.served, idle=1), timed.served.connect() as connection:
         wait_for(lambda: timed.theirs(connection) is not None)
         timed.passes(LIMIT)
         assert until_closed(connection) == b""
 
 
 def test_time_passes_in_the_loop_that_servers_run_in_too() -> None:
-    with serving(FakeEngine(), limits=Limits(timeout=0.2)) as served, connected(served) as connection:
+    with serving(FakeEngine(), limits=Limits(timeout=0.2)) as served, served.connect() as connection:
         assert until_closed(connection) == b""
 
 
 @pytest.mark.parametrize("part", [HEAD, HEAD[:9], HEAD + b"\r\n{", HEAD + b"\r\n"])
 def test_who_sends_a_part_and_pauses_is_told_and_closed(timed: Timed, part: bytes) -> None:
-    with counted(timed.served, late=1), connected(timed.served) as connection:
+    with counted(timed.served, late=1), timed.served.connect() as connection:
         connection.sendall(part)
         wait_for(lambda: timed.has_begun(connection))
         timed.passes(LIMIT)
@@ -163,7 +156,7 @@ def drip(connection: socket.socket, part: bytes, timed: Timed | None = None) -> 
 )
 def test_who_drips_is_closed(timed: Timed, begin: bytes, part: bytes, status: bytes) -> None:
     """Each part would begin uvicorn's time anew."""
-    with connected(timed.served) as connection:
+    with timed.served.connect() as connection:
         connection.sendall(begin)
         wait_for(lambda: timed.has_begun(connection))
         answer = drip(connection, part, timed)
@@ -180,7 +173,7 @@ def test_who_drips_is_closed(timed: Timed, begin: bytes, part: bytes, status: by
     ids=["blank line", "NUL", "chunk"],
 )
 def test_what_is_no_http_is_told_and_closed(shared: Served, wrong: bytes) -> None:
-    with counted(shared, malformed=1), connected(shared) as connection:
+    with counted(shared, malformed=1), shared.connect() as connection:
         connection.sendall(wrong)
         status, error = refused(until_closed(connection))
     assert status == 400 and error["type"] == "invalid_request_error" and "not an HTTP request" in error["message"]
@@ -191,7 +184,7 @@ def test_two_lengths_of_a_body_end_the_connection(shared: Served) -> None:
     """A proxy may go by the other one: then the second request was never seen by it."""
     hidden = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
     head = HEAD.replace(LENGTH, b"content-length: %d\r\ntransfer-encoding: chunked\r\n" % (len(hidden) + 5))
-    with connected(shared) as connection:
+    with shared.connect() as connection:
         connection.sendall(head + b"\r\n0\r\n\r\n" + hidden)
         answer = until_closed(connection)
     assert answer[9:12] == b"400" and answer.count(b"HTTP/1.1") == 1
@@ -216,12 +209,10 @@ def test_a_long_answer_and_a_second_request_have_their_time(asyncio_loop: None) 
     with serving(engine) as served:
         engine.timed = timed = Timed(served, Drain())
         served.server.config.timeout_keep_alive = 2 * int(LIMIT)  # uvicorn's own limit
-        with counted(served, idle=1), connected(served) as connection:
-            body = json.dumps(CHAT).encode()
-            head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        with counted(served, idle=1), served.connect() as connection:
             for _ in range(3):
                 timed.passes(LIMIT / 2)
-                connection.sendall(head + body)
+                connection.sendall(written(CHAT))
                 answer = HTTPResponse(connection)
                 answer.begin()
                 assert answer.status == 200 and b"The lighthouse is red." in answer.read()
@@ -232,11 +223,9 @@ def test_a_long_answer_and_a_second_request_have_their_time(asyncio_loop: None) 
 def test_who_does_not_read_is_closed(asyncio_loop: None) -> None:
     """The stream is more than the buffers hold; its request is cancelled."""
     engine = FakeEngine(tokens=("x" * 2**20,) * 64)
-    with serving(engine) as served, connected(served) as connection:
+    with serving(engine) as served, served.connect() as connection:
         timed = Timed(served, Drain())
-        body = json.dumps({**CHAT, "stream": True}).encode()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
-        connection.sendall(head + body)
+        connection.sendall(written({**CHAT, "stream": True}))
         wait_for(lambda: (one := timed.theirs(connection)) is not None and one.flow.write_paused)
         timed.passes(LIMIT)
         wait_for(lambda: engine.cancelled == 1)
@@ -247,7 +236,7 @@ def test_who_does_not_read_is_closed(asyncio_loop: None) -> None:
 
 def test_two_hundred_slow_clients_end_while_others_are_served(timed: Timed) -> None:
     with ExitStack() as stack:
-        slow = [stack.enter_context(connected(timed.served)) for _ in range(200)]
+        slow = [stack.enter_context(timed.served.connect()) for _ in range(200)]
         for connection in slow:
             connection.sendall(HEAD[:30])
         wait_for(lambda: all(timed.has_begun(connection) for connection in slow), 60)
@@ -259,7 +248,7 @@ def test_two_hundred_slow_clients_end_while_others_are_served(timed: Timed) -> N
 
 def test_one_connection_too_many_is_told_and_the_others_go_on() -> None:
     with serving(FakeEngine(), limits=Limits(connections=3)) as served, ExitStack() as stack:
-        kept = [stack.enter_context(connected(served)) for _ in range(3)]
+        kept = [stack.enter_context(served.connect()) for _ in range(3)]
         wait_for(lambda: len(served.server.server_state.connections) == 3)
         for _ in range(2):
             response = served.post(json=CHAT)
@@ -274,7 +263,7 @@ def test_one_connection_too_many_is_told_and_the_others_go_on() -> None:
 
 
 def test_who_is_refused_cannot_stay() -> None:
-    with serving(FakeEngine(), limits=Limits(connections=1)) as served, connected(served):
+    with serving(FakeEngine(), limits=Limits(connections=1)) as served, served.connect():
         wait_for(lambda: len(served.server.server_state.connections) == 1)
-        with connected(served) as connection:
+        with served.connect() as connection:
             assert refused(drip(connection, b"x"))[0] == 503

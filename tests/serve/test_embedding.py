@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import socket
 import threading
 from collections import Counter
@@ -27,7 +26,7 @@ from ragjax.serve.embedding import WAITING, EmbeddingBody, EmbeddingQueue
 from ragjax.serve.server import Drain
 from tests.support import tiny
 from tests.support.fakes import FakeEngine
-from tests.support.serving import CHAT, Served, error_of, serving, wait_for
+from tests.support.serving import CHAT, Served, error_of, serving, wait_for, written
 
 MODEL = "fake-encoder"
 
@@ -290,12 +289,8 @@ def test_a_client_that_leaves_ends_its_embedding() -> None:
 
 def sent(served: Served, text: str) -> socket.socket:
     """A connection on which a request of an embedding was sent."""
-    host, port = served.url.removeprefix("http://").split(":")
-    body = json.dumps({"model": MODEL, "input": text})
-    connection = socket.create_connection((host, int(port)))
-    connection.sendall(
-        f"POST /v1/embeddings HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
-    )
+    connection = served.connect()
+    connection.sendall(written({"model": MODEL, "input": text}, "/v1/embeddings"))
     return connection
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -167,8 +166,7 @@ HEADS = {"long": b"x-long: " + b"x" * 200_000, "many": b"\r\n".join(b"x-%d: x" %
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_a_head_over_its_limit_is_refused(shared: Served, head: bytes) -> None:
-    address = ("127.0.0.1", int(shared.url.rsplit(":", 1)[1]))
-    with socket.create_connection(address) as connection, suppress(OSError):  # it is closed while the head is sent
+    with shared.connect() as connection, suppress(OSError):  # it is closed while the head is sent
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
     assert shared.get("/health").status_code == 200

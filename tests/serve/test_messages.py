@@ -10,7 +10,7 @@ import pytest
 from ragjax import core
 from ragjax.models.tokenizer import HERMES
 from tests.support.fakes import FakeEngine
-from tests.support.serving import TEXT, Caught, Served, serving
+from tests.support.serving import TEXT, Caught, Served, serving, typed_of
 from tests.support.telling import SOURCES
 
 ASKED = {"role": "user", "content": "What colour is the lighthouse?"}
@@ -27,10 +27,8 @@ def post(served: Served, path: str = "/v1/messages", **fields: Any) -> Any:
     return response.json()
 
 
-def events(served: Served, **fields: Any) -> list[tuple[str, Any]]:
-    text = served.post("/v1/messages", json={**BODY, **fields, "stream": True}).text
-    parts = [part.split("\n") for part in text.strip().split("\n\n")]
-    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in parts]
+def events(served: Served, **fields: Any) -> list[dict[str, Any]]:
+    return typed_of(served.post("/v1/messages", json={**BODY, **fields, "stream": True}))
 
 
 def request_of(caught: Caught, **fields: Any) -> core.Request:
@@ -89,13 +87,12 @@ def test_a_text_and_calls_are_blocks_of_a_message_and_of_a_stream() -> None:
     assert text == {"type": "text", "text": "I will look."} and answer["stop_reason"] == "tool_use"
     assert [(call["name"], call["input"]) for call in calls] == [("weather", {"city": "Ghent"})] * 2
     assert calls[0]["id"] != calls[1]["id"]
-    names = [name for name, _ in told]
+    names = [event["type"] for event in told]
     assert names[0] == "message_start" and names[-2:] == ["message_delta", "message_stop"]
-    assert told[0][1]["message"]["rag"] == {"sources": told[-2][1]["rag"]["sources"]}, "also if it is stopped"
+    assert told[0]["message"]["rag"] == {"sources": told[-2]["rag"]["sources"]}, "also if it is stopped"
     assert names.count("content_block_start") == names.count("content_block_stop") == 3
-    assert all(event["type"] == name for name, event in told)
-    assert told[-2][1]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    parts = [event["delta"] for _, event in told if event["type"] == "content_block_delta" and event["index"] == 2]
+    assert told[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    parts = [event["delta"] for event in told if event["type"] == "content_block_delta" and event["index"] == 2]
     assert json.loads("".join(part["partial_json"] for part in parts)) == {"city": "Ghent"}
 
 
@@ -172,5 +169,5 @@ def test_a_key_may_come_as_its_clients_send_it_and_failures_are_told() -> None:
         full = served.post("/v1/messages", json=BODY, headers={"x-api-key": "secret"})
         assert full.status_code == 429 and full.json()["error"]["type"] == "rate_limit_error"
     with serving(FakeEngine(breakdown=ValueError("secret detail"))) as served:
-        *_, (name, last) = events(served)
-    assert name == "error" and last["error"]["type"] == "api_error" and "secret" not in str(last)
+        last = events(served)[-1]
+    assert last["type"] == "error" and last["error"]["type"] == "api_error" and "secret" not in str(last)

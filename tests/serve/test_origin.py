@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -241,7 +240,6 @@ def test_the_page_works_by_each_name_of_the_server(deceived: Browser) -> None:
 
 def test_a_request_without_a_host_is_served(named: Served) -> None:
     """HTTP/1.0 has none, and no browser speaks it."""
-    address = named.url.removeprefix("http://").split(":")
-    with socket.create_connection((address[0], int(address[1]))) as link:
+    with named.connect() as link:
         link.sendall(b"GET /v1/models HTTP/1.0\r\n\r\n")
         assert b" 200 " in link.recv(64)

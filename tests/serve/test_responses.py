@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from ragjax import core
 from tests.support import tiny
 from tests.support.fakes import FakeEngine
-from tests.support.serving import TEXT, Caught, Served, error_of, events_of, serving, wait_for
+from tests.support.serving import TEXT, Caught, Served, error_of, events_of, serving, typed_of, wait_for
 from tests.support.telling import SOURCES
 
 ASK: dict[str, Any] = {"model": "fake", "input": "What colour is the lighthouse?"}
@@ -28,16 +28,7 @@ CALL = ('{"name": "weather", ', '"arguments": {"city"', ': "Ghent"}}')
 
 def typed(served: Served, **fields: Any) -> list[dict[str, Any]]:
     """The events of a stream, checked for framing and numbers."""
-    response = served.post("/v1/responses", json={**ASK, "stream": True, **fields})
-    assert response.headers["content-type"].startswith("text/event-stream"), response.text
-    *blocks, rest = response.text.split("\n\n")
-    assert rest == ""
-    events = []
-    for block in blocks:
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        events.append(event)
+    events = typed_of(served.post("/v1/responses", json={**ASK, "stream": True, **fields}))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 

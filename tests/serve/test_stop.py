@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import time
 from collections.abc import AsyncGenerator
@@ -19,7 +18,19 @@ from httpx import Response
 from ragjax import core
 from ragjax.serve.server import Drain
 from tests.support.fakes import FakeEngine
-from tests.support.serving import CHAT, MESSAGES, TEXT, Served, error_of, events_of, program, serving, url_of, wait_for
+from tests.support.serving import (
+    CHAT,
+    MESSAGES,
+    TEXT,
+    Served,
+    error_of,
+    events_of,
+    program,
+    serving,
+    typed_of,
+    url_of,
+    wait_for,
+)
 
 
 def answer_of_a_stopped(
@@ -64,7 +75,7 @@ def test_a_stream_of_a_response_that_is_cancelled_fails() -> None:
     engine = FakeEngine(tokens=("word ",) * 1000, delay=0.02)
     with serving(engine, grace=1) as served:
         answer = answer_of_a_stopped(engine, served, "/v1/responses", model="fake", input="Who?", stream=True)
-    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line[:5] == "data:"]
+    events = typed_of(answer)
     failed = events[-1]
     assert failed["type"] == "response.failed" and "is stopping" in failed["response"]["error"]["message"]
     assert failed["sequence_number"] == len(events) - 1 and engine.cancelled == 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -15,7 +13,7 @@ import pytest
 
 from ragjax import core
 from tests.support.fakes import FakeEngine
-from tests.support.serving import CHAT, TEXT, Served, error_of, events_of, serving, wait_for
+from tests.support.serving import CHAT, TEXT, Served, error_of, events_of, serving, wait_for, written
 from tests.support.telling import SOURCES
 
 
@@ -160,10 +158,8 @@ def test_an_id_is_the_proxys_where_there_is_one(proxied: bool) -> None:
 def test_client_that_leaves_cancels_its_request(stream: bool, delay: float) -> None:
     engine = FakeEngine(tokens=("word ",) * 5000, delay=delay, context_length=6000)  # 100 seconds and more
     with serving(engine) as served:
-        with socket.create_connection(("127.0.0.1", int(served.url.rsplit(":", 1)[1]))) as connection:
-            body = json.dumps({**CHAT, "stream": stream, "max_tokens": 5000}).encode()
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-            connection.sendall(head.encode() + body)
+        with served.connect() as connection:
+            connection.sendall(written({**CHAT, "stream": stream, "max_tokens": 5000}))
             wait_for(lambda: engine.running == 1)
             if stream and delay < 1:
                 received = b""

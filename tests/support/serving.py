@@ -45,6 +45,9 @@ class Served:
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=20, **kwargs)
 
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", int(self.url.rsplit(":", 1)[1])), timeout=20)
+
     def client(self, **kwargs: Any) -> openai.OpenAI:
         """A client that is closed when the server stops."""
         given = {"api_key": "any", "max_retries": 0, "timeout": 20, **kwargs}
@@ -82,6 +85,22 @@ def serving(engine: FakeEngine, grace: int = 10, limits: Limits | None = None, *
         yield served
     finally:
         served.stop()
+
+
+def written(body: Any, path: str = "/v1/chat/completions") -> bytes:
+    """A request as it goes over a connection."""
+    content = json.dumps(body).encode()
+    return b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (path.encode(), len(content), content)
+
+
+def typed_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream whose events have types, checked for framing."""
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    *blocks, rest = response.text.split("\n\n")
+    parts = [block.removeprefix("event: ").split("\ndata: ") for block in blocks]
+    events = [json.loads(data) for _, data in parts]
+    assert rest == "" and [event["type"] for event in events] == [name for name, _ in parts]
+    return events
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:

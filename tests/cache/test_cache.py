@@ -1,10 +1,7 @@
-"""The cache on the device alone, against a plain reference model; `carriers` has the simulated pool."""
+"""The cache on the device alone; `test_hierarchy.py` has random requests, also without tiers below."""
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ragjax.cache import tree
 from ragjax.cache.lookahead import Causal, Outlook
@@ -12,17 +9,7 @@ from ragjax.cache.node import Node, Provenance, context_digest, raw_of
 from ragjax.cache.policy.base import LRU, Access, Victims
 from ragjax.core import OutOfPages
 from tests.support.audit import AuditError, audit_cache
-from tests.support.transfers import PAGE, Bench, causal_content, keyed_content, match_segment, tokens
-
-# ------------------------------------------------------------------------------------ one case at a time
-
-
-def test_prefixes_are_found_at_token_granularity():
-    bench = Bench()
-    bench.put([1, 2, 3, 4, 5, 6])
-    bench.put([1, 2, 3, 9, 9])
-    assert [bench.length(p) for p in ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 9], [1, 2], [2], [])] == [6, 4, 2, 0, 0]
-    audit_cache(bench.cache, live=())
+from tests.support.transfers import Bench, causal_content, keyed_content, match_segment, tokens
 
 
 def test_cuts_and_splits_in_one_run_give_one_span():
@@ -142,20 +129,6 @@ def test_what_is_not_causal_is_never_a_prefix(provenance):
     bench.audit()
 
 
-def test_tenants_share_nothing():
-    bench = Bench()
-    bench.put([1, 2, 3], tenant="a")
-    bench.put_segment([1, 2, 3], [4, 5], tenant="a")
-    bench.put_segment([], [4, 5], tenant="a")
-    assert [bench.length([1, 2, 3], tenant) for tenant in ("a", "b", "")] == [3, 0, 0]
-    bench.put([1, 2, 3], tenant="b")
-    for context in ([1, 2, 3], []):
-        with bench.cache.matcher.match_prefix(tokens(*context), "b") as match:
-            assert match_segment(bench.cache, match, tokens(4, 5), Provenance.ISOLATED, "naive") is None
-    assert all(n.tenant == "a" for n in bench.cache.tree.places("a", tokens(4, 5).tobytes()))
-    audit_cache(bench.cache, live=())
-
-
 def test_exact_and_approximate_hits_are_counted_apart():
     bench = Bench()
     bench.put([1, 2, 3])
@@ -219,6 +192,7 @@ def test_least_recently_used_leaves_first_and_parents_after_children():
     bench.cache.free(bench.cache.reserve(8))
     assert bench.length([3] * 4 + [4] * 4) == 4
     assert bench.length([1] * 4) == 4
+    assert bench.cache.metrics.evicted_tokens == 8
     audit_cache(bench.cache, live=())
 
 
@@ -323,13 +297,6 @@ def test_a_lease_keeps_its_tokens_when_the_callers_array_changes():
         assert match.context == context_digest(tokens(1, 2, 3).tobytes())
 
 
-def test_idle_tenants_leave_nothing_behind():
-    bench = Bench()
-    for n in range(50):
-        bench.length([1, 2], tenant=f"t{n}")
-    assert not list(bench.cache.tree.nodes())
-
-
 def test_arguments_that_do_not_fit_are_refused():
     bench = Bench()
     bench.put([1, 2, 3])
@@ -373,234 +340,3 @@ def test_the_victim_queue_forgets_stale_entries():
         victims.push(node)
     assert len(victims._heap) < 100
     assert [victims.pop(), victims.pop(), victims.pop()] == [other, node, None]
-
-
-# --------------------------------------------------------------------------------- against the reference
-
-TENANTS = st.sampled_from(["", "a", "b"])
-WORDS = [(0,), (1, 1, 1), (0, 1, 0, 1, 2), (0, 1, 2, 2, 1, 0)]
-PROMPT = st.lists(st.sampled_from(WORDS), max_size=4).map(lambda words: tuple(t for word in words for t in word)[:14])
-PICK = st.integers(0, 99)
-CUTS = st.lists(st.integers(0, 14), max_size=3)
-
-
-class Against(RuleBasedStateMachine):
-    """Random requests; the reference is the set of causal prefixes held, by owner, and a set of segments.
-
-    A tenant sees what is its own and what is public (the tenant "").
-
-    What leaves under pressure is the policy's choice, so after an eviction the reference is read off the
-    tree's nodes, and the change is checked: only a shrinking, prefix-closed, of the size counted, and
-    nothing matched.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.bench = Bench(pages=13)
-        self.cache = self.bench.cache
-        self.prefixes = set()
-        self.segments = set()
-        self.matches = []
-        self.runs = []
-
-    # ---- rules
-
-    @rule(ids=PROMPT, tenant=TENANTS)
-    def match(self, ids, tenant):
-        match = self.cache.matcher.match_prefix(tokens(*ids), tenant, label="r")
-        known = [n for n in range(len(ids) + 1) if n == 0 or self.sees(tenant, tuple(ids[:n]))]
-        assert match.length == max(known) and match.complete == (match.length == len(ids))
-        self.matches.append((match, tenant, tuple(ids), None))
-
-    @rule(
-        ids=PROMPT, tenant=TENANTS, back=st.integers(0, 3), extra=st.integers(0, 5), cuts=CUTS, keep=st.integers(0, 7)
-    )
-    def serve(self, ids, tenant, back, extra, cuts, keep):
-        """A request from match to admission; its match and its pages may live on."""
-        self.match(ids, tenant)
-        self.start(len(self.matches) - 1, back, extra)
-        self.admit(len(self.runs) - 1, cuts)
-        if self.runs and keep < 6:
-            self.free(len(self.runs) - 1)
-        if keep:
-            self.release(len(self.matches) - 1)
-
-    @precondition(lambda self: self.matches)
-    @rule(pick=PICK, back=st.integers(0, 3), extra=st.integers(0, 5))
-    def start(self, pick, back, extra):
-        """Compute the rest of a matched prompt, and perhaps some of what was found, into own pages."""
-        match, tenant, ids, what = self.pick(self.matches, pick)
-        if what is not None:
-            return
-        from_ = max(0, match.length - back)
-        run = self.reserve(len(ids) - from_ + extra)
-        if run is not None:
-            self.bench.write(run, causal_content(tenant, ids)[from_:])
-            self.runs.append((run, match, tenant, ids, from_))
-
-    def reserve(self, n):
-        if n == 0:
-            return None
-        before, evicted = self.bench.state(), self.cache.metrics.evicted_tokens
-        try:
-            run = self.bench.reserve(n, "r")
-        except OutOfPages:
-            assert self.bench.state() == before
-            assert -(-n // PAGE) > self.evictable_pages()
-            return None
-        self.shrink(self.cache.metrics.evicted_tokens - evicted)
-        return run
-
-    @precondition(lambda self: self.runs)
-    @rule(pick=PICK, cuts=CUTS)
-    def admit(self, pick, cuts):
-        """Late admission: meanwhile others may have admitted, or something may have been evicted."""
-        open_runs = [entry for entry in self.runs if not entry[1].released and entry[4] < len(entry[3])]
-        if not open_runs:
-            return
-        run, match, tenant, ids, from_ = self.pick(open_runs, pick)
-        part = run.slice(0, len(ids) - from_, PAGE)
-        self.cache.admitter.admit_prefix(match, tokens(*ids), from_, part, [c for c in cuts if c <= len(ids)])
-        self.prefixes |= {(tenant, ids[:n]) for n in range(1, len(ids) + 1) if not self.sees(tenant, ids[:n])}
-
-    @precondition(lambda self: self.complete_leases())
-    @rule(pick=PICK, ids=st.lists(st.integers(0, 2), min_size=1, max_size=6), method=st.sampled_from(["x", "y"]),
-          provenance=st.sampled_from([Provenance.ISOLATED, Provenance.APPROXIMATE]))  # fmt: skip
-    def segment(self, pick, ids, method, provenance):
-        """Look a segment up under a matched context; compute and admit it on a miss."""
-        context, tenant, before, _ = self.pick(self.complete_leases(), pick)
-        what = (tenant, before, provenance, method, tuple(ids))
-        match = match_segment(self.cache, context, tokens(*ids), provenance, method)
-        found = next((w for w in (what, ("", *what[1:])) if w in self.segments), None)
-        assert (match is not None) == (found is not None)
-        if match is not None:
-            self.matches.append((match, tenant, tuple(ids), found))
-            return
-        run = self.reserve(len(ids))
-        if run is None:
-            return
-        self.bench.write(run, keyed_content(*what))
-        self.cache.admitter.admit_segment(context, tokens(*ids), run, len(before), provenance, method)
-        self.segments.add(what)
-        self.cache.free(run)
-
-    @precondition(lambda self: self.matches)
-    @rule(pick=PICK)
-    def release(self, pick):
-        self.matches.pop(pick % len(self.matches))[0].release()
-
-    @precondition(lambda self: self.runs)
-    @rule(pick=PICK)
-    def free(self, pick):
-        self.cache.free(self.runs.pop(pick % len(self.runs))[0])
-
-    @precondition(lambda self: len(self.prefixes) + len(self.segments) > 20)
-    @rule()
-    def clear(self):
-        evicted = self.cache.metrics.evicted_tokens
-        self.cache.clear()
-        self.shrink(self.cache.metrics.evicted_tokens - evicted)
-        assert all(node.pins for node in self.cache.tree.nodes())
-
-    # ---- checks
-
-    @invariant()
-    def books_add_up(self):
-        audit_cache(self.cache, live={"r"})
-
-    @invariant()
-    def nodes_are_the_reference(self):
-        assert self.held() == (self.prefixes, self.segments)
-
-    @invariant()
-    def leases_hold_their_content(self):
-        for match, tenant, ids, what in self.matches:
-            if what is None:
-                self.check_prefix(self.bench.read(match), tenant, ids[: match.length])
-            else:
-                assert np.array_equal(self.bench.read(match), keyed_content(*what))
-            starts = [at for _, at in match.spans]
-            lengths = [run.length for run, _ in match.spans]
-            first = 0 if what is None else len(what[1])
-            assert starts == [first + sum(lengths[:i]) for i in range(len(lengths))]
-
-    @invariant()
-    def every_node_holds_its_content(self):
-        for node in self.cache.tree.nodes():
-            if node.run is None:
-                continue
-            above = spelled(node.parent)
-            own = tuple(node.tokens.tolist())
-            if node.provenance is Provenance.CAUSAL:
-                expected = causal_content(node.tenant, above + own)[len(above) :]
-            else:
-                expected = keyed_content(node.tenant, above, node.provenance, node.method, own)
-            assert np.array_equal(self.bench.slots[node.run.slots(PAGE)], expected)
-
-    def teardown(self):
-        for match, *_ in self.matches:
-            match.release()
-        for run, *_ in self.runs:
-            self.cache.free(run)
-        audit_cache(self.cache, live=())
-        self.cache.clear()
-        audit_cache(self.cache, live=())
-        assert self.bench.pool.free_pages == self.bench.pool.capacity
-
-    # ---- the reference
-
-    def shrink(self, evicted):
-        prefixes, segments = self.held()
-        assert prefixes <= self.prefixes and segments <= self.segments
-        gone = len(self.prefixes) - len(prefixes) + sum(len(what[-1]) for what in self.segments - segments)
-        assert gone == evicted
-        for *_, what in self.matches:
-            assert what is None or what in segments
-        self.prefixes, self.segments = prefixes, segments
-        for match, tenant, ids, what in self.matches:
-            assert match.length == 0 or what is not None or self.sees(tenant, ids[: match.length])
-        assert all(len(ids) == 1 or self.sees(tenant, ids[:-1]) for tenant, ids in prefixes)
-        assert all(not what[1] or self.sees(*what[:2]) for what in segments)
-
-    def sees(self, tenant, ids):
-        return (tenant, ids) in self.prefixes or ("", ids) in self.prefixes
-
-    def check_prefix(self, slots, tenant, ids):
-        """Each slot is what the tenant computed, or what is public."""
-        own, public = causal_content(tenant, ids), causal_content("", ids)
-        for n, slot in enumerate(slots, 1):
-            assert slot == own[n - 1] or (slot == public[n - 1] and ("", ids[:n]) in self.prefixes)
-
-    def held(self):
-        prefixes, segments = set(), set()
-        for node in self.cache.tree.nodes():
-            if node.run is None:
-                continue
-            above, own = spelled(node.parent), tuple(node.tokens.tolist())
-            if node.provenance is Provenance.CAUSAL:
-                prefixes |= {(node.tenant, above + own[: n + 1]) for n in range(len(own))}
-            else:
-                segments.add((node.tenant, above, node.provenance, node.method, own))
-        return prefixes, segments
-
-    def evictable_pages(self):
-        """Pages that neither a reservation nor a node on a matched path touches, counted the slow way."""
-        used = {page for run, *_ in self.runs for page in run.pages}
-        for match, *_ in self.matches:
-            used |= {page for node in match.node.path() if node.run for page in node.run.pages}
-        return self.bench.pool.capacity - len(used)
-
-    def complete_leases(self):
-        return [entry for entry in self.matches if entry[3] is None and entry[0].complete]
-
-    @staticmethod
-    def pick(options, pick):
-        return options[pick % len(options)]
-
-
-def spelled(node):
-    return tuple(t for step in reversed(list(node.path())) for t in step.tokens.tolist())
-
-
-TestAgainstReference = Against.TestCase
-TestAgainstReference.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)

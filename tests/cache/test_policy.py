@@ -285,24 +285,6 @@ def test_what_is_known_of_a_node_survives_its_eviction_until_the_cache_is_cleare
     assert policy.score(fresh, DEVICE) <= policy.score(other, DEVICE)
 
 
-def test_misses_before_and_after_an_eviction_are_averaged():
-    """RAGCache, formula 3: m counts every request that met the document uncached."""
-    cache = Cache(PGDSF(PROFILE), 1)
-    cache.access(b"d", cached=50, new=150)  # 1.875 seconds
-    cache.access(b"other", cached=0, new=100)
-    cache.access(b"d", cached=0, new=100)  # 1 second
-    assert cache.nodes[b"d"].note.misses == 2
-    assert cache.nodes[b"d"].note.rate == pytest.approx((1.875 / 150 + 1 / 100) / 2)
-    assert cache.nodes[b"d"].note.frequency == 2
-
-
-def test_a_new_window_resets_the_frequency_of_a_ghost():
-    cache = Cache(GDSF(window=3), 1)
-    for key in (b"d", b"d", b"other", b"d"):
-        cache.access(key)
-    assert cache.nodes[b"d"].note.frequency == 1
-
-
 def test_ghosts_are_bounded_and_the_oldest_leave():
     policy = GDSF()
     kept = [Node(b"kept%d" % i) for i in range(FEWEST // GHOSTS_PER_NODE + 5)]
@@ -352,16 +334,6 @@ def test_a_document_from_disk_costs_what_computing_it_behind_its_context_would()
     policy, node = PGDSF(PROFILE), Node(b"d", 150, start=50)
     policy.on_access(node, Access(True, 200, 10))
     assert policy.score(node, DEVICE) == pytest.approx(1.875 / 150)
-
-
-def test_frequency_is_counted_within_a_window():
-    policy, node, other = GDSF(window=4), Node(b"a"), Node(b"b")
-    for _ in range(3):
-        policy.on_access(node, HIT)
-    assert policy.score(node, DEVICE) == 3
-    policy.on_access(other, HIT)
-    policy.on_access(node, HIT)
-    assert policy.score(node, DEVICE) == 1
 
 
 def test_what_needs_little_fixing_stays():
@@ -511,18 +483,6 @@ def test_lacr_says_what_is_wrong():
         policy.on_queue("r", [])
     assert list(policy.on_start("r")) == [b"a"]
     assert list(policy.on_start("never queued")) == []
-
-
-def test_what_was_liked_long_ago_gives_way():
-    def kept(half_life):
-        policy, old, new = LACR(half_life=half_life), Node(b"old"), Node(b"new")
-        for at in range(400):
-            policy.on_start(str(at))
-            policy.on_access(old if at < 300 else new, HIT)
-        return max(old, new, key=lambda node: policy.score(node, DEVICE)).key
-
-    assert kept(inf) == b"old"
-    assert kept(50.0) == b"new"
 
 
 def test_lacr_outlives_a_million_requests():

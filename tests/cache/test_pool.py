@@ -28,20 +28,6 @@ def test_too_large_an_allocation_takes_nothing():
     assert pool.free_pages == 2 and np.array_equal(pool.counts, before)
 
 
-def test_a_shared_boundary_page_outlives_one_half():
-    pool = PagePool(4, 4)
-    run = pool.allocate(6)
-    upper, lower = run.slice(0, 5, 4), run.slice(5, 6, 4)
-    pool.retain(upper)
-    pool.retain(lower)
-    pool.release(run)
-    assert [int(pool.counts[p]) for p in run.pages] == [1, 2]
-    pool.release(upper)
-    assert pool.free_pages == 2
-    pool.release(lower)
-    assert pool.free_pages == 3
-
-
 @pytest.mark.parametrize("act", ["retain", "release"])
 def test_a_page_that_nobody_holds_cannot_be_counted(act):
     pool = PagePool(4, 4)

@@ -9,7 +9,7 @@ from ragjax.cache.node import Node, Provenance, context_digest, raw_of
 from ragjax.cache.policy.base import LRU, Access, Victims
 from ragjax.core import OutOfPages
 from tests.support.audit import AuditError, audit_cache
-from tests.support.transfers import Bench, causal_content, keyed_content, match_segment, tokens
+from tests.support.transfers import Bench, causal_content, match_segment, tokens
 
 
 def test_cuts_and_splits_in_one_run_give_one_span():
@@ -41,22 +41,6 @@ def test_a_second_admission_keeps_the_first():
     audit_cache(bench.cache, live=())
 
 
-def test_a_longer_admission_adds_only_what_is_new():
-    """Two requests compute overlapping prompts at once; the later one is kept from where it differs."""
-    bench = Bench()
-    short, long = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8, 9]
-    match = bench.cache.matcher.match_prefix(tokens(*long))
-    run = bench.reserve(7)
-    bench.write(run, causal_content("", long))
-    bench.put(short)
-    bench.cache.admitter.admit_prefix(match, tokens(*long), 0, run, ())
-    match.release()
-    bench.cache.free(run)
-    assert bench.length(long) == 7 and bench.length(short) == 6
-    assert bench.cache.metrics.admitted_tokens == 9
-    audit_cache(bench.cache, live=())
-
-
 def test_a_lease_inside_a_node_survives_its_split():
     bench = Bench()
     bench.put(range(12))
@@ -70,63 +54,6 @@ def test_a_lease_inside_a_node_survives_its_split():
     bench.cache.clear()
     assert bench.pool.free_pages == bench.pool.capacity
     audit_cache(bench.cache, live=())
-
-
-def test_a_segment_is_found_under_exactly_its_context():
-    bench = Bench()
-    bench.put([1, 2, 3, 4])
-    bench.put([1, 2, 3, 5])
-    bench.put_segment([1, 2, 3], [7, 8])
-
-    def find(context, ids, provenance=Provenance.ISOLATED, method="naive", tenant=""):
-        with bench.cache.matcher.match_prefix(tokens(*context), tenant) as match:
-            found = match_segment(bench.cache, match, tokens(*ids), provenance, method)
-            if found is None:
-                return False
-            assert [at for _, at in found.spans] == [3] and found.complete
-            assert np.array_equal(bench.read(found), keyed_content(tenant, context, provenance, method, ids))
-            found.release()
-            return True
-
-    assert find([1, 2, 3], [7, 8])
-    assert not find([1, 2], [7, 8])
-    assert not find([1, 2, 3, 4], [7, 8])
-    assert not find([1, 2, 3, 6], [7, 8])  # the context is found in part only
-    assert not find([1, 2, 3], [7])
-    assert not find([1, 2, 3], [7, 8], method="craft")
-    assert not find([1, 2, 3], [7, 8], provenance=Provenance.APPROXIMATE)
-    audit_cache(bench.cache, live=())
-
-
-def test_a_segment_admitted_inside_a_node_splits_it():
-    bench = Bench()
-    bench.put([1, 2, 3, 4, 5])
-    match = bench.cache.matcher.match_prefix(tokens(1, 2, 3))
-    bench.put([1, 2, 3, 4, 9])  # splits below the match
-    run = bench.reserve(2)
-    bench.write(run, keyed_content("", [1, 2, 3], "isolated", "naive", [7, 7]))
-    bench.cache.admitter.admit_segment(match, tokens(7, 7), run, 0, Provenance.ISOLATED, "naive")
-    bench.cache.admitter.admit_segment(match, tokens(7, 7), run, 0, Provenance.ISOLATED, "naive")
-    bench.cache.free(run)
-    match.release()
-    audit_cache(bench.cache, live=())
-    with bench.cache.matcher.match_prefix(tokens(1, 2, 3)) as match:
-        found = match_segment(bench.cache, match, tokens(7, 7), Provenance.ISOLATED, "naive")
-        assert found is not None and found.node.parent.end == 3
-        found.release()
-
-
-@pytest.mark.parametrize("provenance", [Provenance.ISOLATED, Provenance.DEPENDENCY, Provenance.APPROXIMATE])
-def test_what_is_not_causal_is_never_a_prefix(provenance):
-    bench = Bench()
-    bench.put([1, 2])
-    for context, ids in (([1, 2], [3, 4]), ([], [1, 2, 3])):
-        if provenance is Provenance.DEPENDENCY:
-            bench.put_path(context, ids)
-        else:
-            bench.put_segment(context, ids, provenance)
-    assert bench.length([1, 2, 3, 4]) == 2
-    bench.audit()
 
 
 def test_exact_and_approximate_hits_are_counted_apart():

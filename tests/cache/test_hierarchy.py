@@ -170,20 +170,6 @@ def test_a_node_that_finds_no_room_in_host_memory_takes_along_what_hangs_below_i
     bench.audit()
 
 
-def test_host_memory_is_never_exceeded_and_splits_share_their_entry():
-    bench = tiers(6, host=8)
-    bench.put(range(8))
-    bench.squeeze()
-    bench.put([0, 1, 2, 77])  # splits the node in host memory, whose halves lie in one entry
-    bench.audit()
-    bench.squeeze()
-    bench.audit()
-    assert bench.transfer.entries and bench.cache.metrics.host_bytes <= 8 * BYTES
-    bench.cache.clear()
-    assert not bench.transfer.entries and bench.cache.metrics.host_bytes == 0
-    bench.audit()
-
-
 def test_what_leaves_host_memory_goes_to_disk_and_comes_back():
     bench = tiers(host=4, disk_index=FakeDiskIndex())
     for ids in (A, B):
@@ -208,15 +194,6 @@ def test_what_came_from_disk_is_not_written_again():
         assert label(bench, A) == "disk"
     bench.settle()
     assert bench.transfer.calls["write"] == 1
-
-
-def test_an_eviction_reads_pages_before_they_are_written_again():
-    """The pages of the evicted are those of the new run; the fake reads at `save`, a late one would read garbage."""
-    bench = tiers(2, host=100)
-    bench.put(A)
-    bench.put(B)
-    assert bench.length(A) == 4 and bench.length(B) == 4
-    bench.audit()
 
 
 def test_cold_look_ups_can_be_left_out():
@@ -260,12 +237,7 @@ def test_kv_that_was_computed_anew_lands_where_its_node_is_cold():
     bench = tiers()
     bench.put([*A, *B], cuts=(4,))
     bench.squeeze()
-    with bench.match([*A, *B, 5], cold=False) as match:
-        assert match.length == 0
-        run = bench.reserve(9)
-        bench.write(run, causal_content("", [*A, *B, 5]))
-        bench.cache.admitter.admit_prefix(match, tokens(*A, *B, 5), 0, run, (4, 8))
-        bench.cache.free(run)
+    bench.put([*A, *B, 5], cuts=(4, 8), cold=False)
     bench.audit()
     assert [where(bench, ids) for ids in (A, [*A, *B], [*A, *B, 5])] == ["DH", "DH", "D"]
     assert label(bench, [*A, *B, 5]) == "device"
@@ -396,15 +368,6 @@ def test_a_keyed_entry_from_disk_is_found_in_memory_from_then_on():
     bench.audit()
 
 
-def test_a_segment_comes_back_with_its_whole_path():
-    bench = tiers()
-    bench.put(A)
-    bench.put_segment(A, [6, 7])
-    bench.squeeze()
-    assert bench.has_segment(A, [6, 7])
-    bench.audit()
-
-
 def test_a_public_segment_comes_back_though_the_tenant_holds_the_same_context_itself():
     bench = tiers(8)
     bench.put(A, tenant="a")
@@ -529,51 +492,6 @@ def test_what_host_memory_has_stays_there_when_its_load_is_given_up():
     assert match.ready and match.broken is None and match.length == 8
     match.release()
     bench.audit()
-
-
-def test_after_a_failure_everybody_recomputes():
-    bench = tiers(lag=True)
-    bench.put(A)
-    bench.squeeze()
-    broken = bench.cache.matcher.match_prefix(tokens(*A))
-    bench.transfer.finish_all("it failed")
-    bench.cache.poll()
-    with bench.match(A) as match:
-        assert match.length == 0
-        run = bench.reserve(4)
-        bench.write(run, causal_content("", A))
-        bench.cache.admitter.admit_prefix(match, tokens(*A), 0, run, ())
-        bench.cache.free(run)
-    bench.audit({""})
-    broken.release()
-    assert bench.length(A) == 4
-    bench.audit()
-
-
-def test_what_hangs_below_a_failed_load_goes_with_it_and_the_rest_stays():
-    bench = tiers(12, lag=True)
-    bench.put([*A, *B], cuts=(4,))
-    bench.put([*A, *C], cuts=(4,))
-    bench.put([9, 9])
-    bench.squeeze()
-    upper = bench.cache.matcher.match_prefix(tokens(*A))
-    lower = bench.cache.matcher.match_prefix(tokens(*A, *B))
-    other = bench.cache.matcher.match_prefix(tokens(9, 9))
-    load = next(
-        i for i, job in enumerate(bench.transfer.pending) if isinstance(job, Load) and job.number in upper.waits
-    )
-    bench.transfer.finish(load, "it failed")
-    bench.cache.poll()
-    assert upper.broken == lower.broken == "it failed" and other.broken is None
-    bench.audit({""})
-    bench.settle()  # the load of the lower one comes too late
-    assert other.ready and bench.node([*A, *C]) is None and bench.node([9, 9]) is not None
-    for match in (upper, lower, other):
-        bench.audit({""})
-        match.release()
-    bench.audit()
-    bench.cache.clear()
-    assert bench.pool.free_pages == bench.pool.capacity
 
 
 def test_leases_on_what_hangs_below_a_failed_load_are_broken_at_once():
@@ -883,11 +801,7 @@ def test_kv_that_was_computed_anew_is_exact_but_the_copy_below_it_is_what_it_was
     bench = tiers(8, disk_index=disk_index)  # lossless from here on: the copy in host memory is a copy of lossy bytes
     assert bench.length(A) == 4
     bench.squeeze()
-    with bench.match(A, cold=False) as match:
-        run = bench.reserve(4)
-        bench.write(run, causal_content("", A))
-        bench.cache.admitter.admit_prefix(match, tokens(*A), 0, run, ())
-        bench.cache.free(run)
+    bench.put(A, cold=False)
     bench.squeeze()
     assert bench.length(A) == 4  # checks that the match says so
     bench.audit()

@@ -191,11 +191,7 @@ def test_a_dropped_salt_is_seen(monkeypatch, drop, seen):
 def test_a_public_prefix_is_shared_and_what_follows_is_not():
     bench = make()
     for tenant in ("a", "b"):
-        with bench.match(SECRET, tenant) as match:
-            run = bench.reserve(len(SECRET) - match.length)
-            bench.write(run, causal_content(tenant, SECRET)[match.length :])
-            bench.cache.admitter.admit_prefix(match, tokens(*SECRET), match.length, run, (), 4)
-            bench.cache.free(run)
+        bench.put(SECRET, tenant=tenant, public=4)
     nodes = [(n.tenant, n.tokens.tolist()) for n in bench.cache.tree.nodes()]
     assert sorted(nodes) == [("", SYSTEM), ("a", [2, 3, 4]), ("b", [2, 3, 4])]
     assert bench.cache.metrics.admitted_tokens == 4 + 3 + 3
@@ -220,11 +216,7 @@ def test_a_public_chunk_is_found_by_everybody_behind_the_same_context():
 def test_nothing_is_public_below_what_is_a_tenants():
     bench = make()
     bench.put(SECRET, tenant="a")
-    with bench.match([*SECRET, 5], "a") as match:
-        run = bench.reserve(1)
-        bench.write(run, causal_content("a", [*SECRET, 5])[7:])
-        bench.cache.admitter.admit_prefix(match, tokens(*SECRET, 5), 7, run, (), 8)
-        bench.cache.free(run)
+    bench.put([*SECRET, 5], tenant="a", public=8)
     bench.put_segment(SECRET, CHUNK, tenant="a", public=True)
     assert {node.tenant for node in bench.cache.tree.nodes()} == {"a"}
     for tenant in ("b", ""):
@@ -246,30 +238,6 @@ def test_a_public_entry_of_the_disk_serves_behind_a_public_context_alone():
     bench.put(SYSTEM, tenant="b")  # its own, so no public node may hang below
     bench.disk_index.entries = disk_index.entries
     assert not bench.has_segment(SYSTEM, CHUNK, tenant="b", origin="")
-    bench.audit()
-
-
-def test_the_disk_continues_public_prefixes_with_a_tenants_own():
-    disk_index = FakeDiskIndex()
-    bench = make(disk_index)
-    fill(bench)
-    bench.flush()
-    bench = make(disk_index)
-    with bench.match(SECRET, "a") as match:
-        assert [node.tenant for node in match.node.path()] == ["a", "", ""] and match.length == 7
-    bench.audit()
-
-
-def test_a_look_up_takes_the_longest_of_public_and_own_paths_whatever_their_cuts():
-    bench = make()
-    bench.put([1, 2, 3, 4, 5], cuts=(2,), tenant="a")
-    bench.put([1, 2, 3])
-    bench.put([1, 2, 3, 4, 6], tenant="a")  # twice the same node would be two entries with one key
-    bench.audit()
-    assert bench.length([1, 2, 3, 4, 5], "a") == 5
-    with bench.match([1, 2, 3, 4, 6], "a") as match:
-        assert match.length == 5
-    bench.squeeze()
     bench.audit()
 
 

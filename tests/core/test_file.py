@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from ragjax.core.file import atomic_path
 
-WAYS = [atomic_path]
 
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_file_is_replaced_when_its_draft_is_whole(
-    way: Callable[[Path], AbstractContextManager[Path]], tmp_path: Path
-) -> None:
+def test_a_file_is_replaced_when_its_draft_is_whole(tmp_path: Path) -> None:
     target = tmp_path / "notes"
     target.write_text("old")
-    with way(target) as part:
+    with atomic_path(target) as part:
         part.write_text("new")
         assert target.read_text() == "old"
     assert target.read_text() == "new"
     assert list(tmp_path.iterdir()) == [target]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_full_disk_leaves_the_old_file_and_no_draft(
-    way: Callable[[Path], AbstractContextManager[Path]], tmp_path: Path
-) -> None:
+def test_a_full_disk_leaves_the_old_file_and_no_draft(tmp_path: Path) -> None:
     target = tmp_path / "notes"
     target.write_text("old")
-    with pytest.raises(OSError, match="disk full"), way(target) as part:
+    with pytest.raises(OSError, match="disk full"), atomic_path(target) as part:
         part.write_text("ne")
         raise OSError("disk full")
     assert target.read_text() == "old"

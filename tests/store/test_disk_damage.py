@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -244,21 +243,3 @@ def test_a_disk_that_fails_to_read_is_damage_and_any_other_failure_is_not(
         with pytest.raises(Damaged):
             read_entry(store, digest("x"))
     assert not holds(store, "x") and store.stats().aside_files == 1
-
-
-def test_without_the_checksum_damage_would_be_served(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "sha256", lambda *_: Mock(hexdigest=lambda: "0" * 64))
-    put(store, "x")
-    flip(path_of(store, "x"))
-    assert not same(read_entry(store, digest("x")), arrays_of(digest("x")))
-
-
-def test_without_the_check_of_the_name_another_entry_would_be_served(tmp_path: Path) -> None:
-    """The content of y is intact; only its name is x's."""
-    with open_store(tmp_path) as store:
-        put(store, "x", "y")
-        shutil.copy(path_of(store, "y"), path_of(store, "x"))
-        [arrays] = decode(path_of(store, "x").read_bytes())
-        assert same(arrays, arrays_of(digest("y")))
-        with pytest.raises(Damaged, match="another entry"):
-            read_entry(store, digest("x"))

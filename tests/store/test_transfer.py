@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from threading import Event, Lock, Semaphore, Timer
 from time import sleep
 from typing import Any
@@ -22,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import ragjax.runner.weights
 from ragjax.core import Run
-from ragjax.core.tiers import Copy, Done, Load, Record, Save, TransferEngine, Write
+from ragjax.core.tiers import Copy, Done, Load, Record, Save, Write
 from ragjax.kernels.pages import Pages
 from ragjax.runner.runner import Runner
 from ragjax.store import device as page_store
@@ -181,11 +180,6 @@ MIDDLE = Run((9, 4, 5, 17), 11, 48)
 # ------------------------------------------------------------------------------------------ round trips
 
 
-def test_it_is_a_transfer_engine(transfer: KVTransfer) -> None:
-    engine: TransferEngine = transfer
-    assert not engine.lossy and engine.poll() == []
-
-
 @pytest.mark.parametrize(
     "run",
     [Run((3,), 0, 1), Run((3,), 15, 1), Run((3,), 2, 9), Run((3, 8), 15, 2), Run((3, 8), 0, 2 * PAGE), MIDDLE,
@@ -213,56 +207,6 @@ def test_round_trip_is_bit_for_bit(runner: Runner, transfer: KVTransfer, run: Ru
     assert same(at(after, target), kept)
     others = np.setdiff1d(np.arange(TOTAL), target.pages)
     assert same((after[0][:, others], after[1][:, others]), (before[0][:, others], before[1][:, others]))
-
-
-def test_saved_bytes_are_those_of_the_moment(runner: Runner, transfer: KVTransfer) -> None:
-    """The pages may be written again as soon as save() returns."""
-    run = Run(tuple(range(1, 20)), 5, 18 * PAGE + 2)
-    for seed in range(10):
-        fill(runner, range(1, TOTAL), seed)
-        kept = at(pool_of(runner), run)
-        transfer.save([Save(seed, run)])
-        fill(runner, range(1, TOTAL), seed + 100)
-        transfer.load([Load(seed, fresh(20, run.length), (Copy(seed, 0, run.length),))])
-        succeed(transfer)
-        assert same(at(pool_of(runner), fresh(20, run.length)), kept)
-
-
-def test_runs_of_one_batch_share_pages(runner: Runner, transfer: KVTransfer) -> None:
-    """Neighbours cut in the middle of a page, each page of which moves once."""
-    fill(runner, range(1, TOTAL), 1)
-    pool = pool_of(runner)
-    cuts = (0, 10, 11, 30, 48)
-    runs = [MIDDLE.slice(a, b, PAGE) for a, b in pairwise(cuts)]
-    transfer.save([Save(i, run) for i, run in enumerate(runs)])
-    order = (2, 0, 3, 1)
-    transfer.load([Load(1, fresh(20, 48), tuple(Copy(i, 0, runs[i].length) for i in order))])
-    succeed(transfer)
-    assert same(at(pool_of(runner), fresh(20, 48)), join([at(pool, runs[i]) for i in order]))
-
-
-def test_slices_of_entries_from_everywhere_fill_one_run(runner: Runner, transfer: KVTransfer) -> None:
-    fill(runner, range(1, TOTAL), 1)
-    pool = pool_of(runner)
-    other = Run((30, 31), 3, 20)
-    transfer.save([Save(1, MIDDLE), Save(2, other)])
-    transfer.write([Write(record(5, 30), Copy(1, 12, 30))])  # a slice is what is written
-    transfer.flush()
-    key = record(5, 0).key
-    pieces = (Copy(key, 20, 5), Copy(2, 4, 13), Copy(1, 0, 1), Copy(key, 0, 4), Copy(1, 40, 8))
-    transfer.load([Load(1, fresh(20, 31), pieces)])
-    succeed(transfer)
-    first, second = at(pool, MIDDLE), at(pool, other)
-    what = [sliced(first, 32, 37), sliced(second, 4, 17), sliced(first, 0, 1), sliced(first, 12, 16)]
-    assert same(at(pool_of(runner), fresh(20, 31)), join([*what, sliced(first, 40, 48)]))
-
-
-def test_unused_slots_of_loaded_pages_are_finite(runner: Runner, transfer: KVTransfer) -> None:
-    fill(runner, range(1, TOTAL), 1)
-    transfer.save([Save(1, MIDDLE)])
-    transfer.load([Load(1, fresh(20, 5), (Copy(1, 0, 5),))])
-    succeed(transfer)
-    assert not any(x[:, 20, :, 5:].any() for x in pool_of(runner))
 
 
 def test_nothing_is_moved_for_no_tokens(runner: Runner, transfer: KVTransfer) -> None:

@@ -294,28 +294,16 @@ class Bench:
     """A cache with its simulated pool; `host_bytes` or a `disk_index` give it the tiers below."""
 
     def __init__(
-        self,
-        pages=32,
-        policy=None,
-        *,
-        host_bytes=0,
-        disk_index=None,
-        lossy=False,
-        lag=False,
-        quota=None,
-        variants=500,
-        identity=b"model",
-        overhead=0,
+        self, pages=32, policy=None, host_bytes=0, disk_index=None, quota=None, variants=500, identity=b"model", **more
     ):
+        """more: of the `FakeCarrier`."""
         self.pool = PagePool(pages, PAGE)
         self.slots = np.full(pages * PAGE, GARBAGE, np.int64)
         self.disk_index = disk_index
         self.transfer = None
         storage = None
         if host_bytes or disk_index is not None:
-            self.transfer = FakeCarrier(
-                self.pool, self.slots, disk_index, host_bytes=host_bytes, lossy=lossy, lag=lag, overhead=overhead
-            )
+            self.transfer = FakeCarrier(self.pool, self.slots, disk_index, host_bytes=host_bytes, **more)
             storage = Storage(self.transfer, PAGE * BYTES, host_bytes, disk_index, quota or (lambda tenant: None))
         self.cache = KnowledgeCache(identity, self.pool, policy or LRU(), storage, variants=variants)
 
@@ -340,9 +328,9 @@ class Bench:
             assert match.ready
         return match
 
-    def put(self, ids, cuts=(), tenant="", public=None):
-        """What a request does that computes and admits a prompt."""
-        with self.match(ids, tenant) as match:
+    def put(self, ids, cuts=(), tenant="", public=None, **options):
+        """What a request does that computes and admits a prompt. options: of its look-up."""
+        with self.match(ids, tenant, **options) as match:
             if match.complete:
                 return
             run = self.reserve(len(ids) - match.length)
@@ -351,33 +339,15 @@ class Bench:
             self.cache.free(run)
 
     def put_segment(
-        self,
-        context,
-        ids,
-        provenance=Provenance.ISOLATED,
-        method="naive",
-        tenant="",
-        *,
-        behind=(),
-        variant=False,
-        public=None,
+        self, context, ids, provenance=Provenance.ISOLATED, method="naive", tenant="", *, behind=(), **options
     ):
         """What a request does that computes and admits a chunk; behind: the chunks before it."""
         with self.match(context, tenant) as match:
             run = self.reserve(len(ids))
             self.write(run, keyed_content(tenant, context, provenance, method, ids, behind), match.lossy)
             digest = neighbours_digest([tokens(*chunk) for chunk in behind])
-            self.cache.admitter.admit_segment(
-                match,
-                tokens(*ids),
-                run,
-                len(context),
-                provenance,
-                method,
-                behind=digest,
-                variant=variant,
-                public=public,
-            )
+            admit = self.cache.admitter.admit_segment
+            admit(match, tokens(*ids), run, len(context), provenance, method, behind=digest, **options)
             self.cache.free(run)
 
     def put_path(self, context, ids, cuts=(), method="dep", tenant=""):
@@ -396,24 +366,12 @@ class Bench:
             self.cache.free(run)
 
     def has_segment(
-        self,
-        context,
-        ids,
-        provenance=Provenance.ISOLATED,
-        method="naive",
-        tenant="",
-        *,
-        behind=(),
-        variant=False,
-        origin=None,
-        cfo=1.0,
+        self, context, ids, provenance=Provenance.ISOLATED, method="naive", tenant="", *, behind=(), origin=None, **more
     ):
         """Whether the chunk is found, as `origin` computed it."""
         digest = neighbours_digest([tokens(*chunk) for chunk in behind])
         with self.match(context, tenant) as match:
-            found = match_segment(
-                self.cache, match, tokens(*ids), provenance, method, behind=digest, variant=variant, cfo=cfo
-            )
+            found = match_segment(self.cache, match, tokens(*ids), provenance, method, behind=digest, **more)
             if found is None:
                 return False
             self.settle()

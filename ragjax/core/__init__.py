@@ -21,7 +21,7 @@ from ragjax.core.errors import (
     VisibilityError,
     invalid,
 )
-from ragjax.core.filter import Attributes, Filter, Scalar
+from ragjax.core.filter import Attributes, Filter
 from ragjax.core.inventory import Departure, Holding, Inventory, Preprocessed, Replicas, Served, SharedTierState
 from ragjax.core.library import (
     CHUNK_TOKENS,
@@ -69,7 +69,6 @@ from ragjax.core.prompt import (
     Chunk,
     Document,
     Hit,
-    Intervals,
     Kind,
     Place,
     Prompt,

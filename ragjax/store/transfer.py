@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Condition
 
@@ -29,12 +29,6 @@ WORKERS = 2
 """Threads for loads, and as many for what they consist of; saves and writes have one each."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    bytes: int
-    loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,14 +56,7 @@ class KVTransfer(TransferEngine):
     precision.
     """
 
-    def __init__(
-        self,
-        device: PoolDevice,
-        kind: AtRest = "raw",
-        *,
-        disk: Disk | None = None,
-        notify: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, device: PoolDevice, kind: AtRest = "raw", *, disk: Disk | None = None):
         config = device.config
         dtype = rest_dtype(device.storage_dtype)
         self._codec = Codec(kind, config.num_layers, config.num_kv_heads, config.head_dim, dtype)
@@ -77,7 +64,7 @@ class KVTransfer(TransferEngine):
         self.host = HostStore()
         self._device = device
         self._disk = disk
-        self.notify = notify
+        self.notify: Callable[[], None] = lambda: None
         self._savers = ThreadPoolExecutor(1, "ragjax-save")
         self._writers = ThreadPoolExecutor(1, "ragjax-write")
         self._loaders = ThreadPoolExecutor(WORKERS, "ragjax-load")
@@ -88,7 +75,7 @@ class KVTransfer(TransferEngine):
         self._backlog = 0
         self._loading: dict[int, _Begun] = {}
         self._closed = False
-        self._ready: list[tuple[_Begun, _Outcome | _LoadedStage | str]] = []
+        self._ready: list[tuple[_Begun, Done | _LoadedStage]] = []
         self._arrivals = Arrivals(device, self._codec, disk, self._readers, self._fillers)
 
     def size(self, tokens: int) -> int:
@@ -107,7 +94,7 @@ class KVTransfer(TransferEngine):
             excerpts = host.download(self._device.extract(pages))
         except Exception as error:  # the pool is lost, or there is no memory for the copies
             for one in begun:
-                self._report(one, _message(error))
+                self._report(one, Done(one.job, _message(error)))
             return
         snapshot = Snapshot(pages, excerpts)
         for job, one in zip(jobs, begun, strict=True):
@@ -149,11 +136,11 @@ class KVTransfer(TransferEngine):
         with self._change:
             ready, self._ready = self._ready, []
         done = []
-        for begun, outcome in ready:
-            if isinstance(outcome, _LoadedStage):
-                self._insert(begun, outcome)
+        for begun, what in ready:
+            if isinstance(what, _LoadedStage):
+                self._insert(begun, what)
             elif not begun.given_up:
-                done.append(self._settle(begun, outcome))
+                done.append(self._settle(begun, what))
         return done
 
     def arrived(self) -> Mapping[int, int]:
@@ -203,18 +190,16 @@ class KVTransfer(TransferEngine):
         if begun.stages and any(isinstance(piece.entry, bytes) for piece in begun.job.pieces):
             self.clear(begun.job.run.pages)
 
-    def _settle(self, begun: _Begun, outcome: _Outcome | str) -> Done:
+    def _settle(self, begun: _Begun, done: Done) -> Done:
         if isinstance(begun.job, Load):
             del self._loading[begun.job.number]
-            outcome = begun.error or outcome
-            if isinstance(outcome, str):
+            if begun.error is not None:
+                done = Done(begun.job, begun.error)
+            if done.error is not None:
                 self._take_back(begun)
-        seconds = time.monotonic() - begun.start
-        if isinstance(outcome, str):
-            return Done(begun.job, outcome, seconds=seconds)
-        return Done(begun.job, None, outcome.bytes, seconds, outcome.loss)
+        return replace(done, seconds=time.monotonic() - begun.start)
 
-    def _when_ready(self, threads: ThreadPoolExecutor, begun: _Begun, work: Callable[[], _Outcome]) -> None:
+    def _when_ready(self, threads: ThreadPoolExecutor, begun: _Begun, work: Callable[[], Done]) -> None:
         missing = len(begun.keeps)
 
         def arrived(_: Future[None]) -> None:
@@ -230,23 +215,23 @@ class KVTransfer(TransferEngine):
         for entry in begun.keeps:
             entry.ready.add_done_callback(arrived)
 
-    def _submit(self, threads: ThreadPoolExecutor, begun: _Begun, work: Callable[[], _Outcome]) -> None:
+    def _submit(self, threads: ThreadPoolExecutor, begun: _Begun, work: Callable[[], Done]) -> None:
         with self._change:
             if not self._closed:  # an executor that shuts down takes nothing
                 threads.submit(self._finish, begun, work)
 
-    def _finish(self, begun: _Begun, work: Callable[[], _Outcome]) -> None:
+    def _finish(self, begun: _Begun, work: Callable[[], Done]) -> None:
         try:
-            outcome: _Outcome | str = work()
+            done = work()
         except Exception as error:
-            outcome = _message(error)
-        self._report(begun, outcome)
+            done = Done(begun.job, _message(error))
+        self._report(begun, done)
 
-    def _report(self, begun: _Begun, outcome: _Outcome | str) -> None:
-        if isinstance(begun.job, Save) and isinstance(outcome, str):
-            begun.keeps[0].error = outcome
+    def _report(self, begun: _Begun, done: Done) -> None:
+        if isinstance(begun.job, Save):
+            begun.keeps[0].error = done.error
         with self._change:
-            self._ready.append((begun, outcome))
+            self._ready.append((begun, done))
         if isinstance(begun.job, Save):
             begun.keeps[0].ready.set_result(None)  # only now: a save is reported before the jobs that waited for it
         for entry in begun.keeps:
@@ -258,16 +243,16 @@ class KVTransfer(TransferEngine):
                 self._backlog -= self.size(begun.job.copy.length)
             self._change.notify_all()
 
-    def _save(self, job: Save, entry: HostEntry, snapshot: Snapshot) -> _Outcome:
+    def _save(self, job: Save, entry: HostEntry, snapshot: Snapshot) -> Done:
         entry.arrays, loss = self._codec.encode(*snapshot.read(job.run, self._codec, self._device.page_size))
-        return _Outcome(sum(x.nbytes for x in entry.arrays.values()), loss)
+        return Done(job, bytes=sum(x.nbytes for x in entry.arrays.values()), loss=loss)
 
-    def _write(self, job: Write, entry: HostEntry) -> _Outcome:
+    def _write(self, job: Write, entry: HostEntry) -> Done:
         assert self._disk is not None
         part = cut(entry.read(), job.copy.begin, job.copy.begin + job.copy.length)
-        return _Outcome(self._disk.write(job.record, part))
+        return Done(job, bytes=self._disk.write(job.record, part))
 
-    def _load(self, begun: _Begun, kept: Mapping[Copy, HostEntry]) -> _Outcome:
+    def _load(self, begun: _Begun, kept: Mapping[Copy, HostEntry]) -> Done:
         assert isinstance(begun.job, Load)
         moved = 0
         for stage, excerpts in enumerate(self._arrivals.of(begun.job, kept)):
@@ -275,7 +260,7 @@ class KVTransfer(TransferEngine):
             with self._change:
                 self._ready.append((begun, _LoadedStage(stage, excerpts)))
             self.notify()
-        return _Outcome(moved)
+        return Done(begun.job, bytes=moved)
 
 
 def _message(error: Exception) -> str:

@@ -322,7 +322,8 @@ def test_an_entry_forgotten_during_a_write_is_written_and_freed(
 def test_notice_is_given_for_all_that_can_be_polled(runner: Runner, start: Start) -> None:
     """A loop that sleeps until it is told hears of every job."""
     notice = Event()
-    transfer = start(notify=notice.set)
+    transfer = start()
+    transfer.notify = notice.set
     fill(runner, range(1, TOTAL), 1)
     transfer.save([Save(1, MIDDLE), Save(2, Run((1,), 0, 2))])
     transfer.write([Write(record(1, 48), Copy(1, 0, 48))])

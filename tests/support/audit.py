@@ -114,13 +114,13 @@ def audit_tree(tree: KnowledgeTree) -> None:
     if len(nodes) != len(tree) or len(nodes) != contents:
         raise AuditError("an index holds a node that the root does not lead to")
     for tenant, blocks in tree.stretches._blocks.items():
-        for digest, (node, place) in blocks.items():
+        for digest, (node, at) in blocks.items():
             if tree.find(node.key) is not node or node.tenant != tenant:
                 raise AuditError(f"a block of {name(node)} is found, which left the tree")
-            held = node.behind[len(node.behind) + 4 * min(place, 0) :] if place < 0 else b""
-            held += node.raw[4 * max(place, 0) :]
+            held = node.behind[len(node.behind) + 4 * min(at, 0) :] if at < 0 else b""
+            held += node.raw[4 * max(at, 0) :]
             if _digests(held[: 4 * BLOCK]) != [digest]:
-                raise AuditError(f"a block of {name(node)} is not the {BLOCK} tokens from {place} on")
+                raise AuditError(f"a block of {name(node)} is not the {BLOCK} tokens from {at} on")
 
 
 def _audit_node(node: Node) -> None:

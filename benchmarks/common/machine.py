@@ -20,7 +20,7 @@ import ragjax
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("ragjax", "jax", "jaxlib", "flax", "numpy", "ml-dtypes", "faiss-cpu")
-GPU_PACKAGES = ("optax", "torch", "transformers", "triton", "jax-cuda13-plugin")
+GPU_PACKAGES = ("optax", "torch", "transformers", "triton", "jax-triton", "jax-cuda13-plugin")
 COPIES = 20  # of the array that is copied on a GPU, in one program
 
 

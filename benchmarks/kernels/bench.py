@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import benchmarks.baseline.attention  # noqa: F401 (registers its name)
 from benchmarks.common import gpu, machine, report
 from benchmarks.common.machine import Ceilings
 from benchmarks.kernels import masks
@@ -53,7 +54,7 @@ REHEARSAL = Model(
 
 SPOT_ROWS = 4
 SPOT_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-KERNELS = ("cpu", "triton", "mosaic")
+KERNELS = ("cpu", "triton", "mosaic", "jax_triton")
 """Timed where they serve. XLA, which would take minutes on a GPU, is timed on CPUs alone."""
 
 

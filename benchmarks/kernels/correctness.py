@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import benchmarks.baseline.attention  # noqa: F401 (registers its name)
 from benchmarks.common import gpu, report
 from benchmarks.common.machine import cores
 from benchmarks.kernels.masks import frequencies, oracle, rotation

@@ -31,7 +31,7 @@ MOST_BYTES = 4 * 2**30
 TRACED = ("compress", "core", "kernels", "models", "runner", "store")
 """Rooms with code that is traced, or that chooses what is."""
 
-PACKAGES = ("jax", "jaxlib", "flax", "triton", "llvmlite")
+PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton", "llvmlite")
 
 ENABLED = "jax_enable_compilation_cache"
 

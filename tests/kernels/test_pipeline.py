@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.baseline.attention import jax_triton
+from benchmarks.baseline.attention.jax_triton import Launch
 from ragjax.kernels.attention import triton
 from ragjax.kernels.attention.split import STAGES, deepest, shared_bytes
 from ragjax.kernels.device import Device
@@ -101,6 +103,17 @@ def test_what_fits_with_no_stages_is_refused() -> None:
     assert triton.refusal(q, view, L4) is None  # as many rows as fit
     assert "bytes of shared memory" in str(reductions.refusal(q, view, L4))  # those of a group are not parted
     assert reductions.refusal(q, view, HOPPER) is None
+
+
+@pytest.mark.parametrize(("device", "rows", "stages"), [(L4, 1, 5), (L4, 8, 3), (A100, 8, 5), (HOPPER, 8, 5)])
+def test_jax_triton_fits(device: Device, rows: int, stages: int) -> None:
+    q, view = production_call(LLAMA, 64, rows=64, block_rows=rows, dtype="float32")
+    launch = Launch.of(q, view, device)
+    assert (launch.tile, launch.stages) == (32, stages)
+    assert "shared memory" not in str(jax_triton.refusal(q, view, device))
+    # what Triton 3.6.0 takes for capability 8.9 with five stages
+    taken = {1: 93720, 8: 103960}[rows]
+    assert taken <= shared_bytes(launch.rows, 32, view.pages.k_LPKCD, device, 5) <= taken + 1024
 
 
 @pytest.mark.parametrize(

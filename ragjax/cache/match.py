@@ -62,12 +62,6 @@ class CacheMetrics:
 
 
 @dataclass(eq=False)
-class Progress:
-    stages: int = 0  # stages of layers that are on the device, the first ones
-    seconds: float | None = None  # duration of the whole, at the pace of its tier so far (None: not known)
-
-
-@dataclass(eq=False)
 class Match:
     """Cached KV that a request is using; nothing of it leaves until `release`, which is called exactly once."""
 
@@ -80,7 +74,7 @@ class Match:
     origins: tuple[tuple[int, Tier], ...]  # tokens, and the tier they came from, in order
     lossy: bool  # some of it lost precision at rest, or was computed on KV that did
     _release: Callable[[Match], None] = field(repr=False)
-    waits: dict[int, Progress] = field(default_factory=dict)  # loads that must be done before the KV is there
+    waits: dict[int, Loading] = field(default_factory=dict)  # loads that must be done before the KV is there
     broken: str | None = None  # why the KV will never be there
     released: bool = False
 
@@ -121,11 +115,12 @@ class Match:
         self.release()
 
 
-@dataclass
+@dataclass(eq=False)
 class Loading:
     nodes: list[Node]
     tier: Tier
-    progress: Progress = field(default_factory=Progress)
+    stages: int = 0  # stages of layers that are on the device, the first ones
+    seconds: float | None = None  # duration of the whole, at the pace of its tier so far (None: not known)
     matches: list[Match] = field(default_factory=list)
 
 
@@ -150,7 +145,7 @@ class Loads:
 
     def begin(self, number: int, loading: Loading) -> None:
         tokens, seconds = self._pace.get(loading.tier, (0.0, 0.0))
-        loading.progress.seconds = sum(map(len, loading.nodes)) * seconds / tokens if tokens else None
+        loading.seconds = sum(map(len, loading.nodes)) * seconds / tokens if tokens else None
         self.under_way[number] = loading
 
     def end(self, number: int, seconds: float | None) -> Loading:
@@ -163,7 +158,7 @@ class Loads:
     def note(self, arrived: Mapping[int, int]) -> None:
         for number, stages in arrived.items():
             if number in self.under_way:
-                self.under_way[number].progress.stages = stages
+                self.under_way[number].stages = stages
 
     def wait(self, match: Match, steps: Steps) -> tuple[tuple[int, Tier], ...]:
         """Let the match wait for what of its path is under way; returns where each part comes from."""
@@ -174,7 +169,7 @@ class Loads:
                 loading = self.under_way[node.loading]
                 tier = loading.tier
                 if node.loading not in match.waits:
-                    match.waits[node.loading] = loading.progress
+                    match.waits[node.loading] = loading
                     loading.matches.append(match)
             if origins and origins[-1][1] is tier:
                 used += origins.pop()[0]

@@ -7,8 +7,6 @@ one use above the last that left, as in GreedyDual: from 0 on it would be the ne
 
 from __future__ import annotations
 
-import heapq
-
 from ragjax.cache.node import Node
 from ragjax.cache.policy.craft import reuse_of
 
@@ -16,9 +14,7 @@ from ragjax.cache.policy.craft import reuse_of
 class Variants:
     def __init__(self, limit: int):
         self._limit = limit
-        self._reuse: dict[Node, float] = {}
-        self._heap: list[tuple[float, int, Node]] = []
-        self._serial = 0
+        self._reuse: dict[Node, float] = {}  # in the order in which they came
         self._start = 0.0
 
     def __len__(self) -> int:
@@ -35,35 +31,20 @@ class Variants:
 
     def add(self, node: Node) -> None:
         self._reuse[node] = self._start
-        self._push(node)
 
     def use(self, node: Node, cfo: float) -> None:
         """A request reuses a variant at this cache fixing overhead, in [0, 1]; one from disk counts from now on."""
-        if node not in self._reuse:
-            self.add(node)
-        self._reuse[node] += reuse_of(cfo)
+        self._reuse[node] = self._reuse.get(node, self._start) + reuse_of(cfo)
 
     def victim(self) -> Node | None:
-        """The variant to leave next for a new one, the least reused that nobody uses now; None if there is room."""
-        if self.full:
-            self._heap = [entry for entry in self._heap if entry[2] in self._reuse]
-            heapq.heapify(self._heap)
-        kept: list[Node] = []
-        found = None
-        while found is None and len(self._reuse) >= self._limit and self._heap:
-            reuse, _, node = heapq.heappop(self._heap)
-            if self._reuse[node] > reuse:
-                self._push(node)
-            elif node.pins or node.loading or node.edges:
-                kept.append(node)
-            else:
-                found = node
-                self._start = max(self._start, reuse + 1)
-                del self._reuse[node]
-        for node in kept:
-            self._push(node)
-        return found
+        """The variant to leave next for a new one: of the least reused that nobody uses now the oldest; O(limit).
 
-    def _push(self, node: Node) -> None:
-        self._serial += 1
-        heapq.heappush(self._heap, (self._reuse[node], self._serial, node))
+        None if there is room, or all are in use.
+        """
+        if not self.full:
+            return None
+        idle = (node for node in self._reuse if not (node.pins or node.loading or node.edges))
+        found = min(idle, key=self._reuse.__getitem__, default=None)
+        if found is not None:
+            self._start = max(self._start, self._reuse.pop(found) + 1)
+        return found

@@ -87,23 +87,20 @@ class Preparers:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(thread_name_prefix="ragjax-prepare")
         self._lock = threading.Lock()
-        self._present = 0
         self._overload = Overload()
 
     async def run(self, work: Callable[[], T], most: int) -> T:
         """Run the work of one request in a thread. most: requests that may be here, this one included."""
         with self._lock:
             now = time.perf_counter()
-            if self._present >= most:
-                message = f"{self._present} requests are being prepared; try again later"
+            if self._overload.present >= most:
+                message = f"{self._overload.present} requests are being prepared; try again later"
                 raise core.OverloadError(message, retry_after=self._overload.retry_after(now))
-            self._present += 1
             self._overload.begin(now)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
             with self._lock:
-                self._present -= 1
                 self._overload.end(time.perf_counter())
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ beside any siblings. The positions of a query segment are its indexes under both
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -30,10 +30,8 @@ class Branch:
     parent: int | None
 
 
-@dataclass
-class _Fork:
-    tokens: list[int] = field(default_factory=list)
-    children: dict[int, _Fork] = field(default_factory=dict)
+_Trie = dict[int, "_Trie"]
+"""What follows each token."""
 
 
 def merge(paths: Sequence[Tokens]) -> tuple[Branch, ...]:
@@ -41,35 +39,22 @@ def merge(paths: Sequence[Tokens]) -> tuple[Branch, ...]:
 
     A run that is the beginning of another adds nothing, nor does one that is there already.
     """
-    top = _Fork()
+    top: _Trie = {}
     for path in paths:
-        _insert(top, [int(token) for token in path])
+        below = top
+        for token in path.tolist():
+            below = below.setdefault(token, {})
     branches: list[Branch] = []
-    waiting: list[tuple[_Fork, int | None]] = [(child, None) for child in reversed(top.children.values())]
+    waiting: list[tuple[int, _Trie, int | None]] = [(token, below, None) for token, below in reversed(top.items())]
     while waiting:
-        fork, parent = waiting.pop()
-        waiting += [(child, len(branches)) for child in reversed(fork.children.values())]
-        branches.append(Branch(np.array(fork.tokens, np.int32), parent))
+        token, below, parent = waiting.pop()
+        tokens = [token]
+        while len(below) == 1:
+            [(token, below)] = below.items()
+            tokens.append(token)
+        waiting += [(token, child, len(branches)) for token, child in reversed(below.items())]
+        branches.append(Branch(np.array(tokens, np.int32), parent))
     return tuple(branches)
-
-
-def _insert(fork: _Fork, rest: list[int]) -> None:
-    while rest:
-        child = fork.children.get(rest[0])
-        if child is None:
-            fork.children[rest[0]] = _Fork(rest)
-            return
-        both = enumerate(zip(child.tokens, rest, strict=False))
-        same = next((i for i, (x, y) in both if x != y), min(len(child.tokens), len(rest)))
-        if same == len(rest):
-            return
-        if same < len(child.tokens):
-            lower = _Fork(child.tokens[same:], child.children)
-            child.tokens, child.children = child.tokens[:same], {lower.tokens[0]: lower}
-        fork, rest = child, rest[same:]
-        if not fork.children:  # a path that ended here goes on
-            fork.tokens = fork.tokens + rest
-            return
 
 
 # ------------------------------------------------------------------------------------------ prompts

@@ -22,18 +22,18 @@ class Overload:
         self._ends: deque[float] = deque(maxlen=WINDOW)
         self._begun = 0.0
         self._before: float | None = None  # the rate of the last time in which anybody was here
-        self._present = 0
+        self.present = 0
         self._promised = 0.0
 
     def begin(self, now: float) -> None:
-        if not self._present:
+        if not self.present:
             self._before = self.rate(now) if self._ends else self._before
             self._ends.clear()
             self._begun = now
-        self._present += 1
+        self.present += 1
 
     def end(self, now: float) -> None:
-        self._present -= 1
+        self.present -= 1
         if len(self._ends) == WINDOW:
             self._begun = self._ends[0]
         self._ends.append(now)
@@ -41,7 +41,7 @@ class Overload:
     def rate(self, now: float) -> float | None:
         if not self._ends:
             return self._before
-        count, idle = len(self._ends), not self._present
+        count, idle = len(self._ends), not self.present
         until = self._ends[-1] if idle else max(self._ends[-1], self._begun + (now - self._begun) * count / (count + 1))
         return count / max(until - self._begun, 1e-6)
 
@@ -50,6 +50,6 @@ class Overload:
         rate = self.rate(now)
         if rate is None:
             return UNKNOWN
-        last = now + max(self._present, 1) / rate
+        last = now + max(self.present, 1) / rate
         self._promised = min(max(self._promised, now) + 1 / rate, last)
         return self._promised - now

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from inspect import Parameter, signature
-from typing import Any, Generic, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -57,31 +57,22 @@ def settings_of(kind: str, text: str, made: type[Any]) -> dict[str, Any]:
 Made = TypeVar("Made", bound=Callable[..., Any])
 
 
-class Registry(Mapping[str, T], Generic[T]):
+class Registry(dict[str, T]):
     """Values by name, in the order in which they were registered. kind: what they are, in the singular, for errors."""
 
     def __init__(self, kind: str):
+        super().__init__()
         self._kind = kind
-        self._values: dict[str, T] = {}
-
-    def __getitem__(self, name: str) -> T:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
     def add(self, name: str, value: T) -> None:
-        if name in self._values:
+        if name in self:
             raise ValueError(f"the {self._kind} {name!r} is registered already")
-        self._values[name] = value
+        self[name] = value
 
     def lookup(self, name: str) -> T:
-        if name not in self._values:
-            raise ConfigError(f"unknown {self._kind} {name!r}; {meant(name, self._values)}")
-        return self._values[name]
+        if name not in self:
+            raise ConfigError(f"unknown {self._kind} {name!r}; {meant(name, self)}")
+        return self[name]
 
     def configured(self, text: str) -> tuple[T, dict[str, Any]]:
         value = self.lookup(name_of(text))

@@ -48,11 +48,8 @@ def cuts(pages: int, buckets: Sequence[int] = BUCKETS) -> Iterator[slice]:
 
 def extract(pool: Pages, page_P: jax.Array) -> Pages:
     """Copies of the pages with these numbers (int32, within the pool)."""
-
-    def take(pool_LPKCD: jax.Array) -> jax.Array:
-        return pool_LPKCD.at[:, page_P].get(mode="promise_in_bounds")
-
-    return Pages(take(pool.k_LPKCD), take(pool.v_LPKCD))
+    taken: Pages = jax.tree.map(lambda x_LPKCD: x_LPKCD.at[:, page_P].get(mode="promise_in_bounds"), pool)
+    return taken
 
 
 def insert(pool: Pages, page_P: jax.Array, new: Pages) -> Pages:

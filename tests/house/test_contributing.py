@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,10 +37,10 @@ def examples(heading: str) -> tuple[str, str]:
 
 
 @pytest.fixture
-def registries(monkeypatch: pytest.MonkeyPatch) -> None:
+def registries() -> Iterator[None]:
     """What an example registers is known to that test alone."""
-    for registry in (POLICIES, ORDERS, STRATEGIES):
-        monkeypatch.setattr(registry, "_values", dict(registry))
+    with patch.dict(POLICIES), patch.dict(ORDERS), patch.dict(STRATEGIES):
+        yield
 
 
 def run(heading: str, **names: Any) -> dict[str, Any]:

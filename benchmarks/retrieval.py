@@ -163,7 +163,7 @@ class MadeUp:
 def times(count: int, limit: int) -> Iterator[dict[str, Any]]:
     words = [f"word{n}" for n in range(5000)]
     rng = np.random.default_rng(0)
-    with KnowledgeBase.open(None, encode_tokens=_tokens, encoder=MadeUp(), model_key="bytes", max_tokens=4096) as base:
+    with KnowledgeBase(None, encode_tokens=_tokens, encoder=MadeUp(), model_key="bytes", max_tokens=4096) as base:
         drawn = rng.zipf(1.3, (count, 120)) % len(words)
         base.add(Document(str(i), " ".join(words[w] for w in row)) for i, row in enumerate(drawn))
         questions = [" ".join(words[w] for w in rng.zipf(1.3, 12) % len(words)) for _ in range(limit)]

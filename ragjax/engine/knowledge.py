@@ -297,7 +297,7 @@ def base_opener(
     def open_base(name: str) -> KnowledgeBase:
         folder, loaded = _folder(options.index_dir, name, "knowledge base"), encoder()
         open_at = partial(
-            KnowledgeBase.open,
+            KnowledgeBase,
             encode_tokens=partial(tokenizer.encode, special=False, continued=True),
             encoder=loaded,
             model_key=tokenizer.digest.hex(),

@@ -90,7 +90,7 @@ def connect(directory: Path | None, settings: dict[str, str]) -> sqlite3.Connect
         database.execute(f"insert into sizes {_MEASURED} group by document_id")
         database.execute("commit")
 
-    return exclusive(place, prepare, f"delete {directory} and add the documents again", implicit=False)
+    return exclusive(place, prepare, f"delete {directory} and add the documents again")
 
 
 def _check_settings(database: sqlite3.Connection, place: str | Path, settings: dict[str, str]) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from ragjax.core import ConfigError, DiskFullError
 
@@ -19,19 +19,15 @@ class HeldError(ConfigError):
     """Another process has the file open."""
 
 
-def exclusive(
-    place: Path | None, prepare: Callable[[sqlite3.Connection], None], remedy: str, *, implicit: bool = True
-) -> sqlite3.Connection:
+def exclusive(place: Path | None, prepare: Callable[[sqlite3.Connection], None], remedy: str) -> sqlite3.Connection:
     """An open database, prepared, or ConfigError; its folder is made if need be. None: in memory.
 
-    prepare: makes tables and checks what is there. remedy: what to do about a broken file. implicit: whether sqlite3
-    begins transactions by itself.
+    prepare: makes tables and checks what is there. remedy: what to do about a broken file.
     """
     try:
         if place is not None:
             place.parent.mkdir(parents=True, exist_ok=True)
-        level: Literal["DEFERRED"] | None = "DEFERRED" if implicit else None
-        database = sqlite3.connect(place or ":memory:", timeout=1.0, isolation_level=level, check_same_thread=False)
+        database = sqlite3.connect(place or ":memory:", timeout=1.0, check_same_thread=False)
         # damaged text can be read, and then is not what it should be; `sqlite3` would raise while rows are fetched
         database.text_factory = lambda stored: stored.decode("utf-8", "replace")
     except (OSError, sqlite3.Error) as error:

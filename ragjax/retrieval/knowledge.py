@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import sqlite3
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from ragjax.retrieval import chunk_store
 from ragjax.retrieval.chunk_store import ChunkStore, nearest_chunks
 from ragjax.retrieval.chunking import Chunker, finish
 from ragjax.retrieval.database import free
-from ragjax.retrieval.index import NONE, Ids, VectorIndex, Vectors
+from ragjax.retrieval.index import NONE, Ids, Vectors
 from ragjax.retrieval.words import POOL, fused_order, weights_of
 
 _BATCH_CHUNKS = 256  # committed together: what a kill can cost; and put into the index between writes of others
@@ -125,29 +124,6 @@ class KnowledgeBase(ChunkStore):
 
     def __init__(
         self,
-        database: sqlite3.Connection,
-        index: VectorIndex,
-        encoder: TextEncoder,
-        chunker: Chunker,
-        *,
-        name: str,
-        index_path: Path | None,
-    ):
-        super().__init__(database, name)
-        self._index = index
-        self._encoder = encoder
-        self._chunker = chunker
-        self._index_path = index_path
-        self._unindexed: set[int] = set()  # chunks that are stored, and not in the index yet
-        self._asked: deque[int] = deque(maxlen=_ASKED)  # the latest first
-        self.indexing: Indexing | None = None  # how far its source is read; None: it has none
-        self._vectors = Recent[tuple[str, str], Vectors](_REMEMBERED)  # of questions, by tenant and text
-        # by searches, as numbers with similarities
-        self._found = Recent[bytes, tuple[tuple[int, float], ...]](_REMEMBERED)
-
-    @classmethod
-    def open(
-        cls,
         directory: str | Path | None,
         *,
         encode_tokens: Callable[[str], Tokens],
@@ -156,7 +132,7 @@ class KnowledgeBase(ChunkStore):
         index_kind: str = "flat",
         max_tokens: int = CHUNK_TOKENS,
         name: str = "default",
-    ) -> KnowledgeBase:
+    ):
         """Open the knowledge base kept in a directory, made if need be; None keeps it in memory.
 
         encode_tokens: text → tokens of the serving model; none added, no special ones parsed. model_key: identity of
@@ -165,22 +141,28 @@ class KnowledgeBase(ChunkStore):
         Raises:
             ConfigError: the directory is of another model, encoder or chunk size, broken, or in use by another process.
         """
-        chunker = Chunker(encode_tokens, max_tokens)
+        self._chunker = Chunker(encode_tokens, max_tokens)
+        self._encoder = encoder
         place = None if directory is None else Path(directory)
-        index_path = None if place is None else place / "index.npz"
+        self._index_path = None if place is None else place / "index.npz"
         settings = {
             "format": chunk_store.FORMAT,
             "tokenizer": model_key,
             "encoder": encoder.identity,
             "tokens per chunk": str(max_tokens),
         }
-        database = chunk_store.connect(place, settings)
+        super().__init__(chunk_store.connect(place, settings), name)
         try:
-            index = chunk_store.open_index(database, index_path, index_kind, encoder.dim)
+            self._index = chunk_store.open_index(self._database, self._index_path, index_kind, encoder.dim)
         except BaseException:
-            database.close()
+            self._database.close()
             raise
-        return cls(database, index, encoder, chunker, name=name, index_path=index_path)
+        self._unindexed: set[int] = set()  # chunks that are stored, and not in the index yet
+        self._asked: deque[int] = deque(maxlen=_ASKED)  # the latest first
+        self.indexing: Indexing | None = None  # how far its source is read; None: it has none
+        self._vectors = Recent[tuple[str, str], Vectors](_REMEMBERED)  # of questions, by tenant and text
+        # by searches, as numbers with similarities
+        self._found = Recent[bytes, tuple[tuple[int, float], ...]](_REMEMBERED)
 
     def close(self) -> None:
         with self._writing, self._reading:

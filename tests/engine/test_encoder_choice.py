@@ -115,7 +115,7 @@ def test_chunks_have_the_length_that_is_asked_for(tmp_path: Path, monkeypatch: p
 
 def test_questions_and_passages_have_their_prefixes(tmp_path: Path) -> None:
     encoder = Encoder.load(write_encoder(tmp_path, "bert", prompts=True))
-    base = KnowledgeBase.open(None, encode_tokens=encode_bytes, encoder=encoder, model_key="bytes", max_tokens=40)
+    base = KnowledgeBase(None, encode_tokens=encode_bytes, encoder=encoder, model_key="bytes", max_tokens=40)
     base.add([Document("d", "the river")])
     (hit,) = base.search("the keeper", 1)
     question, passage = encoder.embed(["query: the keeper", f"passage: {hit.chunk.text}"]).vectors
@@ -125,7 +125,7 @@ def test_questions_and_passages_have_their_prefixes(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_encoder_or_length_is_refused(tmp_path: Path) -> None:
     made = [Encoder.load(write_encoder(tmp_path / pooling, "bert", pooling)) for pooling in ("mean", "cls")]
-    open_at = partial(KnowledgeBase.open, tmp_path / "base", encode_tokens=encode_bytes, model_key="bytes")
+    open_at = partial(KnowledgeBase, tmp_path / "base", encode_tokens=encode_bytes, model_key="bytes")
     open_at(encoder=made[0], max_tokens=40).close()
     with pytest.raises(ConfigError, match=r"made with encoder .*; or name the --encoder that it was made with"):
         open_at(encoder=made[1], max_tokens=40)
@@ -139,7 +139,7 @@ def test_a_source_of_one_short_file_is_read(tmp_path: Path, monkeypatch: pytest.
     encoder = Encoder.load(write_encoder(tmp_path / "encoder", "bert"))
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.txt").write_text("the river")
-    base = KnowledgeBase.open(None, encode_tokens=encode_bytes, encoder=encoder, model_key="bytes")
+    base = KnowledgeBase(None, encode_tokens=encode_bytes, encoder=encoder, model_key="bytes")
     fill(Filling(base, tmp_path / "docs"), progress=False)
     assert base.document_ids == {"a"}
     base.close()

@@ -244,7 +244,7 @@ def test_one_that_was_killed_goes_on_where_it_was(tmp_path: Path, monkeypatch: p
         disk = open_store(tmp_path / "kv")
         made = tiny.engine(disk=disk, pages=ROOMY)
         settings = {"encode_tokens": made.knowledge.chunker.encode, "encoder": tiny.HashedEncoder()}
-        opener = lambda name: KnowledgeBase.open(tmp_path / name, **settings, model_key="tiny", max_tokens=64)  # type: ignore[arg-type]  # noqa: E731
+        opener = lambda name: KnowledgeBase(tmp_path / name, **settings, model_key="tiny", max_tokens=64)  # type: ignore[arg-type]  # noqa: E731
         monkeypatch.setattr(made.knowledge.bases, "_open", opener)
         made.add_documents(documents(20))
         return made, Computed(made)

@@ -1,6 +1,5 @@
 """A chat's prompt: cut into segments as documented, and token for token what the template renders."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,13 +60,6 @@ HITS = tuple(hit(text, f"d#{i}", 0.9 - i / 10) for i, text in enumerate(CHUNKS))
 
 
 # --------------------------------------------------------------------------- what the tokens are
-
-
-def test_tokens_are_those_of_the_rendered_chat_with_the_chunks_in_place():
-    prompt = chat_prompt(TOKENIZER, CHAT, HITS)
-    whole = TOKENIZER.chat((*CHAT[:-1], user("".join(CHUNKS) + "Question: Where is she?")))
-    assert prompt.tokens.tolist() == template(whole)
-    assert prompt.tokens.dtype == np.int32
 
 
 def test_without_knowledge_the_prompt_is_the_rendered_chat():
@@ -171,21 +163,7 @@ def test_an_empty_first_message_is_history_all_the_same():
     assert prompt.segments[0].tokens.tolist() == template("<|start|>system\nBe brief.<|end|>\n<|start|>user\n")
 
 
-def test_the_default_instruction_comes_only_where_none_is_given():
-    assert plain(INSTRUCTION) == chat_prompt(TOKENIZER, (user("Where?"),), HITS).segments[0].tokens.tolist()[8:-8]
-    for messages, hits in (((system("Be brief."), user("Where?")), HITS), ((user("Where?"),), None)):
-        assert INSTRUCTION.encode() not in bytes(chat_prompt(TOKENIZER, messages, hits).tokens.astype(np.uint8))
-
-
 # ----------------------------------------------------------------------------- text that is a trap
-
-
-@pytest.mark.parametrize("knowledge", [True, False])
-@pytest.mark.parametrize("index", range(4))
-def test_special_text_in_messages_stays_text(index, knowledge):
-    hits = HITS if knowledge else None
-    hostile = tuple(Message(m.role, HOSTILE) if i == index else m for i, m in enumerate(CHAT))
-    assert control_tokens(chat_prompt(TOKENIZER, hostile, hits)) == control_tokens(chat_prompt(TOKENIZER, CHAT, hits))
 
 
 def test_special_text_in_documents_stays_text():

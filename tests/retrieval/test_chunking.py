@@ -48,19 +48,6 @@ def test_one_chunk_is_title_text_and_blank_line() -> None:
     assert Chunker(encode).chunks(Document("d", "He slept."))[0].text == "He slept.\n\n"
 
 
-def test_chunks_fit_lose_nothing_and_carry_their_tokens() -> None:
-    document = Document("d", PROSE, "The keeper")
-    chunker = Chunker(encode, 64)
-    chunks = chunker.chunks(document)
-    assert len(chunks) > 3
-    assert [chunk.id for chunk in chunks] == [f"d#{n}" for n in range(len(chunks))]
-    for chunk in chunks:
-        assert chunk.tokens.dtype == np.int32 and len(chunk.tokens) <= 64
-        np.testing.assert_array_equal(chunk.tokens, encode(chunk.text))
-        assert TOKENIZER.decode(chunk.tokens.tolist()) == chunk.text
-    assert _squeezed("".join(_bodies(document, chunker))) == _squeezed(PROSE)
-
-
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=400), title=st.text(max_size=60), budget=st.integers(MIN_TOKENS, 80))
 def test_any_text_fits_and_is_kept(text: str, title: str, budget: int) -> None:
@@ -124,11 +111,6 @@ def test_little_is_encoded_of_what_is_too_long() -> None:
     encoded.clear()
     (chunk,) = chunker.chunks(Document("d", "text", "title " * 1_000_000))
     assert len(chunk.tokens) <= 192 and sum(encoded) < 1_000_000
-
-
-def test_cutting_is_deterministic() -> None:
-    first, second = (Chunker(encode).chunks(Document("d", PROSE)) for _ in range(2))
-    assert [chunk.text for chunk in first] == [chunk.text for chunk in second]
 
 
 def test_tiny_budget_is_refused() -> None:

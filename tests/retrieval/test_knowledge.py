@@ -272,17 +272,6 @@ def test_neighbours_are_the_nearest_others(kind: IndexKind, n: int) -> None:
         assert sum(found[i] == expected[i] for i in found) > 0.8 * len(found)
 
 
-def test_neighbours_leave_out_the_chunk_and_its_duplicates() -> None:
-    with open_base() as base:
-        texts = {"a": "blue salt", "b": "blue salt", "c": "blue salt boxes", "d": "blue salt boxes", "e": "red honey"}
-        base.add([Document(name, text) for name, text in texts.items()])
-        number = _numbers(base)
-        named = {key[0]: value for key, value in number.items()}
-        found = base.neighbours(3)
-        assert found[named["a"]] == found[named["b"]] == (named["c"], named["e"])
-        assert found[named["c"]] == found[named["d"]] == (named["a"], named["e"])
-
-
 def test_neighbours_do_not_depend_on_what_else_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_base() as base:
         base.add(_some_documents(1, 100))
@@ -531,17 +520,6 @@ def test_a_base_that_is_closed_between_parts_of_a_document_has_all_of_it_later(
     assert len(base) == 4
     with open_base(tmp_path, index_kind=IndexKind.HNSW, max_tokens=64) as base:
         assert len(base) == len(base.document("long")) > 4
-
-
-def test_the_store_is_plain_sqlite(tmp_path: Path) -> None:
-    with open_base(tmp_path) as base:
-        base.add(ISLANDS[:1])
-        chunk = base.document("isle/0")[0]
-    database = sqlite3.connect(tmp_path / "chunks.sqlite")
-    tokens, embedding = database.execute("select tokens, embedding from chunks").fetchone()
-    database.close()
-    np.testing.assert_array_equal(np.frombuffer(tokens, np.int32), chunk.tokens)
-    np.testing.assert_array_equal(np.frombuffer(embedding, np.float32), WordEncoder().encode([chunk.text])[0])
 
 
 def test_sizes_follow_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -386,7 +386,7 @@ def test_a_restart_finds_it_on_disk(marks: str, tmp_path: Path, monkeypatch: pyt
                 "encoder": tiny.HashedEncoder(),
                 "model_key": "tiny",
             }
-            opener = lambda name: KnowledgeBase.open(tmp_path / name, **place, max_tokens=64)  # type: ignore[arg-type]  # noqa: E731
+            opener = lambda name: KnowledgeBase(tmp_path / name, **place, max_tokens=64)  # type: ignore[arg-type]  # noqa: E731
             monkeypatch.setattr(made.knowledge.bases, "_open", opener)
         made.add_documents(documents())
         return made

@@ -26,7 +26,7 @@ def encode_bytes(text: str) -> Tokens:
 
 def open_base(directory: Path | None = None, **changes) -> KnowledgeBase:
     settings = {"encode_tokens": encode_bytes, "encoder": WordEncoder(), "model_key": "bytes"}
-    return KnowledgeBase.open(directory, **settings | changes)
+    return KnowledgeBase(directory, **settings | changes)
 
 
 class Shelf:

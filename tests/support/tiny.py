@@ -265,7 +265,7 @@ def opener(tokenizer: Tokenizer, index: str = "flat") -> Callable[[str], Knowled
     """Knowledge bases in memory."""
 
     def open_base(name: str) -> KnowledgeBase:
-        return KnowledgeBase.open(
+        return KnowledgeBase(
             None,
             encode_tokens=partial(tokenizer.encode, special=False),
             encoder=HashedEncoder(),

@@ -397,10 +397,9 @@ class Engine(Front):
     def key_of(self, prompt: core.Prompt, strategy: Fuse, tenant: str = "") -> bytes:
         return strategy.key(prompt, self._cache, tenant)
 
-    def holds(self, keys: Iterable[bytes], noted: Callable[[bytes], bool] = lambda meta: True) -> tuple[bool, ...]:
-        """True for each key whose KV is in the cache or on disk, if what a strategy noted with it will do."""
-        metas = map(self._cache.find_meta, keys)
-        return tuple(meta is not None and noted(meta) for meta in metas)
+    def noted(self, key: bytes) -> bytes | None:
+        """What a strategy noted with the KV of this key; None if neither the cache nor the disk has it."""
+        return self._cache.find_meta(key)
 
     def write_soon(self, prompts: Sequence[core.Prompt], strategy: Strategy, tenant: str = "") -> None:
         """Write the KV that a strategy uses and keeps of prompts to disk in idle time, if there is a disk tier."""

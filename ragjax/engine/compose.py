@@ -34,15 +34,10 @@ PATH_CHARS = 64
 
 @dataclass(frozen=True)
 class ServedBy:
-    """The strategy of a request, and its recompute ratio (None: the strategy's own).
-
-    picked: the quality contract has evidence of such requests, and picked it. notice: for the answer.
-    """
-
     strategy: Strategy
-    ratio: float | None = None
-    picked: bool = False
-    notice: str | None = None
+    ratio: float | None = None  # None: the strategy's own
+    picked: bool = False  # the quality contract has evidence of such requests, and picked it
+    notice: str | None = None  # for the answer
 
 
 @dataclass(frozen=True)

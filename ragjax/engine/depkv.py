@@ -22,21 +22,17 @@ from ragjax.schedule.requests import Requests
 
 @dataclass(eq=False)
 class DepKV:
-    """A prompt whose KV is held.
+    """A prompt whose KV is held."""
 
-    prompt: as the strategy has the model read it. label: under which name it is held. closed: why it cannot be used any
-    more. timings: of the request that made it, up to its first token.
-    """
-
-    prompt: Prompt = field(repr=False)
+    prompt: Prompt = field(repr=False)  # as the strategy has the model read it
     strategy: str
     tenant: str
     plan: Plan = field(repr=False)
     allocation: Allocation = field(repr=False)
-    label: str
+    label: str  # under which name it is held
     release: Callable[[DepKV], None] = field(repr=False)
-    closed: str = ""
-    timings: Timings = field(default_factory=Timings)
+    closed: str = ""  # why it cannot be used any more
+    timings: Timings = field(default_factory=Timings)  # of the request that made it, up to its first token
 
     @property
     def reports(self) -> tuple[SegmentReport, ...]:

@@ -36,13 +36,13 @@ TICK = 0.005
 
 @dataclass(frozen=True)
 class Flight:
-    """A step that was launched. logits: of `batch.logit_rows`; wanted: which of them are wanted on the host."""
+    """A step that was launched."""
 
     batch: Batch
     began: float
     outcome: StepResult
-    logits: Logits | None
-    wanted: Sequence[bool]
+    logits: Logits | None  # of `batch.logit_rows`
+    wanted: Sequence[bool]  # which of them are wanted on the host
     sampled: Sampled | None
 
 

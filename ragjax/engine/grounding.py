@@ -27,21 +27,16 @@ MOST_EARLIER = 16
 
 @dataclass(frozen=True)
 class Grounding:
-    """Finds what requests stand on. Any thread may call it.
-
-    context_length: most tokens of a prompt and its answer. top_k: chunks retrieved for requests that say nothing else.
-    share: whether tenants share the KV of knowledge bases. retrieve: as `EngineOptions` has it. fits: as
-    `Knowledge` has it. check: called for each document that a request brings; an error of it ends the work.
-    """
+    """Finds what requests stand on. Any thread may call it."""
 
     knowledge: KnowledgeRegistry[KnowledgeBase]
     chunker: Chunker
-    context_length: int
-    top_k: int
-    share: bool
-    retrieve: str = "auto"
-    fits: float = -1.0
-    check: Callable[[], None] = lambda: None
+    context_length: int  # most tokens of a prompt and its answer
+    top_k: int  # chunks retrieved for requests that say nothing else
+    share: bool  # whether tenants share the KV of knowledge bases
+    retrieve: str = "auto"  # as `EngineOptions` has it
+    fits: float = -1.0  # as `Knowledge` has it
+    check: Callable[[], None] = lambda: None  # called for each document that a request brings; may raise
 
     def checked(self, check: Callable[[], None]) -> Grounding:
         return replace(self, chunker=self.chunker.checked(check), check=check)

@@ -62,17 +62,11 @@ class Job:
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """Outcome for the chunks. seconds: of the whole run.
-
-    fused: computed behind their neighbours now. kept: nothing had to be computed for. lost: computed or kept, but not
-    there any more at the end, because the tiers are too small.
-    """
-
     chunks: int
-    fused: int
-    kept: int
-    lost: int
-    seconds: float
+    fused: int  # computed behind their neighbours now
+    kept: int  # nothing had to be computed for
+    lost: int  # computed or kept, but not there any more at the end, because the tiers are too small
+    seconds: float  # of the whole run
 
     def __str__(self) -> str:
         done = f"{self.chunks} chunks: {self.fused} fused, {self.kept} kept, in {self.seconds:.1f} s"
@@ -100,12 +94,12 @@ def fuse_all(engine: Engine, jobs: Sequence[Job], *, record: bool = False) -> li
 
 @dataclass(frozen=True)
 class _Work:
-    """Computes jobs of one tenant. background: behind all other requests, in short steps."""
+    """Computes jobs of one tenant."""
 
     engine: Engine
     strategy: Fuse
     tenant: str = ""
-    background: bool = False
+    background: bool = False  # behind all other requests, in short steps
 
     def do(self, jobs: Sequence[Job]) -> int:
         todo = [job for job, is_held in zip(jobs, self.held(jobs), strict=True) if not is_held]
@@ -134,9 +128,8 @@ class _Work:
 
     def held(self, jobs: Collection[Job]) -> list[bool]:
         """True if the KV of each job is kept, with what is to be noted of those that have neighbours."""
-        keys = [self.key(job) for job in jobs]
-        there, noted = self.engine.holds(keys), self.engine.holds(keys, self.strategy.noted)
-        return [a if not job.neighbours else b for job, a, b in zip(jobs, there, noted, strict=True)]
+        noted = ((job, self.engine.noted(self.key(job))) for job in jobs)
+        return [meta is not None and (not job.neighbours or self.strategy.noted(meta)) for job, meta in noted]
 
     def key(self, job: Job) -> bytes:
         return self.engine.key_of(job.prompt, self.strategy, self.tenant)
@@ -182,15 +175,12 @@ def preprocess(
 
 @dataclass(frozen=True)
 class _Run:
-    """The chunks of a knowledge base on their way.
-
-    head: system segment of the requests that shall find the KV. public: whether all tenants share it. n: neighbours.
-    """
+    """The chunks of a knowledge base on their way."""
 
     work: _Work
     base: KnowledgeBase
-    head: Segment
-    public: bool
+    head: Segment  # of the requests that shall find the KV
+    public: bool  # whether all tenants share it
     n: int = NEIGHBOURS
 
     def groups(self, numbers: Iterable[int]) -> Iterator[tuple[dict[int, Job], dict[int, tuple[int, ...]]]]:
@@ -242,20 +232,15 @@ class _Planned(NamedTuple):
 
 @dataclass
 class _Progress:
-    """Progress of a knowledge base.
-
-    planned: chunks whose KV is to be there, those that were asked for last at the end. alone: chunks whose isolated KV
-    is counted in `pages`, which is all that they take. state: `KnowledgeBase.changes` when all was done that could be
-    (None: it is not done).
-    """
+    """Progress of a knowledge base."""
 
     owned: bool
     total: int = 0
     prepared: int = 0
-    pages: int = 0
-    planned: dict[int, _Planned] = field(default_factory=dict)
-    alone: set[int] = field(default_factory=set)
-    state: int | None = None
+    pages: int = 0  # all that the planned chunks take
+    planned: dict[int, _Planned] = field(default_factory=dict)  # those that were asked for last at the end
+    alone: set[int] = field(default_factory=set)  # chunks whose isolated KV is counted
+    state: int | None = None  # `KnowledgeBase.changes` when all was done that could be; None: it is not done
 
     @property
     def beyond(self) -> int:
@@ -349,7 +334,7 @@ class Preparing:
         if time.monotonic() - self._recounted > RECOUNT:
             self._recounted = time.monotonic()
             for one in self._bases.values():
-                one.prepared = sum(engine.holds([chunk.key for chunk in one.planned.values()]))
+                one.prepared = sum(engine.noted(chunk.key) is not None for chunk in one.planned.values())
 
     def _prepare(self, name: str, base: KnowledgeBase, owner: str | None, progress: _Progress) -> None:
         engine, state, asked = self._engine, base.changes, base.take_asked()

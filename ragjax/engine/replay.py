@@ -25,15 +25,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Replay:
-    """A finished request that runs again: in `full` first, then by each setting that is to be tried.
-
-    live_NV: logits of its first tokens. said: these tokens.
-    """
+    """A finished request that runs again: in `full` first, then by each setting that is to be tried."""
 
     live: RequestState
     answer: Answer
-    live_NV: NDArray[np.float32]
-    said: Tokens
+    live_NV: NDArray[np.float32]  # logits of its first tokens
+    said: Tokens  # these tokens
     full_NV: NDArray[np.float32] | None = None
     trials: dict[Setting, ShadowTrial] = field(default_factory=dict)
     left: list[Setting] = field(default_factory=list)

@@ -205,15 +205,11 @@ def _public(prompt: core.Prompt, i: int) -> bool:
 
 @dataclass(frozen=True)
 class Mending:
-    """The tokens that a request computes, over a prompt's layout.
-
-    picked: indexes of reused chunks' tokens that are mended, int32 [n]. rows: of all that is computed, int32 [m]; both
-    ascending.
-    """
+    """The tokens that a request computes, over a prompt's layout; indexes, ascending."""
 
     stitched: Stitched
-    picked: core.Tokens
-    rows: core.Tokens
+    picked: core.Tokens  # of reused chunks, to be mended
+    rows: core.Tokens  # all that is computed
 
     @cached_property
     def spans(self) -> tuple[core.Span, ...]:

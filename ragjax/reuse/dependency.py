@@ -46,14 +46,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Scene:
-    """A prompt as one scheme of positions sees it.
-
-    begins: RoPE position of each segment's first token. hidden: indexes that must not see it, half-open.
-    """
+    """A prompt as one scheme of positions sees it."""
 
     prompt: core.Prompt
-    begins: tuple[int, ...]
-    hidden: tuple[tuple[int, int], ...]
+    begins: tuple[int, ...]  # RoPE position of each segment's first token
+    hidden: tuple[tuple[int, int], ...]  # indexes that must not see the segment, half-open
 
     @cached_property
     def paths(self) -> dict[int, Path]:

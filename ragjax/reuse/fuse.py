@@ -16,13 +16,13 @@ from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.match import Candidate, Match, Totals
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Segment, Span, Tokens
-from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, match_spans, owner_of, report, segments_of
+from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, owner_of, segments_of
 from ragjax.reuse.exact import leading_part
 from ragjax.reuse.fusion import METHOD
-from ragjax.reuse.head import head_account, keep_leading
+from ragjax.reuse.head import keep_leading
 from ragjax.reuse.influence import Influence, record
 from ragjax.reuse.naive import Naive
-from ragjax.reuse.stitch import missing
+from ragjax.reuse.stitch import lay_out, missing
 
 
 class Fuse(Strategy):
@@ -53,47 +53,37 @@ class Fuse(Strategy):
         return _key(cache, prompt.tokens[: _head(prompt)], prompt.segments[-1], _behind(prompt), tenant)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        system, last = _head(prompt), len(prompt.segments) - 1
+        system, last, isolated = _head(prompt), len(prompt.segments) - 1, _isolated(prompt)
         matched = context = allocation.prefix(prompt.tokens[:system])
-        others = len(prompt) - system + allocation.decode_tokens
-        runs, system_hit = allocation.leading(context, system, others=others, pieces=len(prompt.segments))
-        isolated, alone = _isolated(prompt), Candidate(*_name(b""))
+        alone = Candidate(*_name(b""))
         matches = {i: allocation.first(context, prompt.segments[i].tokens, [alone]) for i in isolated}
         found = {i: match for i, match in matches.items() if match is not None}
-        fresh_system = allocation.reserve(system - system_hit) if system > system_hit else None
-        fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in isolated if i not in found}
-        own = allocation.reserve(len(prompt.segments[last]))
-        tail = allocation.reserve_with_tail(0)
+        begins = dict.fromkeys(segments_of(prompt, Kind.CHUNK), system)
+        stitched = lay_out(prompt, allocation, matched, found, begins)
+        own = allocation.reserve(len(prompt.segments[last])) if isolated else stitched.fresh[last]
+        fresh = stitched.fresh if isolated else {}
 
-        system_spans = match_spans(context, 0, runs=runs)
-        if fresh_system is not None:
-            system_spans = (*system_spans, Span.consecutive(system_hit, fresh_system))
-        if fresh_system is not None or fresh:
-            yield missing(prompt, system_hit, system, fresh, system_spans)
-        if fresh_system is not None:
-            context = keep_leading(prompt, allocation, context, system_hit, fresh_system, system)
+        if stitched.fresh_head.length or fresh:
+            yield missing(prompt, stitched.hit, system, fresh, stitched.head)
+        if stitched.fresh_head.length:
+            context = keep_leading(prompt, allocation, context, stitched.hit, stitched.fresh_head, system)
         for i, piece in fresh.items():
             _keep(allocation, context, prompt.segments[i], piece, system, b"")
 
         place = prompt.starts[last]
-        placed = {i: match_spans(match, prompt.starts[i]) for i, match in found.items()}
-        placed |= {i: (Span.consecutive(prompt.starts[i], run, prompt.starts[i] - system),) for i, run in fresh.items()}
-        placed.pop(last, None)  # the chunk's own isolated KV is kept, and not read here
-        spans = (*system_spans, *(span for i in placed for span in placed[i]), Span.consecutive(place, own))
+        before = (span for span in stitched.chunk if span.indices[0] < place)  # its own isolated KV is kept, not read
+        spans = (*stitched.head, *before, Span.consecutive(place, own))
         rows = indices(place, len(prompt))
         results = yield Pass(rows, rows, spans, self.measures if isolated else LOGITS, (len(prompt) - 1,))
         meta = b""
         if self.record and isolated:
             meta = record(prompt, last, rows, results[Measure.SEGMENT_SCORE]).encode()
-        known = system_hit + sum(len(prompt.segments[i]) for i in found if i != last)
+        reports = stitched.account(rows)
+        known = sum(part.reused for part in reports)
         totals = Totals(known, len(prompt) - known)
         _keep(allocation, context, prompt.segments[last], own, place, _behind(prompt), meta=meta, totals=totals)
-
-        reused, tiers = head_account(prompt, matched, system_hit)
-        reused |= {i: len(prompt.segments[i]) for i in found if i != last}
-        tiers |= {i: match.tier() for i, match in found.items() if i != last}
         exact = last == len(segments_of(prompt, Kind.SYSTEM)) and not allocation.lossy
-        return Plan(spans, tail, "full" if exact else None, report(prompt, reused, tiers), results[Measure.LOGITS][0])
+        return Plan(spans, stitched.tail, "full" if exact else None, reports, results[Measure.LOGITS][0])
 
 
 def _head(prompt: Prompt) -> int:

@@ -36,19 +36,13 @@ _DRIFT_HEAD = struct.Struct("<HI")  # version, tokens; KV of earlier versions ha
 
 @dataclass(frozen=True)
 class Influence:
-    """The attention of a chunk while its KV was computed: eqs. 3, 4 and 14.
+    """The attention of a chunk while its KV was computed: eqs. 3, 4 and 14."""
 
-    before: digests of the segments before it, in order. lengths: their tokens.
-    inter_LZ: float32 [layers, segments before it], attention that the chunk's tokens gave to each, summed.
-    intra_L: float32 [layers], attention that they gave to earlier tokens of the chunk, summed.
-    score_T: float32 [tokens], attention that each gave to all segments before it, mean over layers.
-    """
-
-    before: tuple[bytes, ...]
-    lengths: tuple[int, ...]
-    inter_LZ: NDArray[np.float32]
-    intra_L: NDArray[np.float32]
-    score_T: NDArray[np.float32]
+    before: tuple[bytes, ...]  # digests of the segments before it, in order
+    lengths: tuple[int, ...]  # their tokens
+    inter_LZ: NDArray[np.float32]  # attention that the chunk's tokens gave to each of these segments, summed
+    intra_L: NDArray[np.float32]  # attention that they gave to earlier tokens of the chunk, summed
+    score_T: NDArray[np.float32]  # attention that each token gave to all segments before it, mean over layers
 
     def __len__(self) -> int:
         return len(self.score_T)
@@ -210,16 +204,13 @@ VARIANT = "craft"
 
 @dataclass(frozen=True)
 class ChunkVariants:
-    """A part of an outlook: a chunk, preprocessed or as a variant; one that is missing is computed under `name`.
-
-    new: key of a variant that is computed now. ranked: variants that serve; the bool: also those below the device.
-    """
+    """A part of an outlook: a chunk, preprocessed or as a variant."""
 
     fused: Keyed
-    name: bytes
+    name: bytes  # of the variant that is computed if none is there
     tokens: int
-    new: bytes
-    ranked: Callable[[bool], list[Variant]]
+    new: bytes  # key of a variant that is computed now
+    ranked: Callable[[bool], list[Variant]]  # those that serve; the bool: also those below the device
 
     def look(self, tree: KnowledgeTree) -> Look:
         look = self.fused.look(tree)
@@ -232,11 +223,11 @@ class ChunkVariants:
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of a chunk: its key, what it was computed behind, and what mending it would take before alpha."""
+    """A variant of a chunk."""
 
     key: bytes
-    behind: bytes
-    overhead: float
+    behind: bytes  # digest of what it was computed behind
+    overhead: float  # what mending it would take, before alpha
 
 
 def rank(

@@ -79,8 +79,8 @@ class Stitched:
 
     @cached_property
     def chunks(self) -> core.Tokens:
-        parts = [indices(*self.prompt.bounds(i)) for i in segments_of(self.prompt, core.Kind.CHUNK)]
-        return np.concatenate(parts) if parts else indices(0, 0)
+        parts = (indices(*self.prompt.bounds(i)) for i in segments_of(self.prompt, core.Kind.CHUNK))
+        return np.concatenate([indices(0, 0), *parts])
 
     @cached_property
     def queries(self) -> core.Tokens:
@@ -344,7 +344,7 @@ def query_spans(prompt: core.Prompt, own: core.Run, page_size: int) -> tuple[cor
 
 
 def asking(prompt: core.Prompt) -> core.Tokens:
-    return np.concatenate([indices(*prompt.bounds(i)) for i in _behind_head(prompt)])
+    return np.concatenate([indices(0, 0), *(indices(*prompt.bounds(i)) for i in _behind_head(prompt))])
 
 
 def _behind_head(prompt: core.Prompt) -> tuple[int, ...]:

@@ -160,13 +160,15 @@ class Admission:
         Where both compute as much, chunks are computed for later requests by the other one.
         """
         prompt, strategy, cache, tenant = state.prompt, state.strategy, self._cache, state.request.tenant
-        if state.by_default and strategy.name == MOVED and not state.times.admitted:
+        if not state.by_default or state.times.admitted:
+            return
+        if strategy.name == MOVED:
             saved = Prefix().work(prompt, cache, tenant) - strategy.work(prompt, cache, tenant)
             if saved < WORTH:  # exact, and as fast
                 state.strategy = Prefix()
                 self._requests.look_up(state)
             return
-        if strategy.exact or not state.by_default or not prompt.chunks or state.times.admitted:
+        if strategy.exact or not prompt.chunks:
             return
         exact = Prefix().work(state.plain, cache, tenant)
         own = strategy.work(prompt, cache, tenant, state.ratio)

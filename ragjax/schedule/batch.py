@@ -20,15 +20,12 @@ BLOCK_READS = 2.0
 
 @dataclass(frozen=True)
 class Group:
-    """Requests that share the first entries of their page tables.
-
-    blocks: of rows that read them together. saved: how many reads of an entry by a row alone that saves.
-    """
+    """Requests that share the first entries of their page tables."""
 
     members: tuple[int, ...]
     entries: int
-    blocks: int
-    saved: float
+    blocks: int  # of rows that read them together
+    saved: float  # reads of an entry by a row alone that this saves
 
     @property
     def listed(self) -> int:
@@ -114,11 +111,11 @@ class ScheduledRows:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows that run in one step. logit_rows: those whose logits are wanted."""
+    """Rows that run in one step."""
 
     parts: tuple[ScheduledRows, ...]
     step: Step
-    logit_rows: tuple[int, ...]
+    logit_rows: tuple[int, ...]  # those whose logits are wanted
 
     @property
     def states(self) -> list[RequestState]:

@@ -23,11 +23,25 @@ class SpanTable:
     """Spans as entries: one per page and offset, so that short runs share one; int32 arrays [S] and [S, C]."""
 
     def __init__(self, spans: Sequence[Span], page_size: int):
-        entries = _Entries()
-        slots = [entries.take(span, page_size) for span in spans]
-        total = len(entries.pages)
-        self.page_S = np.array(entries.pages, np.int32)
-        self.offset_S = np.array(entries.offsets, np.int32)
+        pages, offsets, slots = list[int](), list[int](), list[NDArray[np.intp]]()
+        taken: list[NDArray[np.bool_]] = []  # slots of each entry that a span has
+        entries: dict[tuple[int, int], int] = {}
+        for span in spans:
+            begin, end, found = span.run.start, span.run.start + span.run.length, [np.zeros(0, np.intp)]
+            for i, page in enumerate(span.run.pages):
+                low, high = max(begin - i * page_size, 0), min(end - i * page_size, page_size)
+                entry = entries.get((page, span.offset))
+                if entry is None or taken[entry][low:high].any():  # a chunk may stand twice at one offset
+                    entry = entries[page, span.offset] = len(pages)
+                    pages.append(page)
+                    offsets.append(span.offset)
+                    taken.append(np.zeros(page_size, bool))
+                taken[entry][low:high] = True
+                found.append(entry * page_size + np.arange(low, high))
+            slots.append(np.concatenate(found))
+        total = len(pages)
+        self.page_S = np.array(pages, np.int32)
+        self.offset_S = np.array(offsets, np.int32)
         self.index_SC = np.full((total, page_size), NEVER, np.int32)
         self.hide_from_SC = np.zeros((total, page_size), np.int32)
         self.hide_until_SC = np.zeros((total, page_size), np.int32)
@@ -79,36 +93,6 @@ class SpanTable:
         out = np.zeros((*flat.shape[:-1], size), np.float32)
         np.add.at(out.T, self.index_SC.reshape(-1)[live], flat.T)  # axes turned: the index comes first
         return out
-
-
-class _Entries:
-    """Entries as spans take them. Slots of a chunk that stands twice at one offset are taken in entries of their
-    own.
-    """
-
-    def __init__(self) -> None:
-        self.pages: list[int] = []
-        self.offsets: list[int] = []
-        self._taken: list[NDArray[np.bool_]] = []
-        self._open: dict[tuple[int, int], int] = {}
-
-    def take(self, span: Span, page_size: int) -> NDArray[np.intp]:
-        """Index of each of the span's slots in [S, C], flat."""
-        begin, end, found = span.run.start, span.run.start + span.run.length, []
-        for i, page in enumerate(span.run.pages):
-            low, high = max(begin - i * page_size, 0), min(end - i * page_size, page_size)
-            found.append(self._entry(page, span.offset, low, high, page_size) * page_size + np.arange(low, high))
-        return np.concatenate(found) if found else np.zeros(0, np.intp)
-
-    def _entry(self, page: int, offset: int, low: int, high: int, page_size: int) -> int:
-        entry = self._open.get((page, offset))
-        if entry is None or self._taken[entry][low:high].any():
-            entry = self._open[page, offset] = len(self.pages)
-            self.pages.append(page)
-            self.offsets.append(offset)
-            self._taken.append(np.zeros(page_size, bool))
-        self._taken[entry][low:high] = True
-        return entry
 
 
 def slots_of(spans: Iterable[Span], size: int, page_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -171,38 +155,27 @@ class Carried:
 
 @dataclass
 class PendingRows:
-    """Rows that wait to be computed, and what has come back so far.
+    """Rows that wait to be computed, and what has come back so far."""
 
-    token, index, position, slot: int32 [n]. logits_at: row -> number of its result. context: token indices in use.
-    layers: those to run, half-open. last: the layer that the pass ends with, if it is cut and ends later than these
-    (`cut`). residual: what the rows bring from earlier layers, if these are not the first. measure: what is measured,
-    its arrays those of the rows, [n], and of the table, [S, C]; segments as the prompt has. measured: per layer of the
-    measure, by token index, [..., context], or by row. ended: of each step the first of these rows in it, how many they
-    are, and what it left, if layers are left. done: rows computed. proposed: how many of the last rows are only
-    proposed. sampled: the results are tokens, chosen on the device; logits then come only where they are wanted.
-    first_at: number of the result by which the token behind the prompt is chosen, on the device too. logits, chosen:
-    results by number, float32 [V] and tokens.
-    """
-
-    token: NDArray[np.int32]
+    token: NDArray[np.int32]  # [n], as are index, position and slot
     index: NDArray[np.int32]
     position: NDArray[np.int32]
     slot: NDArray[np.int32]
     table: SpanTable
-    logits_at: Mapping[int, int]
-    context: int
-    layers: tuple[int, int]
-    residual: Carried | None = None
-    measure: StepMeasure | None = None
-    measured: NDArray[np.float32] | None = None
-    last: int | None = None
-    ended: list[tuple[int, int, Residual]] = field(default_factory=list)
-    done: int = 0
-    proposed: int = 0
-    sampled: bool = False
-    first_at: int | None = None
-    logits: dict[int, NDArray[np.float32]] = field(default_factory=dict)
-    chosen: dict[int, Chosen] = field(default_factory=dict)
+    logits_at: Mapping[int, int]  # row -> number of its result
+    context: int  # token indices in use
+    layers: tuple[int, int]  # those to run, half-open
+    residual: Carried | None = None  # what the rows bring from earlier layers, if these are not the first
+    measure: StepMeasure | None = None  # its arrays are those of the rows, [n], and of the table, [S, C]
+    measured: NDArray[np.float32] | None = None  # per layer of the measure, by token index [..., context], or by row
+    last: int | None = None  # the layer that the pass ends with, if it is cut (`cut`) and ends later than these
+    ended: list[tuple[int, int, Residual]] = field(default_factory=list)  # of each step: its first row, count, and rest
+    done: int = 0  # rows computed
+    proposed: int = 0  # how many of the last rows are only proposed
+    sampled: bool = False  # results are tokens, chosen on the device; logits come only where they are wanted
+    first_at: int | None = None  # number of the result by which the token behind the prompt is chosen, on the device
+    logits: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # results by number, [V]
+    chosen: dict[int, Chosen] = field(default_factory=dict)  # tokens by number
     _measured: list[NDArray[np.float32]] = field(default_factory=list)  # in layers before these
 
     @property

@@ -44,11 +44,10 @@ class Preload:
 
     KV arrives a stage of layers at a time (`core.tiers.Load`), so a pass is cut where stages begin. It begins once the
     preloading depth L_p has arrived; from then on a stage runs as soon as it is there. Of loads from several tiers the
-    slowest counts; while either time is not known, all stages are waited for. keys: keys whose attention costs as much
-    as the rest of a row.
+    slowest counts; while either time is not known, all stages are waited for.
     """
 
-    keys: int
+    keys: int  # as in `StepBudget`
     _units: float = 0.0
     _seconds: float = 0.0
 
@@ -95,18 +94,13 @@ READING_S = 0.125
 class StepBudget:
     """Limits what a step computes while requests decode, so that their next tokens do not wait long.
 
-    tokens: rows of a step, decoding tokens included, if they read no more than a few keys.
-    keys: keys whose attention costs as much as the rest of a row; rows that read many keys count for more.
-    decode_keys: likewise for decoding tokens, which compute little on what they read (two cores: 6.6 µs a key, 0.8 ms a
-        row).
-
     A step grows with the prompts that are being computed, and with what the decoding tokens read: requests that wait
     for their first token count as much as those that decode.
     """
 
-    tokens: int = 64
-    keys: int = 1536
-    decode_keys: int = 128
+    tokens: int = 64  # rows of a step, decoding tokens included, if they read no more than a few keys
+    keys: int = 1536  # keys whose attention costs as much as the rest of a row: rows that read many count for more
+    decode_keys: int = 128  # likewise for decoding tokens, which compute little (two cores: 6.6 µs a key, 0.8 ms a row)
 
     @staticmethod
     def fitted(decode_s: float, mixed_s: Mapping[int, float], key_s: float, keys: int) -> StepBudget:
@@ -147,7 +141,7 @@ BLOCK_ROWS = 4
 
 
 Shapes = Callable[[tuple[int, int], StepMeasure | None], tuple[RowShape, ...]]
-"""Tells the shapes of steps that no program is missing for; the bool: layers read pages of their own."""
+"""Tells the shapes of steps over these layers that no program is missing for."""
 
 
 class Scheduler:
@@ -181,9 +175,7 @@ class Scheduler:
         """
         waiting = [s for s in self._active() if s.rows is not None and s.rows.left]
         waiting = [state for state in waiting if state.decoding or self.preload.may_run(state)]
-        suspects = [
-            state for state in waiting if state.suspect
-        ]  # of a failed step: each alone, in turns with all others
+        suspects = [state for state in waiting if state.suspect]  # each alone, in turns with all others
         others = [state for state in waiting if not state.suspect]
         self._suspected_last = bool(suspects) and not (self._suspected_last and others)
         waiting = suspects[:1] if self._suspected_last else others

@@ -39,29 +39,21 @@ class Paused:
 
 @dataclass
 class Times:
-    """When things happened to a request, `time.perf_counter()` seconds (0: not yet), and milliseconds by kind.
-
-    admitted: when it was started first. stopped: when it last gave back what it held, to be started again.
-    pauses: how often it gave its pages to others.
-    waits_since: when it began to wait for a load of KV; None while it does not. lacks_since: likewise for programs.
-    lacked_ms: it waited for these before it could start. compiled_ms: its steps did, before its first token.
-    confirmed: when its documents were final, if it began before. again_ms: between being stopped and being started
-    again. load_ms includes what it waited in vain.
-    """
+    """When things happened to a request, `time.perf_counter()` seconds (0: not yet), and milliseconds by kind."""
 
     arrival: float = 0.0
-    admitted: float = 0.0
-    stopped: float = 0.0
-    confirmed: float = 0.0
+    admitted: float = 0.0  # it was started first
+    stopped: float = 0.0  # it last gave back what it held, to be started again
+    confirmed: float = 0.0  # its documents were final, if it began before
     first_token: float = 0.0
-    pauses: int = 0
-    waits_since: float | None = None
-    lacks_since: float | None = None
-    lacked_ms: float = 0.0
-    compiled_ms: float = 0.0
+    pauses: int = 0  # how often it gave its pages to others
+    waits_since: float | None = None  # it began to wait for a load of KV; None while it does not
+    lacks_since: float | None = None  # likewise for programs
+    lacked_ms: float = 0.0  # it waited for programs before it could start
+    compiled_ms: float = 0.0  # its steps did, before its first token
     retrieve_ms: float = 0.0
-    again_ms: float = 0.0
-    load_ms: float = 0.0
+    again_ms: float = 0.0  # between being stopped and being started again
+    load_ms: float = 0.0  # waited for loads, those in vain too
     compute_ms: float = 0.0
 
     def start(self, began: float, ready: float | None) -> None:
@@ -167,9 +159,7 @@ class RequestState(Waiting):
 
     # what came of it
     logits: NDArray[np.float32] | None = None  # of the prompt's last token, [V]
-    scores: NDArray[np.float32] | None = (
-        None  # logits that predict each token of the continuation, [n, V], or as `read` makes them
-    )
+    scores: NDArray[np.float32] | None = None  # logits that predict the continuation, [n, V], or as `read` makes them
     shadowed: list[NDArray[np.float32]] | None = None  # logits [V] of its first steps, if it is to be replayed
     notices: list[str] = field(default_factory=list)
     facts: tuple[core.FactReport, ...] = ()  # relation paths of the prompt

@@ -48,7 +48,7 @@ def test_prefill_times_come_from_two_steps() -> None:
         def seconds(self, rows: int) -> float:
             return 5e-3 + rows * 0.5e-3
 
-    profile = measured_profile(Steps(), keys=500)  # type: ignore[arg-type] # no more of a runner is looked at
+    profile = measured_profile(Steps(), keys=500)  # no more of a runner is looked at
     assert profile.cost(0, 1) == pytest.approx(5.5e-3, rel=1e-3)
     assert profile.cost(512, 128) == pytest.approx(5e-3 + 128 * (0.5e-3 + 576e-6), rel=1e-3)
     assert profile.cost(0, 1) > profile.cost(0, 128) / 128, "a step's price is spread over its tokens"

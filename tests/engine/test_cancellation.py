@@ -47,7 +47,7 @@ class Gate:
 
 async def leave(engine: Engine, request: Request, gate: Gate) -> None:
     """Cancel a request at its first check, and wait for the thread to end."""
-    first: asyncio.Task[Any] = asyncio.create_task(anext(engine.submit(request)))  # type: ignore[arg-type]
+    first: asyncio.Task[Any] = asyncio.create_task(anext(engine.submit(request)))
     assert await asyncio.to_thread(gate.reached.wait, 20)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -39,7 +39,7 @@ def conversation(turns: int) -> list[Message]:
 
 
 def ask(engine: Engine, turns: int, strategy: str = "prefix", **options: object) -> Answer:
-    return engine.answer(conversation(turns), strategy=strategy, top_k=1, max_tokens=4, **options)  # type: ignore[arg-type]
+    return engine.answer(conversation(turns), strategy=strategy, top_k=1, max_tokens=4, **options)
 
 
 def files(answer: Answer) -> list[tuple[str, bool]]:

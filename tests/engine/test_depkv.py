@@ -126,7 +126,7 @@ def test_an_answer_that_finds_no_entries_fails_alone() -> None:
 def test_kv_of_any_strategy_is_held_for_many_continuations(engine: Engine, strategy: str, ratio: float | None) -> None:
     prompt, behind = tiny.prompt(7), [tokens(5), tokens(1), tokens(3)]
     asked = {"strategy": strategy, "recompute_ratio": ratio}
-    with engine.compute_kv(prompt, tenant="held", **asked) as kv:  # type: ignore[arg-type]
+    with engine.compute_kv(prompt, tenant="held", **asked) as kv:
         assert kv.timings.ttft > 0
         for continuation in behind:
             found = engine.generate_with_depkv(kv, continuation=continuation, max_tokens=4)

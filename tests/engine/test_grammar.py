@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import replace
 from typing import Any
@@ -61,14 +60,7 @@ def called(engine: Engine, tools: Tools, seed: int, schema: str | None = None, m
     """The answer to a chat with tools."""
     sampling = Sampling(max_tokens, 1.5, seed=seed, json_schema=schema)
     request = Request((Message("user", "How is it?"),), None, sampling, Rag(top_k=0), tools=tools)
-    return answer_of(engine, request)
-
-
-def answer_of(engine: Engine, request: Request) -> Answer:
-    async def run() -> Answer:
-        return [event async for event in engine.submit(request)][-1]
-
-    return asyncio.run(run())
+    return tiny.answer(engine, request)
 
 
 def test_every_answer_is_an_instance_of_its_schema(engine: Engine) -> None:
@@ -154,7 +146,7 @@ def test_an_answer_whose_grammar_is_given_up_ends_and_says_so(monkeypatch: pytes
 
     def stumbling(self: Grammars, *given: Any, **named: Any) -> Constraint:
         constraint = made(self, *given, **named)
-        constraint._matcher = Stumbling(constraint._matcher, 8)  # type: ignore[assignment]
+        constraint._matcher = Stumbling(constraint._matcher, 8)
         return constraint
 
     with tiny.engine(lookup=4) as engine:
@@ -204,9 +196,9 @@ def test_a_prompt_that_is_to_be_kept_is_or_the_answer_says_why_not(
 ) -> None:
     kept = (Breakpoint(60.0),)
     request = Request((Message("user", "How is it?"),), sampling=Sampling(2), rag=Rag(top_k=0), breakpoints=kept)
-    assert not answer_of(engine, request).notices
+    assert not tiny.answer(engine, request).notices
     monkeypatch.setattr("ragjax.cache.hierarchy.KEPT", 0.0)
-    assert "the prompt is not kept longer" in answer_of(engine, request).notices[-1]
+    assert "the prompt is not kept longer" in tiny.answer(engine, request).notices[-1]
 
 
 @pytest.mark.parametrize("wanted", [{"minimum": 2**53 + 1}, {"const": 2**53 + 1}, {"enum": [1, -(2**53) - 1]}])
@@ -215,10 +207,10 @@ def test_numbers_that_would_be_rounded_are_named_or_refused(engine: Engine, want
     schema = json.dumps({"type": "object", "properties": {"n": {"type": "integer", **wanted}}})
     (keyword,) = wanted
     asked = Request((Message("user", "Which?"),), sampling=Sampling(2, json_schema=schema), rag=Rag(top_k=0))
-    assert any(f"{keyword} beyond 2^53" in notice for notice in answer_of(engine, asked).notices)
+    assert any(f"{keyword} beyond 2^53" in notice for notice in tiny.answer(engine, asked).notices)
     strict = replace(asked, sampling=replace(asked.sampling, strict=True))
     with pytest.raises(RequestError, match=f"{keyword} beyond"):
-        answer_of(engine, strict)
+        tiny.answer(engine, strict)
 
 
 def test_what_stands_before_a_breakpoint_is_kept_alone() -> None:
@@ -228,7 +220,7 @@ def test_what_stands_before_a_breakpoint_is_kept_alone() -> None:
         for message, characters in sizes:
             kept = (Breakpoint(60.0, message, characters),)
             request = Request(messages, sampling=Sampling(2), rag=Rag(top_k=0), breakpoints=kept)
-            answer = answer_of(engine, request)
+            answer = tiny.answer(engine, request)
             nodes = [node for node in engine._parts.cache.tree.nodes() if node.kept]
             sizes[message, characters] = sum(map(len, nodes))
         tokens = engine._preparation.composer.ground(request).prompt.tokens.tolist()
@@ -241,7 +233,7 @@ def test_what_stands_before_a_breakpoint_is_kept_alone() -> None:
 
 def test_an_answer_is_as_long_as_fits_where_nothing_else_is_said(engine: Engine) -> None:
     said = "?" * (engine.context_length - 60)
-    answer = answer_of(engine, Request((Message("user", said),), sampling=Sampling(None), rag=Rag(top_k=0)))
+    answer = tiny.answer(engine, Request((Message("user", said),), sampling=Sampling(None), rag=Rag(top_k=0)))
     assert answer.prompt_tokens + len(answer.tokens) == engine.context_length or answer.finish_reason == "stop"
     assert len(answer.tokens) > 0
 

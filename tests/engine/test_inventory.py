@@ -56,7 +56,7 @@ def test_what_leaves_is_named_with_where_it_went(engine: Engine) -> None:
     assert any("host" in one.tiers and "device" not in one.tiers for one in seen.holdings)
     ages = [one.age for one in seen.departures]
     assert ages == sorted(ages) and sum(one.tokens for one in seen.departures if one.left == "device") == int(
-        engine.stats()["evicted_tokens_total"]  # type: ignore[arg-type]
+        engine.stats()["evicted_tokens_total"]
     )
     audit_engine(engine)
 

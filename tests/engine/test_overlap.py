@@ -128,7 +128,7 @@ def test_stop_strings_end_an_answer_before_its_next_token_is_computed() -> None:
         before = engine.stats()["steps_total"]
         stop = whole.text[5:7]
         cut = engine.answer_prompt(tiny.prompt(6), strategy="full", max_tokens=40, stop=(stop,))
-        took = int(engine.stats()["steps_total"]) - int(before)  # type: ignore[call-overload]
+        took = int(engine.stats()["steps_total"]) - int(before)
     assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
     assert took <= len(cut.tokens) + 4  # those of the prompt, and of each token but the last
 

@@ -41,7 +41,7 @@ def test_when_passages_are_retrieved(retrieve: str, plain: bool, brought: bool, 
         made.add_documents([Document("ferry", "The ferry to Orlan leaves at nine.", "Ferry")])
 
         def ids(messages: str | tuple[Message, ...], **options: int | str) -> list[str]:
-            answer = made.answer(messages, max_tokens=1, **options)  # type: ignore[arg-type]
+            answer = made.answer(messages, max_tokens=1, **options)
             assert any("bring passages" in notice for notice in answer.notices) == (
                 retrieve == "auto" and messages != "When does the ferry leave?" and not options
             )

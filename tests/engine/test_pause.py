@@ -115,6 +115,6 @@ def test_a_request_is_one_look_up_however_often_there_is_no_room_for_it() -> Non
         answers = [future.result(60) for future in futures]
         after = engine.stats()
         audit_engine(engine)
-    assert after["lookups_total"] - before["lookups_total"] == 2  # type: ignore[operator]
-    found = after["exact_hit_tokens_total"] - before["exact_hit_tokens_total"]  # type: ignore[operator]
+    assert after["lookups_total"] - before["lookups_total"] == 2
+    found = after["exact_hit_tokens_total"] - before["exact_hit_tokens_total"]
     assert 0 < found == sum(answer.cached_tokens for answer in answers) <= known

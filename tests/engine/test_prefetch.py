@@ -115,14 +115,14 @@ def test_what_a_nearer_request_needs_stays_while_a_farther_ones_is_brought() -> 
     running = bench.reserve(6 * PAGE, "running")
     prefetch = looking(bench)
     near, far = Asks(A), Asks(B)
-    prefetch.run([near, far])  # type: ignore[list-item]
+    prefetch.run([near, far])
     assert bench.cache.loading == 0 and bench.node(tokens(*A)).run is not None
     bench.audit(["running"])
     bench.cache.free(running)
-    prefetch.run([far])  # type: ignore[list-item]
+    prefetch.run([far])
     assert bench.cache.loading == 0  # it was looked after once
     far.ahead = None
-    prefetch.run([near, far])  # type: ignore[list-item]
+    prefetch.run([near, far])
     assert bench.cache.loading == 1
     bench.settle()
     assert bench.node(tokens(*A)).run is not None and bench.node(tokens(*B)).run is not None
@@ -190,7 +190,7 @@ def test_a_load_that_fails_while_its_request_waits_costs_it_nothing_but_the_kv(f
     with tiny.engine(disk=paced(open_store(filled), faults), max_running=1) as engine:
         running = busy(engine)
         waiting = engine.begin_prompt(tiny.prompt(1), max_tokens=3)
-        until(lambda: engine.stats()["transfer_failures_total"].get("load"))  # type: ignore[union-attr]
+        until(lambda: engine.stats()["transfer_failures_total"].get("load"))
         audit_engine(engine)
         running.cancel()
         assert waiting.result().tokens == expected.tokens

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,6 @@ def test_answers_are_those_of_whole_loads(
             audit_engine(engine)
         assert answer.tokens == expected.tokens and answer.notices == expected.notices
         assert [report.reused for report in answer.segments] == [report.reused for report in expected.segments]
-        assert answer.logits is not None and expected.logits is not None
         assert np.abs(answer.logits - expected.logits).max() < 1e-5
 
 
@@ -132,40 +132,36 @@ def kept(runner: Runner, tmp_path: Path) -> Answer:
         return ask(engine)
 
 
-def in_background(engine: Engine) -> tuple[threading.Thread, list[Answer]]:
-    answers: list[Answer] = []
-    thread = threading.Thread(target=lambda: answers.append(ask(engine)))
-    thread.start()
-    return thread, answers
-
-
-def test_each_stage_runs_when_it_has_arrived(
-    runner: Runner, tmp_path: Path, kept: Answer, monkeypatch: pytest.MonkeyPatch, ran: list[Any]
-) -> None:
+@pytest.fixture
+def gated(
+    runner: Runner, tmp_path: Path, kept: Answer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Engine, Gates]]:
+    """An engine over that disk, stage by stage; a pass begins with its first stage."""
     lead(monkeypatch, lambda: 1)
     gates = Gates(tmp_path)
     with opened(runner, tmp_path, gates) as engine:
-        thread, answers = in_background(engine)
-        for stage in range(STAGES):
-            assert [layers for layers, _ in ran] == [(i, i + 1) for i in range(stage)]
-            gates.let()
-            until(lambda: len(ran) > stage)  # noqa: B023
-        thread.join()
+        yield engine, gates
+        gates.let(100)
+        until(lambda: not engine._cache.loading)
         audit_engine(engine)
-    assert answers[0].tokens == kept.tokens
+
+
+def begin(engine: Engine) -> Future[Answer]:
+    return engine.begin_prompt(tiny.prompt(0), strategy="prefix", max_tokens=4)
+
+
+def test_each_stage_runs_when_it_has_arrived(gated: tuple[Engine, Gates], kept: Answer, ran: list[Any]) -> None:
+    engine, gates = gated
+    asked = begin(engine)
+    for stage in range(STAGES):
+        assert [layers for layers, _ in ran] == [(i, i + 1) for i in range(stage)]
+        gates.let()
+        until(lambda: len(ran) > stage)  # noqa: B023
+    assert asked.result(60).tokens == kept.tokens and asked.result().timings.load > 0
     assert [on_device for _, on_device in ran[:STAGES]] == [False] + [True] * (STAGES - 1)
-    assert answers[0].timings.load > 0
-
-
-def test_nothing_is_cut_when_all_is_there(
-    runner: Runner, tmp_path: Path, kept: Answer, monkeypatch: pytest.MonkeyPatch, ran: list[Any]
-) -> None:
-    lead(monkeypatch, lambda: 1)
-    with opened(runner, tmp_path) as engine:
-        ask(engine)
-        ran.clear()
-        ask(engine)
-    assert ran[0] == ((0, STAGES), False)
+    ran.clear()
+    begin(engine).result(60)
+    assert ran[0] == ((0, STAGES), False), "nothing is cut when all is there"
 
 
 def test_a_pace_that_is_not_known_waits_for_all(runner: Runner, tmp_path: Path, kept: Answer, ran: list[Any]) -> None:
@@ -176,22 +172,18 @@ def test_a_pace_that_is_not_known_waits_for_all(runner: Runner, tmp_path: Path, 
 
 @pytest.mark.parametrize("after", [1, 2])
 def test_a_later_stage_that_fails_begins_the_request_anew(
-    runner: Runner, tmp_path: Path, kept: Answer, monkeypatch: pytest.MonkeyPatch, ran: list[Any], after: int
+    gated: tuple[Engine, Gates], kept: Answer, ran: list[Any], after: int
 ) -> None:
-    lead(monkeypatch, lambda: 1)
-    gates = Gates(tmp_path)
-    with opened(runner, tmp_path, gates) as engine:
-        thread, answers = in_background(engine)
-        for stage in range(after):  # one by one, or a single step would run them all
-            gates.let()
-            until(lambda: len(ran) > stage)  # noqa: B023
-        gates.failing = True
-        gates.let(100)
-        thread.join()
-        audit_engine(engine)
-        assert engine.stats()["load_fallbacks_total"] == {"failed": 1}
-    assert answers[0].tokens == kept.tokens and "on fire" in answers[0].notices[0]
-    assert answers[0].cached_tokens == 0
+    engine, gates = gated
+    asked = begin(engine)
+    for stage in range(after):  # one by one, or a single step would run them all
+        gates.let()
+        until(lambda: len(ran) > stage)  # noqa: B023
+    gates.failing = True
+    gates.let(100)
+    answer = asked.result(60)
+    assert engine.stats()["load_fallbacks_total"] == {"failed": 1}
+    assert answer.tokens == kept.tokens and "on fire" in answer.notices[0] and answer.cached_tokens == 0
 
 
 def test_damage_found_at_the_end_leaves_nothing_in_any_page(
@@ -213,39 +205,27 @@ def test_damage_found_at_the_end_leaves_nothing_in_any_page(
         assert all(np.isfinite(x).all() for x in runner.read(slots))
 
 
-def test_a_client_leaves_between_two_stages(
-    runner: Runner, tmp_path: Path, kept: Answer, monkeypatch: pytest.MonkeyPatch, ran: list[Any]
-) -> None:
-    lead(monkeypatch, lambda: 1)
-    gates = Gates(tmp_path)
-    with opened(runner, tmp_path, gates) as engine:
-        pending = engine.begin_prompt(tiny.prompt(0), strategy="prefix", max_tokens=4)
-        gates.let()
-        until(lambda: ran)
-        [state] = engine._loop.requests.live
-        engine._loop.cancel(state)
-        until(lambda: state.ended)
-        del pending
-        gates.let(100)
-        until(lambda: not engine._cache.loading)
-        ran.clear()
-        assert ask(engine).tokens == kept.tokens
-        audit_engine(engine)
-        assert ran[0] == ((0, STAGES), False)
+def test_a_client_leaves_between_two_stages(gated: tuple[Engine, Gates], kept: Answer, ran: list[Any]) -> None:
+    engine, gates = gated
+    begin(engine)
+    gates.let()
+    until(lambda: ran)
+    [state] = engine._loop.requests.live
+    engine._loop.cancel(state)
+    until(lambda: state.ended)
+    gates.let(100)
+    until(lambda: not engine._cache.loading)
+    ran.clear()
+    assert begin(engine).result(60).tokens == kept.tokens and ran[0] == ((0, STAGES), False)
 
 
 def test_the_device_is_lost_between_two_stages(
-    runner: Runner, tmp_path: Path, kept: Answer, monkeypatch: pytest.MonkeyPatch, ran: list[Any]
+    gated: tuple[Engine, Gates], kept: Answer, monkeypatch: pytest.MonkeyPatch, runner: Runner, ran: list[Any]
 ) -> None:
-    lead(monkeypatch, lambda: 1)
-    gates = Gates(tmp_path)
-    with opened(runner, tmp_path, gates) as engine:
-        thread, answers = in_background(engine)
-        gates.let()
-        until(lambda: ran)
-        failing(monkeypatch, runner, "step", 1, lose=True)
-        gates.let(100)
-        thread.join()
-        audit_engine(engine)
-        assert engine.stats()["device_losses_total"] == 1
-    assert answers[0].tokens == kept.tokens
+    engine, gates = gated
+    asked = begin(engine)
+    gates.let()
+    until(lambda: ran)
+    failing(monkeypatch, runner, "step", 1, lose=True)
+    gates.let(100)
+    assert asked.result(60).tokens == kept.tokens and engine.stats()["device_losses_total"] == 1

@@ -76,6 +76,6 @@ def test_a_prompt_that_asks_nothing_is_the_callers_mistake(engine: Engine, strat
 def test_kinds_may_be_texts(engine: Engine) -> None:
     system, first, second, question = tiny.prompt(7, chunks=(40, 40)).segments
     for parts in ((first, second), (second, first)):
-        segments = (Segment("s", "system", system.tokens), *(Segment(p.id, "chunk", p.tokens) for p in parts), question)  # type: ignore[arg-type]
+        segments = (Segment("s", "system", system.tokens), *(Segment(p.id, "chunk", p.tokens) for p in parts), question)
         answer = engine.answer_prompt(Prompt(segments), strategy="naive", max_tokens=1)
     assert [report.reused for report in answer.segments[1:3]] == [40, 40]

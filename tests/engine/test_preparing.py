@@ -48,7 +48,7 @@ class Computed:
                 self.fused.append(prompt.segments[-1].id)
             return begin(prompt, **options)
 
-        engine.begin_prompt = watch  # type: ignore[method-assign]
+        engine.begin_prompt = watch
 
 
 def done(engine: Engine) -> bool:
@@ -58,7 +58,6 @@ def done(engine: Engine) -> bool:
 
 def prepared(engine: Engine) -> tuple[int, int]:
     progress = engine.preprocessed()
-    assert progress is not None
     return progress.prepared, progress.passages
 
 
@@ -125,7 +124,7 @@ def test_it_rests_while_a_request_runs(engine: Engine) -> None:
             request = engine.begin_prompt(tiny.prompt(), max_tokens=4)
         until(lambda: loop.requests.in_front and loop.requests.in_front[0].decoding)
         before, look = engine.stats()["steps_total"], loop._check_loads
-        loop._check_loads = lambda now: (iterations.update(["seen"]), look(now))[1]  # type: ignore[method-assign]
+        loop._check_loads = lambda now: (iterations.update(["seen"]), look(now))[1]
         until(lambda: iterations["seen"] > 3)
         assert engine.stats()["steps_total"] == before and loop.requests.in_background
     assert len(request.result(60).tokens) == 4
@@ -244,7 +243,7 @@ def test_one_that_was_killed_goes_on_where_it_was(tmp_path: Path, monkeypatch: p
         disk = open_store(tmp_path / "kv")
         made = tiny.engine(disk=disk, pages=ROOMY)
         settings = {"encode_tokens": made.knowledge.chunker.encode, "encoder": tiny.HashedEncoder()}
-        opener = lambda name: KnowledgeBase(tmp_path / name, **settings, model_key="tiny", max_tokens=64)  # type: ignore[arg-type]  # noqa: E731
+        opener = lambda name: KnowledgeBase(tmp_path / name, **settings, model_key="tiny", max_tokens=64)  # noqa: E731
         monkeypatch.setattr(made.knowledge.bases, "_open", opener)
         made.add_documents(documents(20))
         return made, Computed(made)
@@ -256,9 +255,8 @@ def test_one_that_was_killed_goes_on_where_it_was(tmp_path: Path, monkeypatch: p
         hold = Hold(engine, when=lambda: len(first.fused) >= 10 and written() >= 8)
         engine.begin_preprocessing()
         with hold:
-            assert engine._preparing is not None
             engine._preparing._over.set()
-            engine._cache.flush = lambda: False  # type: ignore[method-assign]  # what memory holds is lost
+            engine._cache.flush = lambda: False  # what memory holds is lost
     assert 10 <= len(first.fused) < 20
     engine, second = start()
     with engine:

@@ -50,7 +50,7 @@ def test_engines_find_each_other_s_kv(strategy: str) -> None:
         assert same(found, warm)
         stats = second.stats()
         assert stats["remote_late_total"] == 0 and stats["remote_damaged_total"] == 0
-        assert stats["remote_reads_total"] > 0  # type: ignore[operator]
+        assert stats["remote_reads_total"] > 0
         audit_engine(second)
 
 
@@ -128,7 +128,7 @@ def test_kv_that_vanishes_after_it_was_found_is_computed() -> None:
         cold = ask(first, 0)
         settle(first)
     with tiny.engine(shared=tier(remote)) as second:
-        remote.fetch = lambda key: None  # type: ignore[method-assign]
+        remote.fetch = lambda key: None
         answer = ask(second, 0)
         assert answer.tokens == cold.tokens and "computed instead" in answer.notices[0]
         audit_engine(second)
@@ -151,7 +151,6 @@ def test_answers_are_those_without_a_tier_that_fails_at_random(seed: int) -> Non
             for one in random.integers(0, 5, 4).tolist():
                 answer = ask(engine, one)
                 assert answer.exact_to == "full" and answer.tokens == wanted[one].tokens
-                assert answer.logits is not None and wanted[one].logits is not None
                 assert np.abs(answer.logits - wanted[one].logits).max() < 1e-4
                 audit_engine(engine)
                 found += "remote" in tiers(answer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -12,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragjax.core import Answer, Prompt, Rag, Request, RequestError, Sampling, Segment, Step
 from ragjax.core import Kind as SegmentKind
+from ragjax.core import Prompt, Rag, Request, RequestError, Sampling, Segment, Step
 from ragjax.engine import Engine
 from ragjax.reuse.exact import Full
 from ragjax.runner.runner import Runner, StepResult
@@ -56,18 +55,12 @@ def test_scores_are_no_part_of_the_time_to_the_first_token(engine: Engine, monke
 
 def test_scores_of_one_token_are_the_prompts_last_logits(engine: Engine) -> None:
     answer = engine.answer_prompt(tiny.prompt(4), continuation=FORCED[:1], want_logits=True, max_tokens=1)
-    assert answer.scores is not None and answer.logits is not None
     np.testing.assert_array_equal(answer.scores[0], answer.logits)
 
 
 def test_a_continuation_that_does_not_fit_is_refused(engine: Engine) -> None:
     with pytest.raises(RequestError, match="exceed the context"):
         engine.answer_prompt(tiny.prompt(4), continuation=np.zeros(2000, np.int32), max_tokens=1)
-
-
-def test_a_ratio_for_a_strategy_that_takes_none_is_refused(engine: Engine) -> None:
-    with pytest.raises(RequestError, match="full takes no recompute_ratio"):
-        engine.answer_prompt(tiny.prompt(4), strategy="full", recompute_ratio=0.5, max_tokens=1)
 
 
 class Gated(Full):
@@ -81,7 +74,7 @@ class Gated(Full):
     def prefill(self, prompt: Prompt, allocation: object, ratio: float | None = None) -> object:
         self.reached.set()
         assert self.gate.wait(30)
-        return (yield from super().prefill(prompt, allocation, ratio))  # type: ignore[arg-type]
+        return (yield from super().prefill(prompt, allocation, ratio))
 
 
 def test_background_requests_let_others_pass_and_are_not_counted() -> None:
@@ -100,7 +93,7 @@ def test_background_requests_let_others_pass_and_are_not_counted() -> None:
         assert ends == ["other"] * 4 + ["background"] * 12
         alone = engine.answer_prompt(tiny.prompt(5), strategy="full", max_tokens=3)
         assert behind[5].result().tokens == alone.tokens
-        assert sum(engine.stats()["requests_total"].values()) == 6  # type: ignore[union-attr]
+        assert sum(engine.stats()["requests_total"].values()) == 6
         audit_engine(engine)
 
 
@@ -157,18 +150,11 @@ def test_a_cancelled_future_cancels_its_request() -> None:
         assert not engine.stats()["running"]
 
 
-def answer_of(engine: Engine, request: Request) -> Answer:
-    async def run() -> Answer:
-        return [event async for event in engine.submit(request) if isinstance(event, Answer)][-1]
-
-    return asyncio.run(run())
-
-
 def test_a_prompt_is_echoed_with_its_log_probabilities(engine: Engine) -> None:
     tokens = (*b"The lamp", 5, 17)
     sampling = Sampling(3, logprobs=2)
     asked = Request(prompt=tokens, sampling=sampling, rag=Rag(top_k=0), echo=True)
-    answer = answer_of(engine, asked)
+    answer = tiny.answer(engine, asked)
     dense = np.asarray(dense_logits(tiny.decoder(), jnp.asarray(np.array(tokens, np.int32))))[:-1]
     expected = np.asarray(jax.nn.log_softmax(dense))
     told = answer.logprobs[1 : len(tokens)]
@@ -176,5 +162,5 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(engine: Engine) -> None:
     np.testing.assert_allclose([one.logprob for one in told], expected[np.arange(9), tokens[1:]], atol=1e-3)
     assert [one.top[0][1] for one in told] == expected.argmax(axis=1).tolist()
     assert answer.prompt_tokens == answer.segments[0].tokens == len(tokens) and answer.scores is None
-    (only,) = answer_of(engine, replace(asked, prompt=(65,), sampling=Sampling(1, logprobs=0))).logprobs[:1]
+    (only,) = tiny.answer(engine, replace(asked, prompt=(65,), sampling=Sampling(1, logprobs=0))).logprobs[:1]
     assert only.id == 65 and np.isnan(only.logprob)

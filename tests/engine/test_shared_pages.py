@@ -40,7 +40,7 @@ def test_answers_are_those_of_requests_alone(
     step = engine._loop._scheduler._pack
 
     def pack(*args: object) -> Batch:
-        batch = step(*args)  # type: ignore[arg-type]
+        batch = step(*args)
         shared.append(int((batch.step.sharer_O >= 0).sum()))
         return batch
 

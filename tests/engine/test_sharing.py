@@ -152,7 +152,7 @@ def test_who_waited_goes_on_when_the_first_leaves(name: str, seed: int) -> None:
         leaving = {0, int(random.integers(count))}
         step = int(random.integers(0, 6))
         futures = together(engine, prompts, name)
-        while engine.stats()["steps_total"] < begun + step and not futures[0].done():  # type: ignore[operator]
+        while engine.stats()["steps_total"] < begun + step and not futures[0].done():
             time.sleep(0.0002)
         for i in leaving:
             futures[i].cancel()

@@ -143,7 +143,7 @@ class Books:
             enqueue(state, place)
             self.finals.setdefault(state.id, 0)
 
-        engine._loop.enqueue = counted  # type: ignore[method-assign]
+        engine._loop.enqueue = counted
 
 
 @dataclass
@@ -167,7 +167,7 @@ class Cold:
         key = prompt.tokens.tobytes(), seed
         if key not in self._known:
             sampled = {} if seed is None else {"temperature": 1.0, "seed": seed}
-            self._known[key] = self._engine.begin_prompt(prompt, strategy="full", max_tokens=MOST, **sampled)  # type: ignore[arg-type]
+            self._known[key] = self._engine.begin_prompt(prompt, strategy="full", max_tokens=MOST, **sampled)
         return self._known[key].result()
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ def soak(seconds: float, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatc
         disk=disk,
         load_timeout=0.05,
         max_queue=24,
-        policy=POLICIES[seed % 3],  # type: ignore[arg-type]
+        policy=POLICIES[seed % 3],
         order=ORDERS[seed // 4 % 3],
         max_running=(0, 0, 5)[seed % 3],
     ) as engine:

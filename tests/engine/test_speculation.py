@@ -268,7 +268,7 @@ def test_nothing_is_out_before_the_documents_are_confirmed(
 def test_requests_that_are_not_begun_on_a_guess(request_: Request, scripted: Callable[..., Script]) -> None:
     script = scripted(ONE, TWO)
     with _engine() as engine:
-        assert asyncio.run(_read(engine, request_)).tokens
+        assert tiny.answer(engine, request_).tokens
         assert _counted(engine) == (0, 0, 0) and not script.asked
 
 
@@ -385,7 +385,7 @@ def test_the_final_documents_respect_the_queue(scripted: Callable[..., Script]) 
 
         scripted(THREE, TWO, gate=fill)
         with pytest.raises(OverloadError):
-            asyncio.run(_read(engine, _request()))
+            tiny.answer(engine, _request())
         held.set()
         assert _is_clean(engine)
 
@@ -409,7 +409,7 @@ def test_client_that_leaves_during_a_stage(number: int, running: bool, scripted:
         script = scripted(THREE, TWO, TWO, THREE, gate=gate)
 
         async def client() -> None:
-            first: asyncio.Task[Any] = asyncio.create_task(anext(engine.submit(_request(tokens=500))))  # type: ignore[arg-type]
+            first: asyncio.Task[Any] = asyncio.create_task(anext(engine.submit(_request(tokens=500))))
             assert await asyncio.to_thread(reached.wait, 60)
             first.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -439,7 +439,7 @@ def test_client_that_leaves_when_its_documents_are_confirmed(
         scripted(TWO, TWO, gate=lambda number: number and _until(lambda: engine._loop.running))
 
         async def client() -> None:
-            first: asyncio.Task[Any] = asyncio.create_task(anext(engine.submit(_request(tokens=500))))  # type: ignore[arg-type]
+            first: asyncio.Task[Any] = asyncio.create_task(anext(engine.submit(_request(tokens=500))))
             assert await asyncio.to_thread(reached.wait, 60)
             first.cancel()
             threading.Timer(0.05, gone.set).start()

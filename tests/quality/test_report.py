@@ -461,7 +461,6 @@ def overwrite(engine: Engine, tokens: Tokens) -> None:
         nodes = [node for node in engine._cache.tree.nodes() if node.run is not None]
         (hit,) = [node for node in nodes if np.array_equal(node.tokens, tokens)][:1]
         other = next(node for node in nodes if node is not hit and len(node.tokens) >= 16)
-        assert hit.run is not None and other.run is not None
         target, source = hit.run.slots(tiny.PAGE)[:16], other.run.slots(tiny.PAGE)[:16]
         engine._runner.move(source, target, np.zeros(16, np.int32), (0, tiny.CONFIG.num_layers))
 
@@ -741,7 +740,7 @@ def test_auto_switches_when_enough_live_requests_lie_inside_the_budget(
     assert f"after {NEEDED} replayed requests: auto: naive" in caplog.text
     made = Report.load(tmp_path / "ab12.json", "ab12")
     assert (made.top_k, [one.setting for one in made.measurements]) == (3, [NAIVE])
-    assert contract.predicted(NAIVE, False, 3) == Divergence(pytest.approx(0.05), pytest.approx(0.9))  # type: ignore[arg-type]
+    assert contract.predicted(NAIVE, False, 3) == Divergence(pytest.approx(0.05), pytest.approx(0.9))
     assert contract.uncovered(marked(tiny.prompt(chunks=(20,) * 4))), "so many were not seen"
     for _ in range(LEAST):
         contract.observe(NAIVE, False, Divergence(0.2, 0.5))

@@ -51,4 +51,4 @@ def test_the_adapter_says_what_it_was_trained_for(tmp_path: Path) -> None:
     assert reads_blocks(LocalModel("m", tmp_path, "huggingface", trained))
     assert not reads_blocks(LocalModel("m", tmp_path, "huggingface", other))
     assert not reads_blocks(LocalModel("m", tmp_path, "huggingface"))
-    assert strategies(blocks=True)["naive"]._exact_to == "block" and strategies()["naive"]._exact_to is None  # type: ignore[attr-defined]
+    assert strategies(blocks=True)["naive"]._exact_to == "block" and strategies()["naive"]._exact_to is None

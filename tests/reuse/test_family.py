@@ -88,7 +88,7 @@ def naive_logits(decoder: Decoder, prompt: Prompt) -> NDArray[np.float32]:
     return np.asarray(decoder.unembed(x_TE))[-1]
 
 
-def attention(config: ModelConfig, q_THD, k_TKD, v_TKD, seen_TT):  # type: ignore[no-untyped-def]
+def attention(config: ModelConfig, q_THD, k_TKD, v_TKD, seen_TT):
     q_THD, k_TKD, v_TKD = (np.asarray(x, np.float64) for x in (q_THD, k_TKD, v_TKD))
     out_THD = np.zeros_like(q_THD)
     for head in range(config.num_heads):

@@ -163,7 +163,7 @@ def test_shadow_replay_reads_the_prompt_without_packets() -> None:
         observe(setting, exact, divergence, covered)
         seen.append(divergence.kl)
 
-    contract.observe = note  # type: ignore[method-assign]
+    contract.observe = note
     prompt = tiny.prompt(3)
     with tiny.engine(
         wrapped(SOFT, np.repeat(SOFT[:1], 3, 0)), extra=[Packet(WRAPPER)], contract=contract, strategy="packet"

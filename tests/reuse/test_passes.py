@@ -172,7 +172,7 @@ def serve(made: Runner, scripts: Sequence[Script], prompts: Sequence[Prompt]) ->
     batches: list[Batch] = []
     with tiny.engine(made, pages=PAGES) as engine:
         launch = engine._loop._execution.launch
-        engine._loop._execution.launch = lambda batch: (batches.append(batch), launch(batch))[1]  # type: ignore[method-assign]
+        engine._loop._execution.launch = lambda batch: (batches.append(batch), launch(batch))[1]
         with Hold(engine):
             futures = [
                 engine.begin_prompt(prompt, strategy=script, max_tokens=1)

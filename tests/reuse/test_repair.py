@@ -28,7 +28,7 @@ class Mine(Selector):
 
 class Forgetful(Selector):
     def choose(self, stitched: Stitched, count: int) -> Choice:
-        return stitched.chunks[-count:]  # type: ignore[return-value]
+        return stitched.chunks[-count:]
 
 
 def recomputed(pick: Pick) -> list[tuple[tuple[int, int], ...]]:
@@ -66,6 +66,6 @@ def test_a_selector_without_a_yield_is_told_so() -> None:
 
 def test_order_repetition_and_dtype_do_not_matter() -> None:
     def backwards(stitched: Stitched, count: int) -> Tokens:
-        return np.repeat(stitched.chunks[-count:][::-1], 2).astype(np.int64)  # type: ignore[return-value]
+        return np.repeat(stitched.chunks[-count:][::-1], 2).astype(np.int64)
 
     assert recomputed(backwards) == recomputed(lambda s, n: s.chunks[-n:]) == [(), (), ((31, 57),)]

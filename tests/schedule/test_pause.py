@@ -88,6 +88,10 @@ class Serving(Bench):
         assert all(state.paused is not None and not state.running for state in self.requests.paused)
         return bool(live or self.requests.paused or list(self.requests.queue) or self.requests.background)
 
+    def drain(self):
+        while self.iterate():
+            pass
+
 
 def test_a_request_takes_pages_as_it_decodes():
     bench = Serving(100)
@@ -111,16 +115,14 @@ def test_a_request_whose_kv_cannot_be_copied_is_computed_again_and_others_go_on(
     copies = bench.pauses._copier
     monkeypatch.setattr(copies, broken, refuse)
     asked = [bench.ask(simple(6), Full(), limit=30) for _ in range(2)]
-    while bench.iterate():
-        pass
+    bench.drain()
     assert refused and not bench.failed and set(bench.ended) == {state.id for state in asked}
     assert RECOMPUTED in asked[1].notices
     copies.lost = True  # then it is everybody's affair
     for _ in range(2):
         bench.ask(simple(6), Full(), limit=30)
     with pytest.raises(MemoryError):
-        while bench.iterate():
-            pass
+        bench.drain()
 
 
 def test_a_background_request_that_made_room_keeps_nobody_waiting():
@@ -143,8 +145,7 @@ def test_the_first_page_of_the_tail_is_there_when_a_prompt_fills_its_pages():
 def test_no_more_pages_are_taken_than_the_answer_can_need():
     bench = Serving(4)
     bench.ask(simple(2 * PAGE + 1), Full(), limit=3)  # exactly the pages that there are
-    while bench.iterate():
-        pass
+    bench.drain()
     assert bench.ended and not bench.failed
 
 
@@ -192,8 +193,7 @@ def test_a_paused_request_goes_on_before_a_new_one_starts():
         assert bench.iterate()
         assert young.running or bench.requests.paused or young.id in bench.ended
         assert not (bench.requests.paused and new.running)
-    while bench.iterate():
-        pass
+    bench.drain()
     assert len(bench.ended) == 3
 
 
@@ -207,8 +207,7 @@ def test_the_background_gives_way_first():
     while not all(state.id in bench.ended for state in front):
         assert bench.iterate()
     assert not bench.requests.counters.pauses and bench.requests.counters.stops == 1
-    while bench.iterate():
-        pass
+    bench.drain()
     assert background.id in bench.ended
 
 
@@ -219,8 +218,7 @@ def test_the_background_gives_way_to_an_answer_that_may_need_its_room():
     front = bench.ask(simple(9, 2), Full(), limit=25)
     bench.iterate()
     assert front.running and not background.running
-    while bench.iterate():
-        pass
+    bench.drain()
     assert len(bench.ended) == 2
 
 
@@ -235,8 +233,7 @@ def test_who_is_still_in_its_prompt_starts_again():
         assert bench.iterate()
     assert not young.running and not bench.requests.counters.pauses
     young.stuck = False
-    while bench.iterate():
-        pass
+    bench.drain()
     assert bench.ended == {old.id: 45, young.id: 2}
 
 
@@ -266,8 +263,7 @@ def test_room_that_nobody_who_runs_holds_is_known_at_the_start():
     bench.end(state)
     bench.cache.free(held)
     bench.ask(simple(9, 1), Full(), limit=30)
-    while bench.iterate():
-        pass
+    bench.drain()
     assert len(bench.ended) == 1
 
 
@@ -283,8 +279,7 @@ def test_kv_on_too_many_pages_is_not_started_with():
         state.begin()
     audit_cache(bench.cache, live=())
     bench.ask(prompt, Prefix(), limit=24)
-    while bench.iterate():
-        pass
+    bench.drain()
     assert len(bench.ended) == 1 and not bench.failed
 
 
@@ -292,8 +287,7 @@ def test_where_copies_have_no_room_the_youngest_is_computed_again(monkeypatch):
     monkeypatch.setattr(Pauses, "pages", 1000)
     bench = Serving(12)
     old, young = bench.ask(simple(9, 1), Full(), limit=25), bench.ask(simple(9, 2), Full(), limit=25)
-    while bench.iterate():
-        pass
+    bench.drain()
     assert bench.ended == {old.id: 25, young.id: 25} and not bench.requests.counters.pauses
     assert young.notices == [RECOMPUTED] and not old.notices
 
@@ -306,16 +300,14 @@ def test_a_paused_request_that_leaves_gives_everything_back():
         bench.iterate()
     bench.end(young)
     assert young.paused is None and not bench.requests.paused
-    while bench.iterate():
-        pass
+    bench.drain()
     assert len(bench.ended) == 1
 
 
 def test_what_a_resumed_request_keeps_is_what_it_computed():
     bench = Serving(13)
     old, young = bench.ask(simple(9, 1), Full(), limit=30), bench.ask(simple(9, 2), Prefix(), limit=20)
-    while bench.iterate():
-        pass
+    bench.drain()
     assert young.times.pauses and not old.times.pauses
     for node in bench.cache.tree.nodes():
         slots = node.run.slots(PAGE)

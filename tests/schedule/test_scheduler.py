@@ -645,7 +645,6 @@ def test_the_oldest_request_is_prefilled_first():
     waiting = set(age.values())
     while waiting:
         batch = bench.scheduler.next_batch()
-        assert batch is not None
         if not is_decode(batch):
             ages = [age[id(piece.state)] for piece in batch.parts]
             assert ages == sorted(ages) and ages[0] == min(waiting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,6 +29,7 @@ from ragjax.core import (
     EngineOptions,
     Grid,
     Prompt,
+    Request,
     RowShape,
     Segment,
     StorageOptions,
@@ -292,6 +294,15 @@ def prompt(seed: int = 0, system: int = 20, chunks: Sequence[int] = (40, 33, 57)
             segment("question", SegmentKind.JOIN, question),
         )
     )
+
+
+def answer(engine: Engine, request: Request) -> Answer:
+    """The answer to a submitted request."""
+
+    async def run() -> Answer:
+        return [event async for event in engine.submit(request) if isinstance(event, Answer)][-1]
+
+    return asyncio.run(run())
 
 
 def alone(jobs: Sequence[tuple[Prompt, dict[str, Any]]]) -> list[tuple[int, ...]]:

@@ -17,13 +17,14 @@ import numpy as np
 from ragjax import core
 from ragjax.core.registry import meant
 from ragjax.engine.grounding import BROUGHT, Grounding, overlong, too_long
-from ragjax.engine.knowledge import Knowledge, KnowledgeRegistry
+from ragjax.engine.knowledge import Knowledge
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting import chat, facts
 from ragjax.quality.contract import AUTO, Contract
 from ragjax.quality.report import PREFIX
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import SearchStage
+from ragjax.retrieval.registry import KnowledgeRegistry
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.naive import PACKET

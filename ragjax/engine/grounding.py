@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ragjax.core import Chunk, Document, Hit, Message, Notice, Rag, Request, RequestError
-from ragjax.engine.knowledge import KnowledgeRegistry
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import KnowledgeBase, Query, SearchStage
+from ragjax.retrieval.registry import KnowledgeRegistry
 from ragjax.retrieval.union import BasePart, search_parts
 
 BROUGHT = Notice(

@@ -8,31 +8,18 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from ragjax.core import Attachment, ConfigError, DamageError, DiskFullError, EndpointError, RagjaxError, RequestError
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.chunking import checked
 from ragjax.retrieval.document import parse_steps
 from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.retrieval.registry import KnowledgeRegistry
 
 _log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
 """Seconds until a file is read again for which the disk had no room."""
-
-
-class Bases(Protocol):
-    """The engine's knowledge bases by name. names: those without an owner. make: as `get`, but opens it if need be."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-
-    def get(self, name: str | None = None) -> KnowledgeBase: ...
-
-    def make(self, name: str | None = None, owner: str | None = None) -> KnowledgeBase: ...
-
-    def drop(self, name: str) -> None: ...
 
 
 class _MovedError(Exception):
@@ -42,7 +29,7 @@ class _MovedError(Exception):
 class Ingest:
     """Reads files: of each tenant one after another, and the tenants take turns. Any thread may call it."""
 
-    def __init__(self, catalog: Catalog, bases: Bases):
+    def __init__(self, catalog: Catalog, bases: KnowledgeRegistry[KnowledgeBase]):
         self._catalog = catalog
         self._bases = bases
         self._worker = ThreadPoolExecutor(1, "ragjax-ingest")

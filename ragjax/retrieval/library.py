@@ -40,7 +40,9 @@ from ragjax.core import (
 )
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.formats import KINDS, SUFFIXES
-from ragjax.retrieval.ingest import Bases, Ingest
+from ragjax.retrieval.ingest import Ingest
+from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.retrieval.registry import KnowledgeRegistry
 
 NAME_CHARS = 1024
 """Characters of a file's name: every passage has it."""
@@ -82,7 +84,7 @@ class Library:
 
     def __init__(
         self,
-        bases: Bases,
+        bases: KnowledgeRegistry[KnowledgeBase],
         directory: Path | None,
         now: Callable[[], float] | None = None,
         quota: int = QUOTA,

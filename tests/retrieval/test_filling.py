@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ragjax.core import ConfigError, EngineOptions, Indexing, Message, Rag, Request, Slice
 from ragjax.engine.grounding import Grounding
-from ragjax.engine.knowledge import KnowledgeRegistry, check_documents
+from ragjax.engine.knowledge import check_documents
 from ragjax.retrieval import document, filling, formats
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.document import load
@@ -24,6 +24,7 @@ from ragjax.retrieval.filling import Filler, Filling, GraphFilling
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.library import Library
+from ragjax.retrieval.registry import KnowledgeRegistry
 from ragjax.retrieval.triple_files import MOST_BROKEN
 from tests.support.fakes import WordEncoder
 from tests.support.serving import wait_for

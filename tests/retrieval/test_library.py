@@ -245,7 +245,7 @@ def test_a_store_expires_after_its_last_use(opened: Opened, tmp_path: Path) -> N
             call()
     assert not (tmp_path / store).exists()
     library, shelf = opened(tmp_path, now=lambda: now)
-    assert library.store("", store).expired and store not in shelf.held
+    assert library.store("", store).expired and not shelf.owned(store)
     library.delete("", store)
 
 
@@ -504,7 +504,7 @@ def test_nobody_waits_for_a_file_that_is_read(opened: Opened, embedding: Holding
     assert begun.wait(60)
     assert waited_for(lambda: library.detach("acme", store, old)) and found(library, store, "honey", "acme") == [older]
     assert waited_for(lambda: library.remove("acme", older)) and found(library, store, "honey", "acme") == []
-    assert waited_for(lambda: library.delete("acme", store)) and store not in shelf.held
+    assert waited_for(lambda: library.delete("acme", store)) and not shelf.owned(store)
     goes_on.set()
     put(library, other, "salt", tenant="acme")
 
@@ -737,7 +737,7 @@ def test_a_store_that_expires_while_nobody_serves_leaves_the_disk(
         catalog.close()
     assert (tmp_path / store).exists()
     library, shelf = opened(tmp_path, now=lambda: 200_000.0)
-    assert not (tmp_path / store).exists() and store not in shelf.held
+    assert not (tmp_path / store).exists() and not shelf.owned(store)
     assert library.store("", store).expired
     library.delete("", store)
     assert library.stores("") == []

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ragjax.core import Document, RequestError, Tokens
+from ragjax.core import Document, Tokens
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.library import QUOTA, Library
+from ragjax.retrieval.registry import KnowledgeRegistry
 from tests.support.fakes import WordEncoder
 
 ISLANDS = [
@@ -29,41 +30,16 @@ def open_base(directory: Path | None = None, **changes) -> KnowledgeBase:
     return KnowledgeBase(directory, **settings | changes)
 
 
-class Shelf:
-    """As the engine's registry of knowledge bases; `own` are the server's, and hold islands."""
+class Shelf(KnowledgeRegistry[KnowledgeBase]):
+    """`own` are the server's, and hold islands."""
 
     def __init__(self, own: tuple[str, ...] = (), directory: Path | None = None):
-        self.directory = directory
-        self.held: dict[str, KnowledgeBase] = {}
-        self.owners: dict[str, str] = {}
+        def opened(name: str) -> KnowledgeBase:
+            return open_base(None if directory is None else directory / name, name=name)
+
+        super().__init__("knowledge base", "rag.knowledge", opened)
         for name in own:
             self.make(name).add(ISLANDS)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for name in self.held if name not in self.owners)
-
-    def get(self, name: str | None = None) -> KnowledgeBase:
-        if name not in self.held:
-            raise RequestError(f"unknown knowledge base {name!r}", code="not_found")
-        return self.held[name]
-
-    def make(self, name: str | None = None, owner: str | None = None) -> KnowledgeBase:
-        assert name is not None
-        if name not in self.held:
-            if owner is not None:
-                self.owners[name] = owner
-            self.held[name] = open_base(None if self.directory is None else self.directory / name, name=name)
-        return self.held[name]
-
-    def drop(self, name: str) -> None:
-        self.get(name).close()
-        del self.held[name]
-        self.owners.pop(name, None)
-
-    def close(self) -> None:
-        for base in self.held.values():
-            base.close()
 
 
 def open_library(

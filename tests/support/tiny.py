@@ -38,7 +38,7 @@ from ragjax.core import Kind as SegmentKind
 from ragjax.core.prompt import Keep
 from ragjax.engine import Engine
 from ragjax.engine.build import DTYPE_BYTES, Parts
-from ragjax.engine.knowledge import Knowledge, KnowledgeRegistry
+from ragjax.engine.knowledge import Knowledge
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.models.executables import Executables
@@ -48,6 +48,7 @@ from ragjax.quality.report import Setting
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.retrieval.registry import KnowledgeRegistry
 from ragjax.reuse.base import Strategy
 from ragjax.runner.runner import Runner
 from ragjax.runner.supply import Supply

@@ -22,9 +22,10 @@ from typing import Any
 
 import httpx
 
+from benchmarks.common.process import wait
 from benchmarks.common.report import Benchmark, Parser, Session, existing_folder
 from benchmarks.latency.system import OtherLoad, own_cache
-from benchmarks.load.own_server import body, served, wait
+from benchmarks.load.own_server import body, served
 
 COLUMNS = ("state", "files", "mb", "read", "ready_s", "answer_s", "indexed_s", "chunks", "skipped", "others")
 KINDS = (".html", ".htm", ".md", ".txt", ".pdf")
@@ -67,7 +68,8 @@ def started(state: str, cache: Path, folder: Path, index: Path) -> dict[str, Any
         times["answer_s"] = time.perf_counter() - began
         if state == "none":
             return {"state": state, **times, "others": load.so_far()}
-        told = wait(process, url, lambda health: not health["indexing"]["running"], 0.5, MOST_S)["indexing"]
+        health = wait(process, url, lambda health: not health["indexing"]["running"], pause=0.5, limit_s=MOST_S)
+        told = health["indexing"]
         times["indexed_s"] = time.perf_counter() - began
         others = load.so_far()
     return {

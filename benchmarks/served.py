@@ -27,9 +27,9 @@ import numpy as np
 
 from benchmarks.common import gpu, report
 from benchmarks.common.machine import ROOT
+from benchmarks.common.process import free_port, running, wait
 from benchmarks.latency import checkpoint
 from benchmarks.latency.bare import FULL, REHEARSAL, Ours, Setting
-from benchmarks.load.server import free_port
 from ragjax.models.config import ModelConfig
 from ragjax.models.hub import resolve
 from ragjax.models.weights import open_checkpoint
@@ -116,11 +116,7 @@ class Client:
 
 @contextmanager
 def serving(model: Model, log: Path) -> Iterator[tuple[Client, dict[str, Any]]]:
-    """A client of a server, and what its start took; it ends with the context.
-
-    Raises:
-        RuntimeError: if it does not serve; says the end of its log.
-    """
+    """A client of a server, and what its start took; it ends with the context."""
     port, before = free_port(), device_gb()
     command = [sys.executable, "-m", "ragjax.serve", "--port", str(port), "--model", model.path, "--knowledge", "none"]
     command += ["--device-cache-gb", str(model.cache_gb), "--host-cache-gb", "2"]
@@ -128,30 +124,14 @@ def serving(model: Model, log: Path) -> Iterator[tuple[Client, dict[str, Any]]]:
     share = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": str(SERVER_SHARE)}
     url, began = f"http://127.0.0.1:{port}", time.perf_counter()
     log.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        log.open("wb") as out,
-        subprocess.Popen(command, stderr=out, stdout=out, env={**os.environ, **share}) as server,
-    ):
-        try:
-            while not _healthy(url):
-                if server.poll() is not None or time.perf_counter() - began > START_S:
-                    raise RuntimeError(f"the server did not serve: {log.read_text(errors='replace')[-300:]}")
-                time.sleep(0.05)
-            start: dict[str, Any] = {"start_s": time.perf_counter() - began}
-            client = Client(url, model)
-            yield client, start
-            start |= {"host_gb": host_gb(server.pid), "fallbacks": client.fallbacks()}
-            now = device_gb()
-            start["device_gb"] = None if now is None or before is None else now - before
-        finally:
-            server.terminate()
-
-
-def _healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
+    with running(command, {**os.environ, **share}, log) as server:
+        wait(server, url, limit_s=START_S, log=log)
+        start: dict[str, Any] = {"start_s": time.perf_counter() - began}
+        client = Client(url, model)
+        yield client, start
+        start |= {"host_gb": host_gb(server.pid), "fallbacks": client.fallbacks()}
+        now = device_gb()
+        start["device_gb"] = None if now is None or before is None else now - before
 
 
 def device_gb() -> float | None:

@@ -29,10 +29,11 @@ from typing import Any
 import httpx
 
 from benchmarks.common import envs
+from benchmarks.common.process import wait
 from benchmarks.common.report import MODEL, Benchmark, Parser, Session
 from benchmarks.latency.prompt import workload
 from benchmarks.latency.system import own_cache, peak_mb, resident_mb, systems
-from benchmarks.load.own_server import body, served, wait
+from benchmarks.load.own_server import body, served
 from ragjax.models import hub
 from ragjax.models.tokenizer import Tokenizer
 

@@ -6,11 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import json
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
@@ -21,6 +18,7 @@ import httpx
 
 from benchmarks.common import envs
 from benchmarks.common.envs import RivalError
+from benchmarks.common.process import free_port, running, wait
 from benchmarks.common.samples import STORE
 from benchmarks.latency.checkpoint import write_weights
 from benchmarks.load.client import Delivery
@@ -40,32 +38,19 @@ from ragjax.retrieval.triples import RelationPath, subgraphs_of
 from ragjax.runner.device import BFLOAT16_FEATURES, cpu_features
 
 Body = Mapping[str, Any]
-
-
-def free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
+START_S = 300.0  # in which a server is ready
 
 
 class Server(ABC):
-    """A process that answers on a port.
+    """A process that answers on a port. path: where requests are posted."""
 
-    health: path that answers 200 once the server can serve. path: where requests are posted. start_seconds: a server
-    that does not serve by then has failed. stop_seconds: what it gets to end by itself.
-    """
-
-    health = "/health"
     path = "/"
-    start_seconds = 300.0
-    stop_seconds = 15.0
 
     def __init__(self, name: str):
         self.name = name
         self.versions: dict[str, str] = {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._running = contextlib.ExitStack()
         self._url = ""
-        self._words = Path()
 
     @abstractmethod
     def command(self, port: int) -> tuple[Sequence[str | Path], Mapping[str, str]]:
@@ -92,37 +77,14 @@ class Server(ABC):
         """
         port = free_port()
         command, settings = self.command(port)
-        handle, words = tempfile.mkstemp(prefix=f"{self.name}-", suffix=".log")
-        self._words, self._url = Path(words), f"http://127.0.0.1:{port}"
-        with open(handle, "wb") as log:
-            self._process = subprocess.Popen(
-                [str(word) for word in command], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                env=envs.clean_environment(settings), cwd=envs.HERE.parent,
-            )  # fmt: skip
-        await self._wait()
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    async def _wait(self) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + self.start_seconds
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                words = self._words.read_text()[-envs.TAIL :]
-                await self.close()
-                raise RivalError(f"{self.name} ended at its start:\n{words}")
-            try:
-                if httpx.get(self._url + self.health, timeout=5).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            await asyncio.sleep(0.2)
-        words = self._words.read_text()[-envs.TAIL :]
-        await self.close()
-        raise RivalError(f"{self.name} did not serve within {self.start_seconds:.0f} s:\n{words}")
+        self._url = f"http://127.0.0.1:{port}"
+        log = Path(self._running.enter_context(tempfile.TemporaryDirectory()), "words")
+        process = self._running.enter_context(running(command, envs.clean_environment(settings), log))
+        try:
+            wait(process, self._url, pause=0.2, limit_s=START_S, log=log)
+        except RivalError as error:
+            await self.close()
+            raise RivalError(f"{self.name}: {error}") from None
 
     async def answer(self, ask: Ask) -> AsyncIterator[Delivery]:
         """Post, and read server-sent events.
@@ -148,17 +110,7 @@ class Server(ABC):
                     yield delivery
 
     async def close(self) -> None:
-        """End the process: politely at first."""
-        if self._process is None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=self.stop_seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
-        self._words.unlink(missing_ok=True)
+        self._running.close()
 
 
 THREADS = 2

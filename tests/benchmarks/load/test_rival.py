@@ -40,7 +40,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_): pass
     def do_GET(self):
-        self.send_response(200); self.end_headers()
+        self.send_response(200); self.end_headers(); self.wfile.write(b"{}")
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if body["prompt"] == [13]:

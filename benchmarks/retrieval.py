@@ -130,22 +130,16 @@ def _nearest(corpus: Corpus, vectors: Sequence[NDArray[np.float32]]) -> list[int
     return [int(i) for i in np.argsort(-(corpus.vector_NE @ total_E), kind="stable")[:POOL]]
 
 
-def _last(corpus: Corpus, asked: Asked, vectors: Sequence[NDArray[np.float32]]) -> list[int]:
-    return _nearest(corpus, vectors[:1])
-
-
-def _conversation(corpus: Corpus, asked: Asked, vectors: Sequence[NDArray[np.float32]]) -> list[int]:
-    return _nearest(corpus, vectors)
-
-
 def _words(corpus: Corpus, asked: Asked, vectors: Sequence[NDArray[np.float32]]) -> list[int]:
     pool = _nearest(corpus, vectors)
     return [pool[i] for i in fused_order([corpus.texts[i] for i in pool], weights_of(asked.questions, FADING))]
 
 
 METHODS: Mapping[str, Callable[[Corpus, Asked, Sequence[NDArray[np.float32]]], list[int]]] = {
-    "last": _last, "conversation": _conversation, "words": _words,
-}  # fmt: skip
+    "last": lambda corpus, _, vectors: _nearest(corpus, vectors[:1]),
+    "conversation": lambda corpus, _, vectors: _nearest(corpus, vectors),
+    "words": _words,
+}
 
 
 class MadeUp:

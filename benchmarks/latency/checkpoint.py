@@ -21,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks.latency.bare import LLAMA, TINY, hf_config
 from ragjax.models.config import ModelConfig
+from ragjax.models.tensors import expected_shapes
 
 SHAPES: Mapping[str, ModelConfig] = {"llama-3-8b": LLAMA, "tiny": TINY}
 TEMPLATE = (
@@ -36,7 +37,7 @@ def write_random(config: ModelConfig, folder: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    _write_tensors(_shapes(config), folder / "model.safetensors")
+    _write_tensors(expected_shapes(config), folder / "model.safetensors")
     _tokenizer().save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -60,21 +61,6 @@ def _write_config(config: ModelConfig, folder: Path, end: int) -> None:
     about: dict[str, Any] = {"model_type": config.family, "architectures": ["LlamaForCausalLM"]}
     about |= {"torch_dtype": "bfloat16", "rope_theta": config.rope_theta, "head_dim": config.head_dim}
     (folder / "config.json").write_text(json.dumps(hf_config(config) | about | {"eos_token_id": end}), encoding="utf-8")
-
-
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for i in range(config.num_layers):
-        layer = f"model.layers.{i}."
-        shapes |= {f"{layer}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-        shapes |= {f"{layer}self_attn.{name}_proj.weight": (keys, hidden) for name in "kv"}
-        shapes |= {f"{layer}self_attn.q_proj.weight": (queries, hidden)}
-        shapes |= {f"{layer}self_attn.o_proj.weight": (hidden, queries)}
-        shapes |= {f"{layer}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
-        shapes |= {f"{layer}mlp.down_proj.weight": (hidden, inner)}
-    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (config.vocab_size, hidden)}
 
 
 def _write_tensors(shapes: Mapping[str, tuple[int, ...]], file: Path) -> None:

@@ -3,8 +3,7 @@
 Each question is asked over its own passages, as chat requests are. Distributions are compared over the positions that
 predict the first 12 tokens of the first reference answer (`kl` in nats, `top1`); then up to 24 tokens are generated,
 greedily. Selective strategies recompute 15% of the chunks' tokens on every question; the other ratios of --ratios
-follow on the first --sweep questions (rows of part "sweep", which repeat 15% on those questions), and other numbers of
-neighbours of --neighbours too (part "neighbours", strategy fusion; 0 is its selection without its preprocessing).
+follow on the first --sweep questions (rows of part "sweep", which repeat 15% on those questions).
 
 Neighbours come from the whole corpus of a set by the packaged encoder. Cache-Craft's chunks come from past requests: a
 passage of the evaluated questions and four of its ten nearest, in random order, until every passage has stood in one
@@ -27,10 +26,9 @@ its statements that its passages support, over the `judged` answers that have on
 
 from __future__ import annotations
 
-import argparse
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -45,7 +43,7 @@ from benchmarks.quality.evaluation import Evaluation, Style
 from benchmarks.quality.judge import Judge
 from benchmarks.quality.rows import Question, main_settings, measure, opened, rows, smallest, sweep_settings, verdicts
 from benchmarks.quality.similarity import History, packaged_encoder, search_in
-from ragjax.commands.flags import integer
+from ragjax.commands.flags import integer, share
 from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.reuse import DEPENDENCY
 
@@ -69,9 +67,8 @@ def options(flags: Parser) -> None:
     add("--triviaqa", type=Path, metavar="FILE", help="also a file in TriviaQA's format, with the text of its evidence")
     add("--strategies", type=report.among(known, "strategy"), default=everything, metavar="A,B",
         help="strategies besides full and naive")  # fmt: skip
-    add("--ratios", type=_numbers(float, 1.0), default=RATIOS, metavar="R,R", help="recomputed shares; 0.15: --quick")
-    add("--neighbours", type=_numbers(int, 100), default="10", metavar="N,N",
-        help="neighbours of fused chunks, the default first")  # fmt: skip
+    add("--ratios", type=report.numbers(share), default=RATIOS, metavar="R,R", help="recomputed shares; 0.15: --quick")
+    add("--neighbours", type=integer(1, 100), default=10, metavar="N", help="neighbours of fused chunks")
     add("--limit", type=integer(1), default=100, quick=2, metavar="N", help="questions a set")
     add("--sweep", type=integer(0), default=25, metavar="N", help="questions for the other ratios")
     add("--max-tokens", type=integer(1), default=24, metavar="N", help="tokens generated")
@@ -98,19 +95,6 @@ def check(flags: Parser, chosen: Namespace) -> None:
         chosen.ratios, chosen.sweep = [RATIO], 0
 
 
-def _numbers(kind: Callable[[str], Any], most: float) -> Callable[[str], list[Any]]:
-    def parse(text: str) -> list[Any]:
-        try:
-            found = [kind(part) for part in text.split(",")]
-        except ValueError:
-            found = [-1]
-        if not all(0 <= number <= most for number in found):
-            raise argparse.ArgumentTypeError(f"takes numbers from 0 to {most:g}, separated by commas, not {text!r}")
-        return list(dict.fromkeys(found))
-
-    return parse
-
-
 def sets_of(chosen: Namespace, encoder: TextEncoder) -> list[QuestionSet]:
     """The sets asked for, with passages for questions that bring none if a corpus is named."""
     search = None
@@ -127,8 +111,8 @@ def run(
     known = all_strategies()
     selective = frozenset(name for name, s in known.items() if s.selective)
     ratio = RATIO if RATIO in chosen.ratios else chosen.ratios[0]
-    main = main_settings(chosen.strategies, selective, ratio, chosen.neighbours[0])
-    sweep = sweep_settings(main, chosen.ratios, chosen.neighbours[1:]) if chosen.sweep else []
+    main = main_settings(chosen.strategies, selective, ratio, chosen.neighbours)
+    sweep = sweep_settings(main, chosen.ratios) if chosen.sweep else []
     sets = sets_of(chosen, encoder)
     style = Style(chosen.instruction, chosen.max_tokens, chosen.craft_history)
     measured: dict[str, list[Question]] = {}

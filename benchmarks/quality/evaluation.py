@@ -24,9 +24,6 @@ from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.report import divergence
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import TextEncoder
-from ragjax.reuse.fusion import QueryGuided
-from ragjax.reuse.repair import Selective
-from ragjax.reuse.stitch import Isolated
 
 FORCED = 12  # tokens of the reference answer over which distributions are compared
 FUSED = frozenset({"fusion", "fusion+blend", "fusion+craft", "anchor"})
@@ -56,8 +53,6 @@ class Setting:
 
 
 FULL, NAIVE = Setting("full"), Setting("naive")
-UNFUSED = Selective("fusion", Isolated(), QueryGuided())
-"""`fusion` without preprocessing: the engine's strategy would find what other settings computed behind chunks."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +178,8 @@ class Evaluation:
     # ------------------------------------------------------------------------------- measurement
 
     def ask(self, question: Question, setting: Setting, tenant: str = "") -> Answer:
-        bare = setting.strategy == UNFUSED.name and not setting.neighbours
         return self.engine.answer_prompt(
-            self.prompt(question, setting.neighbours), strategy=UNFUSED if bare else setting.strategy,
+            self.prompt(question, setting.neighbours), strategy=setting.strategy,
             recompute_ratio=setting.ratio, continuation=self.continuation(question), max_tokens=self.style.max_tokens,
             tenant=tenant + self._tenant(question, setting),
         )  # fmt: skip

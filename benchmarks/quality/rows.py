@@ -40,12 +40,10 @@ def main_settings(strategies: Sequence[str], selective: frozenset[str], ratio: f
     return list(dict.fromkeys([FULL, NAIVE, *named]))
 
 
-def sweep_settings(main: Sequence[Setting], ratios: Sequence[float], neighbours: Sequence[int]) -> list[Setting]:
-    """What is measured on the first questions besides: other ratios, and fusion behind other numbers of neighbours."""
+def sweep_settings(main: Sequence[Setting], ratios: Sequence[float]) -> list[Setting]:
+    """What is measured on the first questions besides: other ratios."""
     selective = [s for s in main if s.ratio is not None]
     others = [replace(s, ratio=ratio) for ratio in ratios for s in selective]
-    fusion = [s for s in selective if s.strategy == "fusion"]
-    others += [replace(s, neighbours=n, ratio=ratio) for n in neighbours for s in fusion for ratio in (0.0, s.ratio)]
     return [s for s in dict.fromkeys(others) if s not in main]
 
 
@@ -58,23 +56,9 @@ def rows(
     made = []
     for name, pairs in groups.items():
         first = [pair for pair in pairs if sweep and all(s.key in pair[0] for s in sweep)]
-        for part, settings in parts(main, sweep).items():
-            chosen = pairs if part == "main" else first
-            made += [row(name, part, setting, chosen, main, model) for setting in settings if chosen]
+        made += [row(name, "main", setting, pairs, main, model) for setting in main if pairs]
+        made += [row(name, "sweep", setting, first, main, model) for setting in (*main, *sweep) if first]
     return made
-
-
-def parts(main: Sequence[Setting], sweep: Sequence[Setting]) -> dict[str, list[Setting]]:
-    """The settings of each part of the report; those of the sweep stand beside the main ones they belong to."""
-    kinds = {(s.strategy, s.neighbours) for s in main}
-    swept = [s for s in sweep if (s.strategy, s.neighbours) in kinds]
-    others = [s for s in sweep if (s.strategy, s.neighbours) not in kinds]
-    found = {"main": list(main)}
-    if swept:
-        found["sweep"] = [*main, *swept]
-    if others:
-        found["neighbours"] = [FULL, NAIVE, *(s for s in (*main, *swept) if s.strategy == "fusion"), *others]
-    return found
 
 
 def row(

@@ -5,7 +5,6 @@ Runs in the environment `transformers`. It reads GGUF by itself, so that it shar
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from wire import serve
+from wire import greedy, serve
 
 GGUF_NAMES = {
     "attn_norm.weight": "input_layernorm.weight", "ffn_norm.weight": "post_attention_layernorm.weight",
@@ -25,21 +24,6 @@ GGUF_NAMES = {
     "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 ROWS = 256  # positions whose logits are held at once
-
-
-class State:
-    """The loaded model."""
-
-    model: PreTrainedModel
-
-
-def load(model: str, dtype: str, threads: int) -> Mapping[str, Any]:
-    torch.set_num_threads(threads)
-    path = Path(model)
-    State.model = None
-    loaded = from_gguf(path) if path.suffix == ".gguf" else from_directory(path)
-    State.model = loaded.to(getattr(torch, dtype)).eval()
-    return {"versions": {"transformers": transformers.__version__, "torch": torch.__version__}}
 
 
 def from_directory(path: Path) -> PreTrainedModel:
@@ -122,46 +106,50 @@ def reader_tensor(reader: gguf.GGUFReader, name: str) -> gguf.ReaderTensor:
     return next(t for t in reader.tensors if t.name == name)
 
 
-@torch.inference_mode()
-def logits(tokens: list[int], out: str) -> Mapping[str, Any]:
-    """Write the logits of every position, float32 [T, V], to the .npy file `out`."""
-    hidden = State.model.model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
-    shape = (len(tokens), State.model.config.vocab_size)
-    file = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=shape)
-    cap = getattr(State.model.config, "final_logit_softcapping", None)
-    for start in range(0, len(tokens), ROWS):
-        found = State.model.lm_head(hidden[start : start + ROWS]).float()
-        file[start : start + ROWS] = (found if cap is None else cap * torch.tanh(found / cap)).numpy()
-    file.flush()
-    return {"shape": shape}
+class Worker:
+    model: PreTrainedModel
 
+    def load(self, model: str, dtype: str, threads: int) -> Mapping[str, Any]:
+        torch.set_num_threads(threads)
+        path = Path(model)
+        self.model = None
+        loaded = from_gguf(path) if path.suffix == ".gguf" else from_directory(path)
+        self.model = loaded.to(getattr(torch, dtype)).eval()
+        return {"versions": {"transformers": transformers.__version__, "torch": torch.__version__}}
 
-@torch.inference_mode()
-def generate(tokens: list[int], new: int) -> Mapping[str, Any]:
-    """Greedy tokens after a prompt: milliseconds to the first, and tokens a second from then on.
+    @torch.inference_mode()
+    def logits(self, tokens: list[int], out: str) -> Mapping[str, Any]:
+        """Write the logits of every position, float32 [T, V], to the .npy file `out`."""
+        hidden = self.model.model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+        shape = (len(tokens), self.model.config.vocab_size)
+        file = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=shape)
+        cap = getattr(self.model.config, "final_logit_softcapping", None)
+        for start in range(0, len(tokens), ROWS):
+            found = self.model.lm_head(hidden[start : start + ROWS]).float()
+            file[start : start + ROWS] = (found if cap is None else cap * torch.tanh(found / cap)).numpy()
+        file.flush()
+        return {"shape": shape}
 
-    The bare loop over the model, which is faster than `generate()`.
-    """
-    start = time.perf_counter()
-    out = State.model(input_ids=torch.tensor([tokens]), use_cache=True, logits_to_keep=1)
-    chosen = [int(out.logits[0, -1].argmax())]
-    first = time.perf_counter()
-    while len(chosen) < new:
-        step = torch.tensor([[chosen[-1]]])
-        out = State.model(input_ids=step, past_key_values=out.past_key_values, use_cache=True)
-        chosen.append(int(out.logits[0, -1].argmax()))
-    seconds = time.perf_counter() - first
-    rate = (new - 1) / seconds if new > 1 else None
-    return {"ttft_ms": (first - start) * 1e3, "decode_tokens_per_s": rate, "tokens": chosen}
+    @torch.inference_mode()
+    def generate(self, tokens: list[int], new: int) -> Mapping[str, Any]:
+        """Greedy tokens after a prompt by the bare loop over the model, which is faster than `generate()`."""
+        kept = None
 
+        def following(*ids: int, **more: Any) -> int:
+            nonlocal kept
+            out = self.model(input_ids=torch.tensor([ids]), past_key_values=kept, use_cache=True, **more)
+            kept = out.past_key_values
+            return int(out.logits[0, -1].argmax())
 
-def encode(model: str, texts: list[str]) -> Mapping[str, Any]:
-    """Token ids of each text, by the tokenizer of a .gguf file or a directory; special tokens in it are parsed."""
-    path = Path(model)
-    where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    tokenizer = AutoTokenizer.from_pretrained(path.parent if where else path, **where)
-    return {"ids": [tokenizer.encode(text, add_special_tokens=False) for text in texts]}
+        return greedy(new, lambda: following(*tokens, logits_to_keep=1), following)
+
+    def encode(self, model: str, texts: list[str]) -> Mapping[str, Any]:
+        """Token ids of each text, by the tokenizer of a .gguf file or a directory; special tokens in it are parsed."""
+        path = Path(model)
+        where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+        tokenizer = AutoTokenizer.from_pretrained(path.parent if where else path, **where)
+        return {"ids": [tokenizer.encode(text, add_special_tokens=False) for text in texts]}
 
 
 if __name__ == "__main__":
-    serve({"load": load, "logits": logits, "generate": generate, "encode": encode})
+    serve(Worker())

@@ -7,18 +7,28 @@ import os
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Operation = Callable[..., Mapping[str, Any]]
 
-
-def serve(operations: Mapping[str, Operation]) -> None:
-    """Answer requests `{"op": name, …arguments}` until the input ends."""
+def serve(worker: object) -> None:
+    """Answer requests `{"op": name of a method, …arguments}` until the input ends."""
     say = answering()
     for line in sys.stdin:
-        say(_answer(operations, json.loads(line)))
+        say(_answer(worker, json.loads(line)))
+
+
+def greedy(new: int, first: Callable[[], int], following: Callable[[int], int]) -> dict[str, Any]:
+    """`new` tokens, of which each takes the one before: milliseconds to the first, and tokens a second from then on."""
+    start = time.perf_counter()
+    chosen = [first()]
+    there = time.perf_counter()
+    while len(chosen) < new:
+        chosen.append(following(chosen[-1]))
+    rate = (new - 1) / (time.perf_counter() - there) if new > 1 else None
+    return {"ttft_ms": (there - start) * 1e3, "decode_tokens_per_s": rate, "tokens": chosen}
 
 
 def answering() -> Callable[[Mapping[str, Any]], None]:
@@ -46,9 +56,10 @@ def arriving() -> queue.Queue[dict[str, Any] | None]:
     return asked
 
 
-def _answer(operations: Mapping[str, Operation], request: dict[str, Any]) -> Mapping[str, Any]:
+def _answer(worker: object, request: dict[str, Any]) -> Mapping[str, Any]:
     try:
-        return operations[request.pop("op")](**request)
+        answer: Mapping[str, Any] = getattr(worker, request.pop("op"))(**request)
+        return answer
     except Exception as error:
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}

@@ -14,15 +14,16 @@ import sys
 sys.path.insert(0, {str(envs.WORKERS)!r})
 from wire import serve
 
-def double(value):
-    print("words that are no answer")
-    return {{"value": 2 * value}}
+class Worker:
+    def double(self, value):
+        print("words that are no answer")
+        return {{"value": 2 * value}}
 
-def leave():
-    print("last words", file=sys.stderr)
-    sys.exit(3)
+    def leave(self):
+        print("last words", file=sys.stderr)
+        sys.exit(3)
 
-serve({{"double": double, "leave": leave}})
+serve(Worker())
 """
 
 
@@ -30,7 +31,7 @@ serve({{"double": double, "leave": leave}})
 def test_worker_answers_and_reports_errors() -> None:
     with envs.Worker([sys.executable, "-c", ECHO]) as worker:
         assert worker.ask({"op": "double", "value": 21}) == {"value": 42}
-        with pytest.raises(envs.RivalError, match="KeyError"):
+        with pytest.raises(envs.RivalError, match="AttributeError"):
             worker.ask({"op": "no such operation"})
         assert worker.ask({"op": "double", "value": "ab"}) == {"value": "abab"}
         with pytest.raises(envs.RivalError, match=r"exit code 3(.|\n)*last words"):

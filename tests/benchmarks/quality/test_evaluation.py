@@ -69,14 +69,13 @@ def test_samples_of_the_limits(boats: QuestionSet) -> None:
 
 
 def test_fused_chunks_are_used_and_neighbours_count(boats: QuestionSet) -> None:
-    kinds = [Setting("fusion", 0.0, n) for n in (0, 1, 3)]
+    kinds = [Setting("fusion", 0.0, n) for n in (1, 3)]
     with tiny.engine() as engine:
         work = evaluate(engine, boats)
         found = dict(work.measure(work.questions[0], [*kinds, NAIVE]))
         behind = [[s.behind for s in work.prompt(work.questions[0], k.neighbours).segments[1:-1]] for k in kinds]
-    assert found[kinds[0]]["kl"] == pytest.approx(found[NAIVE]["kl"], rel=1e-3)
-    assert len({found[k]["kl"] for k in kinds}) == 3
-    assert not any(behind[0]) and all(behind[1]) and not set(behind[1]) & set(behind[2])
+    assert len({found[k]["kl"] for k in (NAIVE, *kinds)}) == 3
+    assert all(behind[0]) and not set(behind[0]) & set(behind[1])
 
 
 @pytest.mark.slow

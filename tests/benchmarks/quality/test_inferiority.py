@@ -38,7 +38,7 @@ def measured(n: int, **wrong: list[int]) -> list[dict[str, dict[str, Any]]]:
 
 def table(found: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     main = main_settings(["epic"], frozenset({"epic"}), 0.15, 0)
-    rows = rows_of({"a": found}, main, sweep_settings(main, [0.05, 0.3], []), "m")
+    rows = rows_of({"a": found}, main, sweep_settings(main, [0.05, 0.3]), "m")
     return {row["strategy"]: row for row in smallest(rows)}
 
 

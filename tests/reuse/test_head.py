@@ -10,7 +10,7 @@ import pytest
 from ragjax.core import Kind, Prompt, RequestError, Segment
 from ragjax.engine import Engine
 from tests.support import tiny
-from tests.support.dense import dense, dense_naive
+from tests.support.literal import dense, dense_naive
 
 TOLERANCE = 2e-4
 STRATEGIES = ("naive", "fusion", "anchor", "blend", "blend-gradual", "craft", "epic", "h2o")

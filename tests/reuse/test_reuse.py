@@ -14,9 +14,8 @@ from ragjax.engine import Engine
 from ragjax.reuse import strategies
 from tests.support import tiny
 from tests.support.audit import audit_engine
-from tests.support.dense import dense, dense_naive
 from tests.support.executor import Executor
-from tests.support.literal import two_turns
+from tests.support.literal import dense, dense_naive, two_turns
 from tests.support.matrix import with_smoke
 
 TOLERANCE = 2e-4

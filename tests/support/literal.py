@@ -1,4 +1,4 @@
-"""What the papers of selective recompute say, transcribed over arrays: no pages, offsets or caches."""
+"""Attention, and what the papers of selective recompute say, transcribed over arrays: no pages, offsets or caches."""
 
 from __future__ import annotations
 
@@ -52,6 +52,17 @@ def two_turns(seed: int = 3) -> Prompt:
     first, second = tiny.prompt(seed, chunks=(30, 41)), tiny.prompt(seed + 1, chunks=(25, 37))
     answer = Segment("answer", Kind.QUERY, np.arange(60, 75, dtype=np.int32))
     return Prompt((*first.segments, answer, *(replace(s, id=f"second {s.id}") for s in second.segments[1:])))
+
+
+def dense(prompt: Prompt) -> Array:
+    """Logits of the last token by causal attention."""
+    return model().dense(prompt.tokens).logits[-1]
+
+
+def dense_naive(prompt: Prompt) -> Array:
+    """The same over isolated chunks, moved to their places; all else sees everything before it."""
+    rows = np.setdiff1d(np.arange(len(prompt)), indices_of(prompt, Kind.CHUNK))
+    return model().dense(prompt.tokens, rows=rows, kept=isolated(prompt)).logits[-1]
 
 
 def joins(prompt: Prompt) -> NDArray[np.int64]:

@@ -1,6 +1,7 @@
 """A plain float64 NumPy forward of a decoder, written from the Hugging Face tensor names, and random weights for it.
 
-It loops over layers, heads and rows; it shares neither the fused layout nor the rotation with the model.
+It loops over layers, heads and rows; it shares neither the fused layout nor the rotation with the model, but the
+names and shapes of tensors.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from ragjax.models.config import LongRope, ModelConfig, RopeScaling
+from ragjax.models.tensors import expected_shapes
 from tests.support.oracle import Float, rotate
 
 LLAMA2 = ModelConfig(
@@ -49,34 +51,8 @@ FAMILIES = {
 def tensors_of(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Random weights under Hugging Face names; norms and biases far from their neutral values."""
     rng = np.random.default_rng(seed)
-    e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
-    h, k = config.num_heads, config.num_kv_heads
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, e),
-        "model.norm.weight": (e,),
-    }
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, e)
-    for i in range(config.num_layers):
-        layer = f"model.layers.{i}."
-        for name, heads in (("q", h), ("k", k), ("v", k)):
-            shapes[f"{layer}self_attn.{name}_proj.weight"] = (heads * d, e)
-            if config.qkv_bias:
-                shapes[f"{layer}self_attn.{name}_proj.bias"] = (heads * d,)
-        if config.qk_norm:
-            shapes |= {f"{layer}self_attn.{name}_norm.weight": (d,) for name in "qk"}
-        shapes |= {
-            f"{layer}self_attn.o_proj.weight": (e, h * d),
-            f"{layer}mlp.gate_proj.weight": (f, e),
-            f"{layer}mlp.up_proj.weight": (f, e),
-            f"{layer}mlp.down_proj.weight": (e, f),
-            f"{layer}input_layernorm.weight": (e,),
-            f"{layer}post_attention_layernorm.weight": (e,),
-        }
-        if config.post_norms:
-            shapes |= {f"{layer}{name}_feedforward_layernorm.weight": (e,) for name in ("pre", "post")}
     tensors = {}
-    for name, shape in shapes.items():
+    for name, shape in expected_shapes(config).items():
         scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.5
         tensors[name] = (rng.standard_normal(shape) * scale + ("norm" in name)).astype(np.float32)
     return tensors

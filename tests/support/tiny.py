@@ -43,6 +43,7 @@ from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.models.executables import Executables
 from ragjax.models.tokenizer import Tokenizer
+from ragjax.models.tokenizer_files import TOKEN_FLAGS
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Setting
 from ragjax.retrieval.chunking import Chunker
@@ -58,24 +59,10 @@ from ragjax.store.transfer import KVTransfer
 from tests.support.audit import audit_engine
 
 CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=260,
-    hidden_size=48,
-    intermediate_size=64,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    norm_eps=1e-5,
-    tie_embeddings=True,
-    qkv_bias=False,
-    qk_norm=False,
-    context_length=1024,
-    eos_ids=(257,),
-    bos_id=None,
-)
+    family="llama", vocab_size=260, hidden_size=48, intermediate_size=64, num_layers=3, num_heads=4, num_kv_heads=2,
+    head_dim=16, rope_theta=10000.0, rope_scaling=None, norm_eps=1e-5, tie_embeddings=True, qkv_bias=False,
+    qk_norm=False, context_length=1024, eos_ids=(257,), bos_id=None,
+)  # fmt: skip
 ROWS = (RowShape(2, 2), RowShape(4, 1), RowShape(16, 8), RowShape(64, 16))
 GRID = Grid(rows=ROWS, entries=(320,), logits=(2, 4))
 PAGE = 16
@@ -98,36 +85,13 @@ def byte_tokenizer() -> Tokenizer:
     """One token per byte, and three control tokens."""
     alphabet = _byte_alphabet()
     special = {"<|start|>": 256, "<|end|>": 257, "<|pad|>": 258}
+    form = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     definition: dict[str, Any] = {
         "version": "1.0",
-        "added_tokens": [
-            {
-                "id": i,
-                "content": text,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for text, i in special.items()
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": {**{c: i for i, c in enumerate(alphabet)}, **special},
-            "merges": [],
-        },
-    }
+        "added_tokens": [{"id": i, "content": text, **TOKEN_FLAGS} for text, i in special.items()],
+        "normalizer": None, "pre_tokenizer": form, "post_processor": None, "decoder": form,
+        "model": {"type": "BPE", "vocab": {c: i for i, c in enumerate(alphabet)} | special, "merges": []},
+    }  # fmt: skip
     return Tokenizer(definition, special={"eos_token": 257}, eos_ids=(257,), add_bos=False, chat_template=TEMPLATE)
 
 

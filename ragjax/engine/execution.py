@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Answer, Chosen, DeviceFullError, Draw, Plan, Timings
+from ragjax.core import Answer, Chosen, DeviceFullError, Draw, Notice, Plan, Timings
 from ragjax.engine.depkv import KeptKV
 from ragjax.quality.contract import Contract
 from ragjax.runner.runner import Runner, StepResult
@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 TICK = 0.005
 """Seconds between two looks at loads that were given up and have not ended yet."""
+
+REPEATED = Notice("the answer repeated itself and was ended; with max_tokens it goes on that far", "repeated")
 
 
 @dataclass(frozen=True)
@@ -337,6 +339,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
             *(contract.notices if state.picked or (state.by_default and contract.faulted) else ()),
             *(f"attention not by {refused}" for refused in fallbacks),
             *([f"programs were compiled for this request, which waited {waited_s:.1f} s for them"] if waited_s else []),
+            *([REPEATED] if generation.round else []),
         ),
         recompute_ratio=state.ratio,
         predicted=predicted,

@@ -15,6 +15,15 @@ from ragjax.models.tokenizer import Stream, Tokenizer
 
 FinishReason = Literal["stop", "length"]
 
+LONGEST_ROUND = 64
+"""Tokens of the longest passage whose repetition is noticed."""
+
+ROUNDS, ROUND_TOKENS = 8, 256
+"""An answer without a limit of its own ends when a passage stands so many times in a row, over so many tokens."""
+
+LOOK_EACH = 32
+"""Tokens between two looks for a passage that repeats."""
+
 
 @dataclass
 class _Held:
@@ -31,7 +40,8 @@ class AnswerText:
     A token is taken at once (`push`), so that it can be computed; its text may be made later (`deltas`), while the
     device works. If stop strings may end the answer, the text is made at once. continued: it goes on from a raw
     prompt's text, and keeps the space that it may begin with. shown: control tokens that stand in the text by name.
-    finish_reason: set once all text is made. stop: the stop string that ended it.
+    finish_reason: set once all text is made. stop: the stop string that ended it. round: tokens of the passage whose
+    repetition ended it (0: none did).
     """
 
     def __init__(
@@ -49,6 +59,7 @@ class AnswerText:
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
         self.stop: str | None = None
+        self.round = 0
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_ids)
@@ -70,6 +81,9 @@ class AnswerText:
         else:
             self.tokens.append(chosen.token)
             self._unread.append(chosen)
+            if self._sampling.max_tokens is None and len(self.tokens) % LOOK_EACH == 0:
+                self.round = repeated(self.tokens)
+                self.limit = len(self.tokens) if self.round else self.limit
         if self._sampling.stop:
             self._read()
 
@@ -143,6 +157,16 @@ class AnswerText:
         logprobs = tuple(held.logprob for held in done if held.logprob is not None)
         self.logprobs += logprobs
         return Delta(out, logprobs) if out or logprobs else None
+
+
+def repeated(tokens: list[int]) -> int:
+    """Tokens of the passage that the last tokens repeat again and again; 0 if they do not."""
+    last = np.asarray(tokens[-(ROUNDS * LONGEST_ROUND + LONGEST_ROUND) :])
+    for length in range(1, LONGEST_ROUND + 1):
+        covered = max(ROUND_TOKENS, ROUNDS * length)
+        if len(last) >= covered and np.array_equal(last[-covered + length :], last[-covered:-length]):
+            return length
+    return 0
 
 
 def _stop_overlap(text: str, stops: tuple[str, ...]) -> int:

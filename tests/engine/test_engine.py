@@ -178,6 +178,15 @@ def test_cancelled_requests_give_everything_back(engine: Engine) -> None:
     assert stats["cancelled_total"] == 1 and stats["running"] == 0
 
 
+def test_an_answer_without_a_limit_that_repeats_itself_is_ended_and_says_so(engine: Engine) -> None:
+    asked: dict[str, Any] = {"top_k": 0, "logit_bias": {104: 100.0}}
+    answer = engine.answer("When?", max_tokens=None, **asked)
+    assert (len(answer.tokens), answer.finish_reason) == (256, "length")
+    assert [getattr(notice, "code", None) for notice in answer.notices].count("repeated") == 1
+    limited = engine.answer("When?", max_tokens=300, **asked)
+    assert limited.tokens == (104,) * 300 and not any("repeated" in notice for notice in limited.notices)
+
+
 def test_requests_that_cannot_be_served_say_why(engine: Engine) -> None:
     with pytest.raises(RequestError, match="unknown strategy 'magic'"):
         engine.answer("Hello?", strategy="magic")

@@ -196,6 +196,25 @@ def test_every_reported_token_is_in_the_answer(text, stops, limit, ends):
         assert made.text.encode() == bytes(reported)
 
 
+@pytest.mark.parametrize("length", [1, 13, 32, 64])
+def test_an_answer_without_a_limit_ends_when_it_goes_round_in_circles(length):
+    before, passage = [*b"It is said that "], [(7 * i + i // 9) % 90 + 33 for i in range(length)]
+    tokens = [*before, *passage * 1000]
+    made, _ = feed(tokens, max_tokens=None)
+    covered = max(256, 8 * length)
+    assert made.finish_reason == "length" and made.round == length
+    assert covered + len(before) <= len(made.tokens) < covered + len(before) + length + 32
+    assert made.tokens == tokens[: len(made.tokens)] and made.text == bytes(made.tokens).decode()
+    limited, _ = feed(tokens[:4000], max_tokens=5000)
+    assert limited.finish_reason is None and limited.round == 0, "who asks for so many tokens gets them"
+
+
+def test_rows_of_a_table_and_counted_numbers_are_no_circle():
+    text = "".join(f"| item {i} | price {i % 7} | yes | no | no | no | no |\n" for i in range(300))
+    made, _ = feed([*text.encode()], max_tokens=None)
+    assert made.finish_reason is None and made.round == 0
+
+
 @settings(max_examples=100, deadline=None)
 @given(any_tokens, stop_strings, st.integers(1, 24), st.lists(st.booleans(), min_size=24, max_size=24))
 def test_text_may_be_made_later(tokens, stops, limit, when):

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,21 +105,30 @@ def started(cache: Path, state: str, aside: Path | None = None) -> dict[str, Any
 
 
 def first_uses(cache: Path) -> list[dict[str, Any]]:
-    """Rows of strategies that are used for the first time.
+    """Rows of strategies that are used for the first time, as soon as a server is ready.
 
-    Nothing is preprocessed: a strategy whose passages are still being prepared would give way to `prefix`.
+    By default (`prepared`) a strategy gives way to `prefix` while its passages are prepared, and the later request
+    waits until they are; with `--no-preprocess` it computes them itself, at either time.
     """
-    with served(cache, "--no-preprocess") as (process, url):
+    return [use for flags in ((), ("--no-preprocess",)) for use in _first_uses(cache, flags)]
+
+
+def _first_uses(cache: Path, flags: Sequence[str]) -> Iterator[dict[str, Any]]:
+    own = cache.with_name(f"{cache.name}{len(flags)}")
+    shutil.copytree(cache, own, symlinks=True)
+    with served(own, *flags) as (process, url):
         wait(process, url)
         first = {strategy: asyncio.run(use(url, strategy)) for strategy in ("anchor", "blend")}
         wait(process, url, lambda health: not health["programs_left"])
+        wait(process, url, lambda health: not health.get("preprocessing", {}).get("running"))
         quiet = asyncio.run(use(url))
         later = {strategy: asyncio.run(use(url, strategy)) for strategy in first}
-    return [
-        {"strategy": strategy, "first_s": one.answer_s, "later_s": later[strategy].answer_s, "gap_s": one.gap_s,
-         "later_gap_s": later[strategy].gap_s, "quiet_gap_s": quiet.gap_s}
-        for strategy, one in first.items()
-    ]  # fmt: skip
+    shutil.rmtree(own)
+    for strategy, one in first.items():
+        yield {
+            "strategy": strategy, "prepared": not flags, "first_s": one.answer_s, "later_s": later[strategy].answer_s,
+            "gap_s": one.gap_s, "later_gap_s": later[strategy].gap_s, "quiet_gap_s": quiet.gap_s,
+        }  # fmt: skip
 
 
 def row(*figures: str | float | None) -> dict[str, Any]:

@@ -33,7 +33,8 @@ def test_a_start_has_these_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert list(row) == ["system", "state", "ready_s", "first_answer_s", "rss_mb", "peak_mb", "programs", "prepared_s"]
     assert (row["system"], row["state"], row["programs"]) == ("ragjax", state, 0)
     assert 0 < row["ready_s"] <= row["first_answer_s"] and 0 < row["rss_mb"] <= row["peak_mb"]
-    assert [use["strategy"] for use in start.first_uses(tmp_path)] == ["anchor", "blend"]
+    uses = [(use["strategy"], use["prepared"]) for use in start.first_uses(tmp_path)]
+    assert uses == [("anchor", True), ("blend", True), ("anchor", False), ("blend", False)]
 
 
 def test_a_cache_of_its_own_has_the_models_that_were_downloaded(

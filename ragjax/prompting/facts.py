@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -45,10 +46,7 @@ def ground(subgraphs: Sequence[Subgraph], build: Callable[[Sequence[Subgraph]], 
     if len(prompt) <= room:
         return GroundedFacts(prompt, tuple(subgraphs), ())
     best = sorted((path.score for s in subgraphs for path in s.paths), reverse=True)
-    fits, fails = 0, len(best)
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        fits, fails = (middle, fails) if len(build(_foremost(subgraphs, middle))) <= room else (fits, middle)
+    fits = bisect_right(range(len(best)), room, lo=1, key=lambda n: len(build(_foremost(subgraphs, n)))) - 1
     kept = _foremost(subgraphs, fits)
     left = f"{len(best) - fits} of {len(best)} relation paths"
     return GroundedFacts(build(kept), kept, (f"{left}, those least similar to the question, did not fit the context",))

@@ -24,7 +24,7 @@ from ragjax.retrieval.formats import CONFINED, KINDS, READERS, SUFFIXES
 from ragjax.retrieval.text import clean, joined, line_text
 
 MAX_BYTES = 32 * 2**20
-"""Default limit of one document's file (for JSONL: of one line)."""
+"""Limit of one document's file (for JSONL: of one line)."""
 
 TOLD = 20
 """Files left out that the log names; beyond them it says how many there are of each kind."""
@@ -64,7 +64,7 @@ class Loaded:
     skipped: tuple[Skipped, ...]
 
 
-def load(source: str | Path, *, max_bytes: int = MAX_BYTES, strict: bool = True) -> Loaded:
+def load(source: str | Path, *, strict: bool = True) -> Loaded:
     """Load every document of a folder or a JSONL file.
 
     A file's id is its path relative to the folder, without the suffix where that is unique; its title is the first
@@ -76,7 +76,7 @@ def load(source: str | Path, *, max_bytes: int = MAX_BYTES, strict: bool = True)
         ConfigError: the source is missing or empty, or, if it is strict, broken; the message names every broken file.
     """
     found = scan(source)
-    items = [item for file in found.files for item in read_steps(file, max_bytes)]
+    items = [item for file in found.files for item in read_steps(file)]
     documents = tuple(item for item in items if isinstance(item, Document))
     skipped = (*found.skipped, *(item for item in items if isinstance(item, Skipped)))
     if strict and (broken := [one for one in skipped if not one.empty]):
@@ -112,13 +112,13 @@ def scan(source: str | Path) -> Scan:
     raise ConfigError(f"{source}: no such folder or file")
 
 
-def read_steps(file: SourceFile, max_bytes: int = MAX_BYTES) -> Iterator[Document | Skipped | None]:
+def read_steps(file: SourceFile) -> Iterator[Document | Skipped | None]:
     """Read the documents of a file, or why there are none, in steps; None stands for a step that gives neither."""
     if file.document_id is None:
-        yield from _from_jsonl(file, max_bytes)
+        yield from _from_jsonl(file)
         return
     try:
-        document = yield from parse_steps(_data(file.path, max_bytes), file.path, file.document_id)
+        document = yield from parse_steps(_data(file.path), file.path, file.document_id)
     except ConfigError as error:
         yield left_out(file.path, error, file.name)
     except Exception:  # a reader's fault; the other files are read all the same
@@ -139,14 +139,14 @@ def left_out(path: Path, error: ConfigError, name: str) -> Skipped:
     return Skipped(f"{name}{line}", reason) if re.fullmatch(r"(:\d+)?", line) else Skipped(name, str(error))
 
 
-def _from_jsonl(file: SourceFile, max_bytes: int) -> Iterator[Document | Skipped]:
+def _from_jsonl(file: SourceFile) -> Iterator[Document | Skipped]:
     first_seen: dict[str, int] = {}
     try:
-        for number, line in _lines(file.path, max_bytes):
+        for number, line in _lines(file.path):
             where = f"{file.path}:{number}"
             try:
-                if len(line.rstrip(b"\r\n")) > max_bytes:
-                    raise ConfigError(f"{where}: longer than the limit of {max_bytes} bytes per document; cut it")
+                if len(line.rstrip(b"\r\n")) > MAX_BYTES:
+                    raise ConfigError(f"{where}: longer than the limit of {MAX_BYTES} bytes per document; cut it")
                 text = line_text(line, where)
                 if not text.strip():
                     continue
@@ -163,13 +163,13 @@ def _from_jsonl(file: SourceFile, max_bytes: int) -> Iterator[Document | Skipped
         yield Skipped(file.name, str(error.strerror))
 
 
-def _lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines with their numbers, from 1; of one that is too long, its beginning."""
     with path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(max_bytes + 2), b""), start=1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_BYTES + 2), b""), start=1):
             rest = line
-            while len(line) > max_bytes and rest and not rest.endswith(b"\n"):
-                rest = file.readline(max_bytes + 2)
+            while len(line) > MAX_BYTES and rest and not rest.endswith(b"\n"):
+                rest = file.readline(MAX_BYTES + 2)
             yield number, line
 
 
@@ -285,16 +285,16 @@ def parse_steps(data: bytes, path: Path, document_id: str) -> Generator[None, No
     return Document(document_id, text, title, places, unread=reading.unread)
 
 
-def _data(path: Path, max_bytes: int) -> bytes:
+def _data(path: Path) -> bytes:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, and a device may have no end
             raise ConfigError(f"{path}: not a regular file; remove it")
-        if found.st_size > max_bytes:
+        if found.st_size > MAX_BYTES:
             raise ConfigError(
-                f"{path}: {found.st_size} bytes, more than the limit of {max_bytes} per document; split the file"
+                f"{path}: {found.st_size} bytes, more than the limit of {MAX_BYTES} per document; split the file"
             )
         with path.open("rb") as file:
-            return file.read(max_bytes)
+            return file.read(MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error

@@ -259,10 +259,7 @@ def _skipped_before(file: SourceFile, note: str | None, held: Set[str]) -> list[
 class Filler:
     """Fills knowledge bases and graphs one after another in a thread of its own.
 
-    Args:
-        fillings: of the bases and graphs.
-        busy: tells if requests run; the next step then waits a little.
-        watch: look again every few seconds.
+    busy: tells if requests run; the next step then waits a little. watch: look again every few seconds.
     """
 
     def __init__(self, fillings: Sequence[Filling | GraphFilling], busy: Callable[[], bool], watch: bool = False):

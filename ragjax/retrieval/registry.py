@@ -14,13 +14,10 @@ T = TypeVar("T", bound=KnowledgeBase | KnowledgeGraph)
 
 
 class KnowledgeRegistry(Generic[T]):
-    """Knowledge bases, or graphs, by name. Each is opened when it is first filled; the first one without an owner is
-    the default.
+    """Knowledge bases, or graphs. Each is opened when it is first filled; the first one without an owner is the default.
 
-    Args:
-        kind: what they are called in errors.
-        param: the request's field that names one, for errors.
-        open_one: opens one by name (None: none can be made).
+    kind: what they are called in errors. param: the request's field that names one, for errors. open_one: opens one by
+    name (None: none can be made).
     """
 
     def __init__(self, kind: str, param: str, open_one: Callable[[str], T] | None):

@@ -10,6 +10,7 @@ from pypdf import PdfReader, PdfWriter
 from pypdf.generic import DecodedStreamObject, NameObject
 
 from ragjax.core import ConfigError, Document, Place
+from ragjax.retrieval import document
 from ragjax.retrieval.document import load
 from tests.support.files import pdf
 
@@ -107,11 +108,13 @@ def test_binary_text_is_refused_with_its_line(tmp_path: Path, name: str) -> None
         load(tmp_path)
 
 
-def test_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_huge_file_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document, "MAX_BYTES", 1000)
     _write(tmp_path, a_md="x" * 1001)
     with pytest.raises(ConfigError, match=r"a\.md: 1001 bytes, more than the limit of 1000"):
-        load(tmp_path, max_bytes=1000)
-    assert len(load(tmp_path, max_bytes=1001).documents) == 1
+        load(tmp_path)
+    _write(tmp_path, a_md="x" * 1000)
+    assert len(load(tmp_path).documents) == 1
 
 
 # ------------------------------------------------------------------------------------------------- HTML
@@ -127,9 +130,9 @@ def test_html_breaks_lines_where_elements_do(tmp_path: Path) -> None:
       <h1>The  Bay</h1><p>One line,
       still <i>the</i> same.<br>A new one.</p><ul><li>seals</li><li>gulls</li></ul>
       <table><tr><td>depth</td><td>9 m</td></tr><tr><td>tide</td><td>3 m</td></tr></table></body></html>"""
-    document = _html(tmp_path, page)
-    assert document.title == "The Bay"
-    assert document.text == "One line, still the same.\nA new one.\n\nseals\ngulls\n\ndepth 9 m\ntide 3 m"
+    shown = _html(tmp_path, page)
+    assert shown.title == "The Bay"
+    assert shown.text == "One line, still the same.\nA new one.\n\nseals\ngulls\n\ndepth 9 m\ntide 3 m"
 
 
 def test_html_keeps_preformatted_text(tmp_path: Path) -> None:
@@ -226,11 +229,14 @@ def test_lines_of_other_tools_are_read(tmp_path: Path, line: dict[str, object], 
         ('{"id": "2", "text": "\0"}', "broken JSON"),
     ],
 )
-def test_bad_lines_are_named_with_their_number(tmp_path: Path, line: str, message: str) -> None:
+def test_bad_lines_are_named_with_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, message: str
+) -> None:
+    monkeypatch.setattr(document, "MAX_BYTES", 150_000)
     path = tmp_path / "a.jsonl"
     path.write_text('{"id": "1", "text": "fine"}\n\n' + line + "\n", "utf-8")
     with pytest.raises(ConfigError, match=rf"a\.jsonl:3: {message}"):
-        load(path, max_bytes=150_000)
+        load(path)
 
 
 def test_undecodable_line_is_named(tmp_path: Path) -> None:

@@ -85,7 +85,6 @@ class FakeEngine:
 
     @property
     def strategy_summary(self) -> str:
-        """The default strategy."""
         return self.default_strategy
 
     @property
@@ -93,18 +92,15 @@ class FakeEngine:
         """There is no shared cache."""
 
     def preprocessed(self, tenants: bool = True) -> core.Preprocessed | None:
-        """As it was set."""
         return self.progress
 
     def replicas(self) -> None:
         """It serves alone."""
 
     def figures(self) -> dict[str, dict[str, Any]]:
-        """Its stats."""
         return {"": self.stats()}
 
     def observe_shadows(self, observer: Callable[[str, core.Divergence], None]) -> None:
-        """Tests call it."""
         self.observers.append(observer)
 
     embedding_model: str = "fake-encoder"
@@ -201,7 +197,6 @@ class FakeEngine:
         return self.count_tokens(text)
 
     def prompt_tokens(self, request: core.Request) -> int:
-        """As its answers count them."""
         self.requests.append(request)
         return self._prompt_tokens(request)
 
@@ -211,7 +206,6 @@ class FakeEngine:
         return text.encode() if "\ufffd" not in text else b"\xc3"
 
     def pieces(self, tokens: core.Tokens) -> list[str]:
-        """Numbers."""
         return [f" {token}" for token in tokens]
 
     def inventory(self, tenant: str) -> core.Inventory:
@@ -225,7 +219,6 @@ class FakeEngine:
         return core.Inventory("lru", tokens, used, 2, (first, second), True, (left,), tuple(served))
 
     def count_tokens(self, text: str) -> int:
-        """Words."""
         return len(text.split())
 
     def stats(self) -> Mapping[str, Any]:
@@ -252,7 +245,6 @@ class FakeEngine:
         }
 
     def close(self) -> None:
-        """Remembers that it was closed; safe to call twice."""
         if "library" in vars(self):
             self.library.close()
         self.closed = True

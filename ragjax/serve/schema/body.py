@@ -97,13 +97,8 @@ def at_most(
 ) -> BeforeValidator:
     """Refuses a list or object with too many entries before they are validated.
 
-    Args:
-        most: how many it may hold.
-        entries: what they are called.
-        advice: what to change.
-        field: path of the list in a body.
-        within: count the entries of these lists of each entry instead, all together.
-        code: of the error.
+    most: how many it may hold. entries: what they are called. advice: what to change. field: path of the list in a
+    body. within: count the entries of these lists of each entry instead, all together. code: of the error.
     """
 
     def check(given: object) -> object:

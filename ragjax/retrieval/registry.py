@@ -14,7 +14,7 @@ T = TypeVar("T", bound=KnowledgeBase | KnowledgeGraph)
 
 
 class KnowledgeRegistry(Generic[T]):
-    """Knowledge bases, or graphs. Each is opened when it is first filled; the first one without an owner is the default.
+    """Knowledge bases, or graphs. Each is opened when first filled; the first one without an owner is the default.
 
     kind: what they are called in errors. param: the request's field that names one, for errors. open_one: opens one by
     name (None: none can be made).

@@ -201,12 +201,8 @@ def test_hidden_text_is_left_out(attribute: str) -> None:
 
 
 def test_what_only_seems_hidden_is_read() -> None:
-    for attribute in (
-        "hidden=until-found",
-        "aria-hidden='false'",
-        "style='opacity:0.5;font-size:08px'",
-        "class=hidden",
-    ):
+    seen = ("hidden=until-found", "aria-hidden='false'", "style='opacity:0.5;font-size:08px'", "class=hidden")
+    for attribute in seen:
         assert page(f"<p {attribute}>a").text == "a"
 
 
@@ -309,15 +305,8 @@ def test_small_text_at_a_higher_place_is_told_apart() -> None:
 
 
 def test_divided_words_are_put_together() -> None:
-    shown = (
-        "The light-",
-        "house keeper was well-",
-        "known to every-",
-        "one, as a Fort-",
-        "William man in 1990-",
-        "1991;",
-    )
-    text = " ".join(read("a.pdf", pdf(lines(*shown, "so well-known."))).text.split())
+    shown = "The light-\nhouse keeper was well-\nknown to every-\none, as a Fort-\nWilliam man in 1990-\n1991;"
+    text = " ".join(read("a.pdf", pdf(lines(*shown.split("\n"), "so well-known."))).text.split())
     assert text.startswith("The lighthouse keeper was well-known to everyone, as a Fort-William man in 1990- 1991;")
 
 

@@ -23,22 +23,12 @@ def test_defaults_reach_engine(caught: Caught) -> None:
 
 
 def test_sampling_reaches_engine(caught: Caught) -> None:
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.5}
+    biases, plain = {"65": -100, "7": 2.5}, {"type": "text"}
     request = caught.request(
-        max_completion_tokens=3,
-        temperature=1,
-        top_p=0.5,
-        top_k=4,
-        seed=7,
-        stop="\n",
-        logprobs=True,
-        top_logprobs=5,
-        n=1,
-        presence_penalty=0.5,
-        frequency_penalty=-1,
-        repetition_penalty=1.5,
-        logit_bias={"65": -100, "7": 2.5},
-        response_format={"type": "text"},
-        user="someone",
+        **{"max_completion_tokens": 3, "temperature": 1, "top_p": 0.5, "top_k": 4, "seed": 7, "stop": "\n", "n": 1},
+        **{"logprobs": True, "top_logprobs": 5, "logit_bias": biases, "response_format": plain, "user": "someone"},
+        **penalties,
     )
     assert request.sampling == core.Sampling(3, 1.0, 0.5, 4, 7, ("\n",), 5, {65: -100.0, 7: 2.5}, 0.5, -1.0, 1.5)
 

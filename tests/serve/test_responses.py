@@ -17,12 +17,8 @@ from tests.support.serving import TEXT, Caught, Served, error_of, events_of, ser
 from tests.support.telling import SOURCES
 
 ASK: dict[str, Any] = {"model": "fake", "input": "What colour is the lighthouse?"}
-WEATHER: Any = {
-    "type": "function",
-    "name": "weather",
-    "parameters": {"type": "object", "properties": {}},
-    "strict": True,
-}
+EMPTY: dict[str, Any] = {"type": "object", "properties": {}}
+WEATHER: Any = {"type": "function", "name": "weather", "parameters": EMPTY, "strict": True}
 CALL = ('{"name": "weather", ', '"arguments": {"city"', ': "Ghent"}}')
 
 
@@ -74,29 +70,20 @@ def test_fields_reach_the_engine(caught: Caught) -> None:
 
 def test_items_become_a_chat(caught: Caught) -> None:
     """A response's own output is sent back as it is; what only tells of a search or a thought is left out."""
-    request = asked(
-        caught,
-        input=[
-            {
-                "role": "developer",
-                "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
-            },
-            {"type": "message", "role": "user", "content": "Weather?"},
-            {"type": "file_search_call", "id": "fs_1", "status": "completed", "queries": ["x"], "results": None},
-            {"type": "reasoning", "id": "rs_1", "summary": []},
-            {
-                "type": "message",
-                "id": "msg_1",
-                "status": "completed",
-                "role": "assistant",
-                "content": [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}],
-            },
-            {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "weather", "arguments": "{}"},
-            {"type": "function_call", "id": "fc_2", "call_id": "c2", "name": "weather", "arguments": "[]"},
-            {"type": "function_call_output", "call_id": "c1", "output": "sun"},
-            {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
-        ],
-    )
+    a, b, rain = ({"type": "input_text", "text": text} for text in ("a", "b", "rain"))
+    said = [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}]
+    items = [
+        {"role": "developer", "content": [a, b]},
+        {"type": "message", "role": "user", "content": "Weather?"},
+        {"type": "file_search_call", "id": "fs_1", "status": "completed", "queries": ["x"], "results": None},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": said},
+        {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call", "id": "fc_2", "call_id": "c2", "name": "weather", "arguments": "[]"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+        {"type": "function_call_output", "call_id": "c2", "output": [rain]},
+    ]
+    request = asked(caught, input=items)
     calls = (core.ToolCall("c1", "weather", "{}"), core.ToolCall("c2", "weather", "[]"))
     assert request.messages == (
         core.Message("system", "a\nb"),
@@ -108,22 +95,14 @@ def test_items_become_a_chat(caught: Caught) -> None:
 
 
 def test_a_search_is_a_retrieval(caught: Caught) -> None:
-    search = {
-        "type": "file_search",
-        "vector_store_ids": ["demo"],
-        "max_num_results": 7,
-        "ranking_options": {"score_threshold": 0.25},
-    }
+    bounds = {"max_num_results": 7, "ranking_options": {"score_threshold": 0.25}}
+    search = {"type": "file_search", "vector_store_ids": ["demo"], **bounds}
     request = asked(caught, tools=[search], rag={"strategy": "naive"})
-    assert (
-        request.rag == core.Rag(None, 7, "naive", sources=(core.Source("demo"),), min_score=0.25)
-        and request.tools is None
-    )
+    assert request.rag == core.Rag(None, 7, "naive", sources=(core.Source("demo"),), min_score=0.25)
+    assert request.tools is None
     filtered = {**search, "filters": {"type": "eq", "key": "lang", "value": "en"}}
     rag = asked(caught, tools=[filtered, WEATHER], tool_choice="required").rag
-    assert rag.sources == (core.Source("demo", frozenset()),), (
-        "the documents of the server's own base have no attributes"
-    )
+    assert rag.sources == (core.Source("demo", frozenset()),), "documents of the server's own have no attributes"
     assert asked(caught, tools=[filtered, WEATHER], tool_choice={"type": "file_search"}).tools is None
     assert asked(caught, tools=[search], tool_choice="required").tools is None
     assert asked(caught, tools=[search], tool_choice="none").rag == core.Rag()
@@ -203,12 +182,8 @@ def test_a_whole_response(shared: Served) -> None:
     (item,) = made["output"]
     assert item["content"] == [{"type": "output_text", "text": TEXT, "annotations": [], "logprobs": []}]
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
-    assert (made["object"], made["status"], made["error"], made["incomplete_details"]) == (
-        "response",
-        "completed",
-        None,
-        None,
-    )
+    assert (made["object"], made["status"]) == ("response", "completed")
+    assert made["error"] is made["incomplete_details"] is None
     assert made["usage"] == {
         "input_tokens": 6,
         "input_tokens_details": {"cached_tokens": 7, "cache_write_tokens": 0},
@@ -267,11 +242,8 @@ def test_a_call_of_a_function() -> None:
         events = typed(served, tools=[WEATHER])
         whole = served.post("/v1/responses", json={**ASK, "tools": [WEATHER]}).json()
     kinds = [event["type"].removeprefix("response.") for event in events]
-    assert kinds[2] == "output_item.added" and kinds[-3:] == [
-        "function_call_arguments.done",
-        "output_item.done",
-        "completed",
-    ]
+    assert kinds[2] == "output_item.added"
+    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
     assert set(kinds[3:-3]) == {"function_call_arguments.delta"}
     arguments = "".join(event["delta"] for event in events if event["type"].endswith("delta"))
     assert json.loads(arguments) == {"city": "Ghent"} and events[-3]["arguments"] == arguments
@@ -327,21 +299,23 @@ class Colour(BaseModel):
 def test_a_search_cites_the_files_whose_passages_are_in_the_prompt() -> None:
     with tiny.engine() as engine, serving(engine) as served:
         client = served.client(timeout=120)
-        files = [
-            client.files.create(
-                file=(f"{name}.md", f"# {name}\n\nThe {name} is {name}.".encode()), purpose="assistants"
-            )
-            for name in ("ferry", "lighthouse", "mill")
-        ]
+
+        def kept(name: str, text: str, store: str, **attributes: int) -> str:
+            file = client.files.create(file=(f"{name}.md", f"# {name}\n\n{text}".encode()), purpose="assistants").id
+            poll = client.vector_stores.files.create_and_poll
+            done = poll(file, vector_store_id=store, attributes=attributes, poll_interval_ms=10)
+            assert done.status == "completed", done.last_error
+            return file
+
+        def searched(tool: Any) -> Any:
+            return client.responses.create(**{**asked, "tools": [tool]}, include=["file_search_call.results"])
+
         store = client.vector_stores.create(name="harbour")
-        for file, year in zip(files, (1, 2, 3), strict=True):
-            attached = client.vector_stores.files.create_and_poll(
-                file.id, vector_store_id=store.id, attributes={"year": year}, poll_interval_ms=10
-            )
-            assert attached.status == "completed", attached.last_error
+        names = enumerate(("ferry", "lighthouse", "mill"), 1)
+        files = [kept(name, f"The {name} is {name}.", store.id, year=year) for year, name in names]
         search: Any = {"type": "file_search", "vector_store_ids": [store.id], "max_num_results": 2}
         asked: Any = {"model": "tiny", "input": "The lighthouse", "tools": [search], "max_output_tokens": 6}
-        made = client.responses.create(**asked, include=["file_search_call.results"])
+        made = searched(search)
         call, message = made.output
         assert call.queries == ["The lighthouse"] and call.status == "completed"
         assert call.results[0].filename == "lighthouse.md" and len(call.results) == 2
@@ -356,18 +330,16 @@ def test_a_search_cites_the_files_whose_passages_are_in_the_prompt() -> None:
         assert [a.filename for a in made.output[1].content[0].annotations] == ["mill.md"]
         assert made.output[0].results is None
 
-        both = client.vector_stores.create(name="both", file_ids=[files[1].id])
-        late = client.files.create(file=("lamp.md", b"# lamp\n\nThe lighthouse lamp is bright."), purpose="assistants")
-        client.vector_stores.files.create_and_poll(late.id, vector_store_id=both.id, poll_interval_ms=10)
+        both = client.vector_stores.create(name="both", file_ids=[files[1]])
+        kept("lamp", "The lighthouse lamp is bright.", both.id)
         union: Any = {**search, "vector_store_ids": [store.id, both.id], "max_num_results": 4}
-        made = client.responses.create(**{**asked, "tools": [union]}, include=["file_search_call.results"])
-        results = made.output[0].results
+        results = searched(union).output[0].results
         assert sorted(r.filename for r in results) == ["ferry.md", "lamp.md", "lighthouse.md", "mill.md"]
         assert [r.score for r in results] == sorted((r.score for r in results), reverse=True)
         assert {r.filename: r.attributes for r in results}["lighthouse.md"] == {"year": 2}, "of the first store"
         second: Any = {**union, "filters": {"type": "ne", "key": "year", "value": 2}}
-        made = client.responses.create(**{**asked, "tools": [second]}, include=["file_search_call.results"])
-        assert {r.filename: r.attributes for r in made.output[0].results}["lighthouse.md"] == {}, "of the second"
+        results = searched(second).output[0].results
+        assert {r.filename: r.attributes for r in results}["lighthouse.md"] == {}, "of the second"
 
         rag = {"rag": {"knowledge": store.id, "top_k": 2}}
         plain = client.responses.create(model="tiny", input="The lighthouse", max_output_tokens=6, extra_body=rag)
@@ -384,8 +356,7 @@ def test_a_search_cites_the_files_whose_passages_are_in_the_prompt() -> None:
         ]
         log = core.Document("log", "The lighthouse keeper.", places=(core.Place(0, 4, "Nights"),), filename="log.pdf")
         engine.add_documents([log], "logs")
-        paged: Any = {**search, "vector_store_ids": ["logs"]}
-        made = client.responses.create(**{**asked, "tools": [paged]}, include=["file_search_call.results"])
+        made = searched({**search, "vector_store_ids": ["logs"]})
         (citation,), (result,) = made.output[1].content[0].annotations, made.output[0].results
         assert [(one.filename, one.page, one.heading) for one in (citation, result)] == [("log.pdf", 4, "Nights")] * 2
         (found,) = client.vector_stores.search("logs", query="keeper").data
@@ -393,9 +364,8 @@ def test_a_search_cites_the_files_whose_passages_are_in_the_prompt() -> None:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2, "stream": True}
         *_, last, _ = events_of(served.post("/v1/chat/completions", json={**body, "rag": {"knowledge": "logs"}}))
         (source,) = last["rag"]["sources"]
-        assert (source["segment"], source["filename"], source["page"]) == (1, "log.pdf", 4) and "keeper" in source[
-            "text"
-        ]
+        assert (source["segment"], source["filename"], source["page"]) == (1, "log.pdf", 4)
+        assert "keeper" in source["text"]
 
 
 def test_parse_and_tools_by_the_client_against_an_engine_in_miniature() -> None:

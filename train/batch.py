@@ -22,9 +22,6 @@ TARGET_SHARE = 4
 """One token in so many of a row may be a target: logits are made for those alone."""
 
 
-# -------------------------------------------------------------------------------------------- order
-
-
 @dataclass(frozen=True)
 class Item:
     """One sample of a step, by number; plain: in its plain form, or of the plain data."""
@@ -60,11 +57,9 @@ class Order:
 
     @property
     def steps(self) -> int:
-        """Steps in all."""
         return self.per_epoch * self.epochs
 
     def at(self, step: int) -> list[Item]:
-        """The samples of a step."""
         epoch, number = divmod(step, self.per_epoch)
         random = np.random.default_rng([self.seed, epoch])
         rounds = -(-self.extra // self.pool) if self.extra else 0
@@ -72,9 +67,6 @@ class Order:
         items = [*(Item(i) for i in range(self.samples)), *(Item(i, plain=True) for i in drawn)]
         chosen = random.permutation(len(items))[number * self.batch : (number + 1) * self.batch]
         return [items[i] for i in chosen]
-
-
-# ------------------------------------------------------------------------------------------ packing
 
 
 @dataclass(frozen=True)
@@ -85,17 +77,12 @@ class Rows:
 
     @staticmethod
     def up_to(longest: int) -> Rows:
-        """The longest, and three, two and one quarter of it.
-
-        Raises:
-            ConfigError: if these are not whole blocks of the attention kernel.
-        """
+        """The longest, and three, two and one quarter of it, all of them whole blocks of the attention kernel."""
         if longest < 4 * BLOCK_ROWS or longest % (4 * BLOCK_ROWS):
             raise ConfigError(f"a row must have a multiple of {4 * BLOCK_ROWS} tokens, not {longest}")
         return Rows(tuple(longest // 4 * quarters for quarters in (1, 2, 3, 4)))
 
     def fits(self, example: Example) -> bool:
-        """True if the longest row can hold it."""
         return len(example) <= self.lengths[-1] and example.targets <= targets_of(self.lengths[-1])
 
     def pack(self, examples: Sequence[Example], devices: int = 1) -> list[Microbatch]:
@@ -119,7 +106,6 @@ class Rows:
 
 
 def targets_of(length: int) -> int:
-    """Targets that a row has room for."""
     return length // TARGET_SHARE
 
 

@@ -27,12 +27,7 @@ class Checkpoints:
     """The checkpoints in a folder; use it as a context, whose end waits for what is being written."""
 
     def __init__(self, folder: str | Path, settings: Mapping[str, Any], *, resume: bool, keep: int = 2):
-        """Open or make the folder. settings: what must be the same for a run to go on, JSON values.
-
-        Raises:
-            ConfigError: if there are checkpoints and `resume` is not asked for, or the other way round, or if they are
-                of other settings.
-        """
+        """Open or make the folder. settings: what must be the same for a run to go on, JSON values."""
         self._folder = Path(folder).absolute()
         note = self._folder / _SETTINGS
         if note.exists() and not resume:

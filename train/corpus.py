@@ -25,7 +25,6 @@ class Corpus:
     pool: tuple[Example, ...]
 
     def take(self, items: Sequence[Item]) -> list[Example]:
-        """The examples that a step takes."""
         return [(self.pool if item.plain else self.main)[item.index] for item in items]
 
     @property
@@ -40,11 +39,7 @@ class Corpus:
 
     @staticmethod
     def of(coder: Coder, samples: Sequence[Sample], plain: Sequence[Sample], rows: Rows, progress: bool) -> Corpus:
-        """Encode samples; `plain` ones as causal chains.
-
-        Raises:
-            ConfigError: if none fits.
-        """
+        """Encode samples; `plain` ones as causal chains."""
         main = encode(coder, samples, rows, progress)
         pool = encode(coder, plain, rows, progress, plain=True)
         if not main or (plain and not pool):

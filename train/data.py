@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from ragjax.commands.flags import Parser, error_line, integer
-from ragjax.core import ConfigError, EngineOptions, RagjaxError
+from ragjax.commands.flags import Parser, exit_code, integer
+from ragjax.core import ConfigError, EngineOptions
 from ragjax.engine import Engine
 from ragjax.retrieval.triples import Triple
 from train.answer import answered
@@ -36,19 +36,16 @@ Source = Callable[[argparse.Namespace], tuple[list[Sample], list[Sample]]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code: 0, 1 after an error of ours, which is one line, 130 if stopped."""
-    try:
-        options = _options(argv)
-        aside_out = _aside_out(options)
-        samples, aside = options.make(options)
-        if options.aside:
-            write_samples(aside, aside_out)
-        write_samples(samples, options.out)
-    except RagjaxError as error:
-        print(error_line("python -m train.data", error), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return exit_code("python -m train.data", lambda: _run(argv), 1)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    options = _options(argv)
+    aside_out = _aside_out(options)
+    samples, aside = options.make(options)
+    if options.aside:
+        write_samples(aside, aside_out)
+    write_samples(samples, options.out)
     print(f"{len(samples)} samples written to {options.out}, {len(aside)} put aside")
     return 0
 
@@ -77,7 +74,6 @@ def _kept(samples: list[Sample], options: argparse.Namespace) -> list[Sample]:
 
 
 def _aside_out(options: argparse.Namespace) -> Path:
-    """Where samples are put aside."""
     if options.aside_out is None:
         out: Path = options.out.with_suffix(".aside.jsonl")
         return out

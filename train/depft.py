@@ -9,36 +9,27 @@ when every passage sees those before it (`--target teacher`). See docs/training.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from typing import get_args
 
-from ragjax.commands.flags import Parser, error_line, from_zero, integer, positive, share
-from ragjax.core import ConfigError, RagjaxError
+from ragjax.commands.flags import Parser, from_zero, integer, positive, share
+from ragjax.core import ConfigError
 from ragjax.core.depprompt import Positions
 from ragjax.models.decoder import INPUTS
 from train.example import Attention
 from train.lora import Lora
 from train.recipe import PRESETS, Recipe, Target
-from train.run import add_flags, run
+from train.run import Asked, add_flags, command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code: 0, 1 after an error of ours, which is one line, 130 if stopped."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    try:
+    def asked() -> Asked:
         options = _options(argv)
         _check_given(options)
-        summary = run(options, _recipe(options), _lora(options))
-    except RagjaxError as error:
-        print(error_line("python -m train.depft", error), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped; --resume goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    print(f"{summary['steps']} of {summary['of']} steps; see {summary['out']}")
-    return 0
+        return options, _recipe(options), _lora(options)
+
+    return command("python -m train.depft", asked)
 
 
 def _check_given(options: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -63,7 +63,6 @@ class Example:
 
     @property
     def targets(self) -> int:
-        """Number of tokens that are learned."""
         return int((self.target >= 0).sum())
 
     @property
@@ -81,31 +80,16 @@ class Coder:
     """
 
     tokenizer: Tokenizer
-    closing: Closing
     attention: Attention = "dependency"
     positions: Positions = "path"
     wrapper: Wrapper | None = None
 
-    @staticmethod
-    def of(
-        tokenizer: Tokenizer,
-        attention: Attention = "dependency",
-        positions: Positions = "path",
-        wrapper: Wrapper | None = None,
-    ) -> Coder:
-        """For a model's tokenizer.
-
-        Raises:
-            ConfigError: if its chat template cannot be used.
-        """
-        return Coder(tokenizer, Closing.of(tokenizer), attention, positions, wrapper)
+    @cached_property
+    def closing(self) -> Closing:
+        return Closing.of(self.tokenizer)
 
     def example(self, sample: Sample, *, plain: bool = False) -> Example:
-        """A sample as the model sees it; plain: as a causal chain, whatever `attention` says.
-
-        Raises:
-            RequestError: if the chat template refuses the messages.
-        """
+        """A sample as the model sees it; plain: as a causal chain, whatever `attention` says."""
         if sample.passages:
             return self._reading(sample, apart=self.attention == "dependency" and not plain)
         messages = (*sample.history, Message("user", sample.question))
@@ -250,9 +234,6 @@ def _causal(prompt: Prompt) -> bool:
     return all(segment.kind in (Kind.SYSTEM, Kind.QUERY) for segment in prompt.segments)
 
 
-# ------------------------------------------------------------------------------------------ prompts
-
-
 def _chained(prompt: Prompt) -> Prompt:
     """The same prompt as one causal chain, in which everything depends on all before it."""
     return Prompt(tuple(replace(s, kind=Kind.QUERY) if s.kind is Kind.CHUNK else s for s in prompt.segments))
@@ -267,11 +248,6 @@ class Closing:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> Closing:
-        """Ask the template.
-
-        Raises:
-            ConfigError: if it drops the answer, or no token ends a turn.
-        """
         asked = (Message("user", "?"),)
         head = tokenizer.chat(asked)
         whole = tokenizer.chat((*asked, Message("assistant", ANSWER)), add_generation_prompt=False)

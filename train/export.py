@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.commands.flags import Parser, error_line
-from ragjax.core import ConfigError, RagjaxError
+from ragjax.commands.flags import Parser, exit_code
+from ragjax.core import ConfigError
 from ragjax.core.file import atomic_path
 from ragjax.models.config import Family, LongRope, ModelConfig
 from ragjax.models.gguf import read_gguf
@@ -52,17 +52,10 @@ def check_family(config: ModelConfig) -> None:
 
 
 def export(weights: Tree, config: ModelConfig, source: LocalModel, out: str | Path, dtype: str = "bfloat16") -> None:
-    """Write a model to a directory that does not exist yet, or is empty.
+    """Write a model (`model.stacked`) to a directory that does not exist yet, or is empty.
 
-    Args:
-        weights: as `model.stacked` has them.
-        config: of the model.
-        source: the model it was made from, for its tokenizer, and its config.json if it has one.
-        out: the directory.
-        dtype: of matrices; norms and biases are written in it as well, as is usual.
-
-    Raises:
-        ConfigError: if the directory has something in it, or cannot be made; as `check_family`.
+    source: the model it was made from, for its tokenizer, and its config.json if it has one. dtype: of all that is
+    written; norms and biases too, as is usual.
     """
     check_family(config)
     out = Path(out)
@@ -222,30 +215,23 @@ def _write(file: Path, value: Mapping[str, Any]) -> None:
 
 
 def merge(weights: Tree, adapter: Adapter) -> Tree:
-    """Weights with an adapter merged into them; what is merged becomes float32.
-
-    Raises:
-        ConfigError: if the adapter is for a model of another shape.
-    """
+    """Weights with an adapter merged into them; what is merged becomes float32."""
     layers = {name: adapter.merged(name, weight) for name, weight in weights["layers"].items()}
     return {**weights, "layers": layers}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code: 0, 1 after an error of ours, which is one line, 130 if stopped."""
-    try:
-        options = _options(argv)
-        adapter, source = Adapter.load(options.adapter), resolve(options.model)
-        if source.adapter is not None:
-            raise ConfigError(f"--model: {options.model} has an adapter itself; name the model under it")
-        check_weights(adapter.about, weights_digest(source.path, cache_dir()), options.model)
-        decoder = load_decoder(source.path, "float32", cache_dir())
-        export(merge(stacked(decoder), adapter), decoder.config, source, options.out, options.dtype)
-    except RagjaxError as error:
-        print(error_line("python -m train.export", error), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return exit_code("python -m train.export", lambda: _run(argv), 1)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    options = _options(argv)
+    adapter, source = Adapter.load(options.adapter), resolve(options.model)
+    if source.adapter is not None:
+        raise ConfigError(f"--model: {options.model} has an adapter itself; name the model under it")
+    check_weights(adapter.about, weights_digest(source.path, cache_dir()), options.model)
+    decoder = load_decoder(source.path, "float32", cache_dir())
+    export(merge(stacked(decoder), adapter), decoder.config, source, options.out, options.dtype)
     print(f"written to {options.out}; serve it by python -m ragjax.serve --model {options.out}")
     return 0
 

@@ -65,8 +65,6 @@ class Lora:
         change: jax.Array = jnp.float32(self.alpha / self.rank) * (x_TI.astype(jnp.float32) @ a_RI.T @ b_OR.T)
         return change
 
-    # --------------------------------------------------------------------------------------- files
-
     def save(self, adapter: Mapping[str, Pair], file: str | Path, about: Mapping[str, str]) -> None:
         """Write a safetensors file, bfloat16; about: what else its header is to say, such as the model's name."""
         from safetensors.flax import save_file

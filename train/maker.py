@@ -16,10 +16,7 @@ from train.walk import Graph, Limits, around
 def from_question(value: Mapping[str, Any], limits: Limits, seed: int, number: int) -> Sample:
     """A line of a question set: question, answers, topic_entities, triples, and paths, which lead to the answer.
 
-    Without paths, the shortest from a topic entity to an answer are taken.
-
-    Raises:
-        ValueError: saying what is missing or wrong.
+    Without paths, the shortest from a topic entity to an answer are taken. ValueError: what is missing or wrong.
     """
     answers = [text for text in list_of(value, "answers") if isinstance(text, str)]
     triples = [triple_of(triple) for triple in list_of(value, "triples")]
@@ -140,10 +137,7 @@ def from_trivia(
     """An entry of a TriviaQA file (arXiv 1705.03551), with the triples given for its QuestionId.
 
     answers: sentences to be learned; without one, the entry's own value. Paths begin at the triples' entities that the
-    question names, else at all that no triple leads to.
-
-    Raises:
-        ValueError: saying what is missing or wrong.
+    question names, else at all that no triple leads to. ValueError: what is missing or wrong.
     """
     name, question = text_of(value, "QuestionId"), text_of(value, "Question")
     if not facts.get(name):

@@ -32,9 +32,6 @@ def make_mesh(text: str | None, config: ModelConfig) -> Mesh:
 
     text: sizes, `fsdp=4,model=2` for instance. `fsdp` and `model` are 1 if they are not among them, and `data` takes
     the devices that are left. None: weights are split over all devices by `fsdp`.
-
-    Raises:
-        ConfigError: if it cannot be read, does not use all devices, or cannot share out the model.
     """
     count = jax.device_count()
     sizes = {"fsdp": count} if text is None else _sizes(text)

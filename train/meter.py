@@ -7,7 +7,7 @@ count, nor do hidden pairs of tokens.
 from __future__ import annotations
 
 import json
-import time
+import timeit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -47,12 +47,7 @@ def _measured_peak(dtype: jnp.dtype, n: int = 2048) -> float:
     """The best of a few products of n x n matrices."""
     x = jnp.ones((n, n), dtype)
     product = jax.jit(lambda x: jnp.matmul(x, x.T, preferred_element_type=jnp.float32))
-    product(x).block_until_ready()
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        product(x).block_until_ready()
-        seconds.append(time.perf_counter() - start)
+    seconds = timeit.repeat(lambda: product(x).block_until_ready(), number=1, repeat=6)  # the first one compiles
     return 2 * n**3 / min(seconds)
 
 
@@ -87,11 +82,7 @@ class Log:
     """A file of JSON lines, each written at once; a context, whose end closes it."""
 
     def __init__(self, file: str | Path, keep_until: int = 0):
-        """Open a log; of one that is there, lines of steps beyond `keep_until` go, and so does a torn last line.
-
-        Raises:
-            ConfigError: if it cannot be written.
-        """
+        """Open a log; of one that is there, lines of steps beyond `keep_until` go, and so does a torn last line."""
         file = Path(file)
         kept = [line for line in _lines(file) if line.get("step", 0) <= keep_until] if keep_until else []
         try:
@@ -102,7 +93,6 @@ class Log:
             self.write(line)
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Add a line."""
         self._stream.write(json.dumps(values) + "\n")
         self._stream.flush()
 

@@ -52,10 +52,19 @@ def _ends(decoder: Decoder) -> Tree:
 
 def axes_of(config: ModelConfig) -> Tree:
     """Logical names of each weight's axes, a tuple each, "layers" first where they are stacked."""
+    return _each_weight(config, lambda weight: weight.axes, "layers")
+
+
+def shapes_of(config: ModelConfig) -> Tree:
+    return _each_weight(config, lambda weight: tuple(weight.shape), config.num_layers)
+
+
+def _each_weight(config: ModelConfig, told: Callable[[Any], tuple[Any, ...]], layers: str | int) -> Tree:
+    """What is told of each weight, a tuple; `layers` first where they are stacked."""
     decoder = Decoder.abstract(config)
     layer = decoder.layers[0]
-    of_layers = {name: ("layers", *getattr(layer, name).axes) for name in nnx.to_pure_dict(nnx.state(layer))}
-    return {**{name: weight.axes for name, weight in _ends(decoder).items()}, "layers": of_layers}
+    of_layers = {name: (layers, *told(getattr(layer, name))) for name in nnx.to_pure_dict(nnx.state(layer))}
+    return {**{name: told(weight) for name, weight in _ends(decoder).items()}, "layers": of_layers}
 
 
 @dataclass(frozen=True)
@@ -78,8 +87,6 @@ class Model:
     def whole(self) -> bool:
         """True if all weights are trained."""
         return self.lora is None and self.soft is None
-
-    # ------------------------------------------------------------------------------------ sharding
 
     def specs(self) -> tuple[Tree, Tree]:
         """Partitions of trained and frozen weights on the mesh."""
@@ -104,7 +111,6 @@ class Model:
         return spec_of(axes, shape, self.mesh)
 
     def place(self, tree: Tree, specs: Tree) -> Tree:
-        """Put arrays where they belong."""
         placed: Tree = jax.tree.map(lambda spec, x: jax.device_put(x, NamedSharding(self.mesh, spec)), specs, tree)
         return placed
 
@@ -112,8 +118,6 @@ class Model:
     def devices(self) -> int:
         """Rows that are computed at once."""
         return int(self.mesh.shape["data"] * self.mesh.shape["fsdp"])
-
-    # ------------------------------------------------------------------------------------- forward
 
     def losses(self, trained: Tree, frozen: Tree, rotation: Rotation, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Negative log-probability of each target, and whether it is the likeliest token: float32 [N], 0 for padding.
@@ -194,14 +198,6 @@ class Adapted(Layer):
         x_TI = x_TI if norm_I is None else rms_norm(x_TI, norm_I, self.eps)
         product = super().multiply(name, x_TI, live=live)
         return product + self._lora.change(x_TI, self._pairs[name]) if name in self._pairs else product
-
-
-def shapes_of(config: ModelConfig) -> Tree:
-    """Shape of each weight, a tuple each."""
-    decoder = Decoder.abstract(config)
-    layer = decoder.layers[0]
-    of_layers = {n: (config.num_layers, *getattr(layer, n).shape) for n in nnx.to_pure_dict(nnx.state(layer))}
-    return {**{name: tuple(weight.shape) for name, weight in _ends(decoder).items()}, "layers": of_layers}
 
 
 def _gathered(x: jax.Array, spec: P) -> jax.Array:

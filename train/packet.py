@@ -8,31 +8,21 @@ distillation from its own full attention. See docs/training.md.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 
-from ragjax.commands.flags import Parser, error_line, integer, positive
-from ragjax.core import RagjaxError
+from ragjax.commands.flags import Parser, integer, positive
 from train.recipe import Recipe
-from train.run import add_flags, run
+from train.run import Asked, add_flags, command
 from train.soft import Soft
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code: 0, 1 after an error of ours, which is one line, 130 if stopped."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    try:
+    def asked() -> Asked:
         options = _options(argv)
-        summary = run(options, _recipe(options), Soft(options.header, options.trailer))
-    except RagjaxError as error:
-        print(error_line("python -m train.packet", error), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped; --resume goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    print(f"{summary['steps']} of {summary['of']} steps; see {summary['out']}")
-    return 0
+        return options, _recipe(options), Soft(options.header, options.trailer)
+
+    return command("python -m train.packet", asked)
 
 
 def _recipe(options: argparse.Namespace) -> Recipe:

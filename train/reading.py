@@ -32,11 +32,7 @@ class Question:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Question:
-        """Read question, answers and passages, of which those with is_supporting are needed, or all if none has it.
-
-        Raises:
-            ValueError: saying what is missing or wrong.
-        """
+        """Read question, answers and passages, of which those with is_supporting are needed, or all if none has it."""
         answers = [text for text in list_of(value, "answers") if isinstance(text, str) and text.strip()]
         if not answers:
             raise ValueError("answers is missing")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ragjax.commands.flags import integer, positive, share
+from ragjax.commands.flags import exit_code, integer, positive, share
 from ragjax.core import ConfigError
 from ragjax.models.decoder import Decoder
 from ragjax.models.hub import LocalModel, cache_dir, resolve
@@ -49,11 +51,6 @@ class Source:
 
     @staticmethod
     def find(name: str) -> Source:
-        """Find a model.
-
-        Raises:
-            ConfigError: if there is none of this name.
-        """
         local = resolve(name)
         if local.adapter is not None:
             raise ConfigError(f"{name} has an adapter already: merge it by python -m train.export first")
@@ -61,20 +58,23 @@ class Source:
         return Source(local, where, Tokenizer.load(local.path), weights_digest(local.path, cache_dir()).hex())
 
     def decoder(self, dtype: str) -> Decoder:
-        """Its weights."""
         decoder = load_decoder(self.local.path, dtype, cache_dir())
         self.tokenizer.check(decoder.config)
         return decoder
 
 
-def run(options: argparse.Namespace, recipe: Recipe, part: Part) -> dict[str, Any]:
-    """Read samples, train, and write what was trained. Returns a summary.
+Asked = tuple[argparse.Namespace, Recipe, Part]
+"""What a command is asked for; its flags are those of `add_flags`, and `plain_data`."""
 
-    options: those of `add_flags`, and `plain_data`.
 
-    Raises:
-        RagjaxError: for what cannot work.
-    """
+def command(prog: str, asked: Callable[[], Asked]) -> int:
+    """Exit code of a command that trains: 0, 1 after an error of ours, which is one line, 130 if stopped."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    return exit_code(prog, lambda: run(*asked()), 1, "stopped; --resume goes on from the last checkpoint")
+
+
+def run(options: argparse.Namespace, recipe: Recipe, part: Part) -> int:
+    """Read samples, train, and write what was trained."""
     rows, out = Rows.up_to(recipe.row), Path(options.out)
     if not options.resume:
         _check_untrained(out)
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, recipe: Recipe, part: Part) -> dict[str, An
     check_family(config)
     mesh = make_mesh(options.mesh, config)
     wrapper = part.wrapper(config.vocab_size) if isinstance(part, Soft) else None
-    coder = Coder.of(source.tokenizer, recipe.attention, recipe.positions, wrapper)
+    coder = Coder(source.tokenizer, recipe.attention, recipe.positions, wrapper)
     samples = read_samples(options.data, options.max_bad)
     plain = read_samples(options.plain_data, options.max_bad) if options.plain_data else samples
     corpus = Corpus.of(coder, samples, plain if recipe.plain else [], rows, options.progress)
@@ -126,11 +126,12 @@ def run(options: argparse.Namespace, recipe: Recipe, part: Part) -> dict[str, An
         train(trainer, state, corpus, order, recipe, job, saved)
     if state.step == order.steps and not any((out / made).exists() for made in ("model", "packet.safetensors")):
         _write(model, state.trained, source, out)
-    return {"steps": state.step, "of": order.steps, "out": str(out)}
+    print(f"{state.step} of {order.steps} steps; see {out}")
+    return 0
 
 
 def _parted(weights: Tree, part: Part, seed: int) -> tuple[Tree, Tree]:
-    """Split weights into initial trained ones and frozen ones."""
+    """Initial trained weights, and frozen ones."""
     if part is None:
         return weights, {}
     if isinstance(part, Soft):

@@ -63,11 +63,9 @@ class Sample:
 
     @property
     def asked(self) -> tuple[Asked, ...]:
-        """All questions, and their answers."""
         return (Asked(self.question, self.answer), *self.also)
 
     def to_json(self) -> str:
-        """One line of a file."""
         value: dict[str, Any] = {"id": self.id, "question": self.question, "answer": self.answer}
         value |= {name: getattr(self, name) for name in ("paths", "gold") if getattr(self, name)}
         if self.history:
@@ -83,9 +81,7 @@ class Sample:
         """Read a line: question, paths, triples or passages, answer or answers; or a chat's messages, its answer last.
 
         Each of `triples` becomes a path of one hop. Of several `answers` the first `MOST_ANSWERS` are joined.
-
-        Raises:
-            ValueError: saying what is missing or wrong, or what nothing would read.
+        ValueError: what is missing or wrong, or what nothing would read.
         """
         if "messages" in value:
             return _chat(value)
@@ -192,11 +188,7 @@ def answer_of(value: Mapping[str, Any]) -> str:
 
 
 def read_samples(files: Sequence[str | Path], max_bad: int = 0) -> list[Sample]:
-    """The samples of some files, in order; a sample without an id is named after its file and line.
-
-    Raises:
-        ConfigError: for a file that cannot be read or holds none, and beyond `max_bad` lines that are wrong.
-    """
+    """The samples of some files, in order; a sample without an id is named after its file and line."""
     samples = read_lines(files, Sample.from_json, max_bad)
     if not samples:
         raise ConfigError(f"no samples in {', '.join(str(file) for file in files)}")
@@ -211,11 +203,7 @@ def named(found: Sequence[tuple[str, Sample]]) -> list[Sample]:
 def read_lines(
     files: Sequence[str | Path], parse: Callable[[Mapping[str, Any]], T], max_bad: int
 ) -> list[tuple[str, T]]:
-    """Parse the lines of JSON files, each with its file and number. Bad lines are logged and skipped.
-
-    Raises:
-        ConfigError: for a file that cannot be read, and beyond `max_bad` lines that are wrong.
-    """
+    """Parse the lines of JSON files, each with its file and number. Up to `max_bad` bad ones are logged and skipped."""
     found: list[tuple[str, T]] = []
     bad = Bad(max_bad)
     for file in map(Path, files):

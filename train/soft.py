@@ -32,7 +32,6 @@ class Soft:
 
     @property
     def tokens(self) -> int:
-        """All of them."""
         return self.header + self.trailer
 
     def wrapper(self, vocabulary: int) -> Wrapper:

@@ -58,9 +58,9 @@ class Trainer:
         """steps: of the whole run, which the learning rate follows. frozen: weights that stay, placed."""
         self._model, self._rows, self._frozen = model, rows, frozen
         self._optimizer = recipe.optimizer(steps)
-        self._rotation: Rotation = jax.device_put(
-            rotation_table(model.config, rows.lengths[-1]), NamedSharding(model.mesh, P())
-        )
+        self._everywhere = NamedSharding(model.mesh, P())
+        table = rotation_table(model.config, rows.lengths[-1])
+        self._rotation: Rotation = jax.device_put(table, self._everywhere)
         self._gradient = gradient_program(model)
         self._losses = loss_program(model)
         self._apply = jax.jit(partial(_apply, self._optimizer), donate_argnums=(0, 1))
@@ -68,17 +68,17 @@ class Trainer:
 
     def start(self, trained: Tree) -> State:
         """Before the first step. The optimizer counts steps on every device of the mesh, as a checkpoint is read."""
-        everywhere = NamedSharding(self._model.mesh, P())
-        moments = jax.tree.map(
-            lambda x: jax.device_put(x, everywhere) if x.ndim == 0 else x, self._optimizer.init(trained)
-        )
-        return State(trained, moments)
+
+        def placed(x: jax.Array) -> jax.Array:
+            return jax.device_put(x, self._everywhere) if x.ndim == 0 else x
+
+        return State(trained, jax.tree.map(placed, self._optimizer.init(trained)))
 
     def step(self, state: State, examples: Sequence[Example]) -> Report:
         """Take one step, in place, over all examples at once: their gradient is that of the mean over all targets."""
         begin = time.perf_counter()
         microbatches = self._rows.pack(examples, self._model.devices)
-        sums: Any = (jax.tree.map(jnp.zeros_like, state.trained), self._zeros())
+        sums: Any = (jax.tree.map(jnp.zeros_like, state.trained), jax.device_put(jnp.zeros(2), self._everywhere))
         for microbatch in microbatches:
             sums = self._gradient(state.trained, self._frozen, self._rotation, microbatch.batch, sums)
         targets = sum(m.targets for m in microbatches)
@@ -97,10 +97,6 @@ class Trainer:
             flops=self._cost.flops(microbatches),
             seconds=time.perf_counter() - begin,
         )
-
-    def _zeros(self) -> jax.Array:
-        zeros: jax.Array = jax.device_put(jnp.zeros(2), NamedSharding(self._model.mesh, P()))
-        return zeros
 
     def evaluate(self, trained: Tree, examples: Sequence[Example]) -> dict[str, float]:
         """Over a file of examples: loss and accuracy by token, and by answer where answers are learned.

@@ -74,7 +74,7 @@ from train.soft import Soft
 from train.trainer import Trainer
 
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-coder = Coder.of(byte_tokenizer())
+coder = Coder(byte_tokenizer())
 samples = [replace(s, id=str(i), question=s.question * (1 + i % 3)) for i, s in enumerate(t.SAMPLES * 2)]
 examples = [coder.example(s) for s in samples]
 rows = Rows((256,))

@@ -26,7 +26,7 @@ from train.soft import Soft
 
 SOFT = Soft(2, 3)
 WRAPPER = SOFT.wrapper(SMALL.vocab_size)
-CODER = Coder.of(byte_tokenizer(), wrapper=WRAPPER)
+CODER = Coder(byte_tokenizer(), wrapper=WRAPPER)
 MODEL = Model(SMALL, one_device(), jnp.dtype("float32"), soft=SOFT, distil=True)
 ROTATION = rotation_table(SMALL, 512)
 

@@ -34,7 +34,7 @@ from train.reading import Question, Shape, from_questions, without
 from train.sample import Asked, Passage, Sample, normal, read_samples, write_samples
 from train.trainer import Trainer
 
-CODER = Coder.of(byte_tokenizer())
+CODER = Coder(byte_tokenizer())
 
 
 @pytest.mark.parametrize("plain", [False, True])

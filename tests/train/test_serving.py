@@ -34,7 +34,7 @@ FEW = replace(READING, also=())
 )
 def test_the_engine_says_what_the_arrangement_of_training_says(sample: Sample, packets: bool) -> None:
     tokenizer = tiny.byte_tokenizer()
-    coder = Coder.of(tokenizer, wrapper=WRAPPER if packets else None)
+    coder = Coder(tokenizer, wrapper=WRAPPER if packets else None)
     example = coder.example(sample)
     expected = student(example)
     prompt = chat_prompt(

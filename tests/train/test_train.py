@@ -29,7 +29,6 @@ from tests.support.forward import dense_logits
 from tests.support.plain import FAMILIES, tensors_of
 from tests.support.tiny import byte_tokenizer, decoder
 from tests.support.training import LORA, SMALL, adapters, last_step, lines, make_model
-from train import depft
 from train.batch import Rows
 from train.checkpoint import Checkpoints
 from train.depft import main
@@ -206,7 +205,7 @@ def test_a_run_that_is_stopped_says_how_it_goes_on(
     def stopped(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(depft, "run", stopped)
+    monkeypatch.setattr("train.run.run", stopped)
     assert main(flags(home, "stopped")) == 130
     assert capsys.readouterr().err == "stopped; --resume goes on from the last checkpoint\n"
 

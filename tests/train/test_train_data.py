@@ -368,7 +368,7 @@ def test_rows_are_whole_blocks() -> None:
 
 def test_pairs_are_counted_as_the_mask_has_them() -> None:
     paths = (("B", "r", "C"), ("B", "r", "Cd", "s", "E"), ("F", "q", "C"))
-    made = Coder.of(byte_tokenizer()).example(Sample("a", "Who?", "Ann", paths))
+    made = Coder(byte_tokenizer()).example(Sample("a", "Who?", "Ann", paths))
     order = np.arange(len(made))[:, None]
     seen = (order >= order.T) & ~((made.hide_from <= order) & (order < made.hide_until))
     assert pairs_of(made) == seen.sum() < len(made) * (len(made) + 1) // 2
@@ -389,7 +389,7 @@ def test_every_sample_comes_once_an_epoch(samples: int, batch: int, plain: float
 
 def test_earlier_turns_come_before_the_question_and_behind_no_tree() -> None:
     history = (Message("system", "Be kind."), Message("user", "Hi"), Message("assistant", "Hello"))
-    made = Coder.of(byte_tokenizer()).example(Sample("a", "Who?", "Ann", (("B", "r", "C"),), history=history))
+    made = Coder(byte_tokenizer()).example(Sample("a", "Who?", "Ann", (("B", "r", "C"),), history=history))
     text = byte_tokenizer().decode(made.token)
     assert text.index("Be kind.") < text.index("Hello") < text.index("B -r-> C") < text.index("Question: Who?")
     tree = len(byte_tokenizer().decode(made.token)[: text.index("B -r-> C")])

@@ -115,7 +115,7 @@ ARMS = [("dependency", "path"), ("dependency", "preorder"), ("self", "path")]
 @pytest.mark.parametrize(("attention", "positions"), with_smoke(ARMS, ARMS[0]))
 def test_losses_equal_the_dense_forward(config: ModelConfig, attention: str, positions: str) -> None:
     """Of three samples packed into one row."""
-    coder = Coder.of(byte_tokenizer(), attention, positions)  # type: ignore[arg-type]
+    coder = Coder(byte_tokenizer(), attention, positions)  # type: ignore[arg-type]
     (microbatch,) = ROWS.pack([coder.example(sample) for sample in SAMPLES])
     nll_N, hit_N = (np.asarray(x) for x in programs(config)[0](weights_of(config), {}, ROTATION, microbatch.batch))
     for i, sample in enumerate(SAMPLES):
@@ -128,7 +128,7 @@ def test_losses_equal_the_dense_forward(config: ModelConfig, attention: str, pos
 def test_the_arms_differ() -> None:
     found = []
     for attention, positions in ARMS:
-        coder = Coder.of(byte_tokenizer(), attention, positions)  # type: ignore[arg-type]
+        coder = Coder(byte_tokenizer(), attention, positions)  # type: ignore[arg-type]
         (microbatch,) = ROWS.pack([coder.example(SAMPLES[0])])
         found.append(np.asarray(programs(SMALL)[0](weights_of(SMALL), {}, ROTATION, microbatch.batch)[0]).sum())
     assert np.abs(np.diff([*found, found[0]])).min() > 1e-3
@@ -141,7 +141,7 @@ def zeros(tree: Tree) -> tuple[Tree, jax.Array]:
 @pytest.mark.slow
 def test_gradient_equals_the_dense_slope() -> None:
     """Along a random direction of all weights at once, by central differences in float64."""
-    coder = Coder.of(byte_tokenizer())
+    coder = Coder(byte_tokenizer())
     (microbatch,) = ROWS.pack([coder.example(SAMPLES[0])])
     tensors = {name: x.astype(np.float64) for name, x in tensors_of(SMALL).items()}
     rng = np.random.default_rng(1)
@@ -162,7 +162,7 @@ def test_gradient_equals_the_dense_slope() -> None:
 
 @pytest.mark.slow
 def test_gradients_of_microbatches_add_up() -> None:
-    coder = Coder.of(byte_tokenizer())
+    coder = Coder(byte_tokenizer())
     examples = [coder.example(sample) for sample in SAMPLES]
     weights = weights_of(SMALL)
     together = zeros(weights)
@@ -179,7 +179,7 @@ def test_gradients_of_microbatches_add_up() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_what_is_computed_anew_changes_nothing(remat: str) -> None:
-    (microbatch,) = ROWS.pack([Coder.of(byte_tokenizer()).example(SAMPLES[1])])
+    (microbatch,) = ROWS.pack([Coder(byte_tokenizer()).example(SAMPLES[1])])
     weights = weights_of(SMALL)
     found = [
         programs(SMALL, remat=kind)[1](weights, {}, ROTATION, microbatch.batch, zeros(weights))
@@ -192,7 +192,7 @@ def test_what_is_computed_anew_changes_nothing(remat: str) -> None:
 def test_only_answers_are_learned() -> None:
     tokenizer = byte_tokenizer()
     for sample in SAMPLES:
-        example = Coder.of(tokenizer).example(sample)
+        example = Coder(tokenizer).example(sample)
         learned = example.target[example.target >= 0]
         assert tokenizer.decode(learned[:-1]) == sample.answer and learned[-1] == 257
         first = int(np.flatnonzero(example.target >= 0)[0])
@@ -203,7 +203,7 @@ def test_only_answers_are_learned() -> None:
 @pytest.mark.slow
 def test_no_other_token_has_a_gradient() -> None:
     """With an output head of its own: its gradient is that of the rows that answer, and of no other."""
-    (microbatch,) = ROWS.pack([Coder.of(byte_tokenizer()).example(SAMPLES[2])])
+    (microbatch,) = ROWS.pack([Coder(byte_tokenizer()).example(SAMPLES[2])])
     weights = weights_of(QWEN)
     gradient, _ = programs(QWEN)[1](weights, {}, ROTATION, microbatch.batch, zeros(weights))
     # a row's gradient is (probability - target) x its residual: rank at most the number of rows
@@ -217,7 +217,7 @@ def test_no_other_token_has_a_gradient() -> None:
 
 
 def test_adapters_change_nothing_at_first_and_then_what_merging_does() -> None:
-    (microbatch,) = ROWS.pack([Coder.of(byte_tokenizer()).example(sample) for sample in SAMPLES])
+    (microbatch,) = ROWS.pack([Coder(byte_tokenizer()).example(sample) for sample in SAMPLES])
     weights = weights_of(SMALL)
     base = np.asarray(programs(SMALL)[0](weights, {}, ROTATION, microbatch.batch)[0])
     fresh = LORA.init(weights["layers"], 0)

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ragjax.core import NEVER
 from ragjax.kernels.table import Extent, Keys, seen_and_full
 
 BLOCK_ROWS, BLOCK_KEYS = 128, 64
@@ -77,11 +75,7 @@ class Mask:
         """The mask of these tokens; under jit the lists are made on the device.
 
         Both blocks must divide T. A block may hold tokens of several samples; it is then masked whole.
-
-        Raises:
-            ValueError: naming what does not fit in shape, dtype or (outside of jit) value.
         """
-        _check(tokens, block_rows, block_keys)
         seen_NS, full_NS = _extent(tokens, block_rows, block_keys)
         return Mask(tokens, Tiles.of(seen_NS, full_NS), Tiles.of(seen_NS.T, full_NS.T), block_rows, block_keys)
 
@@ -106,21 +100,3 @@ def _extent(tokens: Tokens, block_rows: int, block_keys: int) -> tuple[jax.Array
     seen_NS, full_NS = seen_and_full(extent, Keys(*(x_T.reshape(-1, block_keys) for x_T in keys)))
     alike_N = (extent.first == extent.last) & live_NB.all(1)
     return seen_NS, full_NS & alike_N[:, None]
-
-
-def _check(tokens: Tokens, block_rows: int, block_keys: int) -> None:
-    for name, x in vars(tokens).items():
-        if x.shape != tokens.index_T.shape or x.ndim != 1:
-            raise ValueError(f"tokens.{name} has shape {x.shape}, not that of one axis as all of tokens")
-        if x.dtype != jnp.int32:
-            raise ValueError(f"tokens.{name} is {x.dtype}, not int32")
-    t = tokens.index_T.shape[0]
-    for name, block in (("block_rows", block_rows), ("block_keys", block_keys)):
-        if block < 1 or t % block:
-            raise ValueError(f"{name} {block} does not divide the {t} tokens")
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tokens)):
-        return
-    index = np.asarray(tokens.index_T)[np.asarray(tokens.request_T) >= 0]
-    wrong = (index < 0) | (index >= NEVER)
-    if wrong.any():
-        raise ValueError(f"tokens.index_T holds {int(index[wrong.argmax()])}, outside of 0 to {NEVER}")

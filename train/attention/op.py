@@ -25,8 +25,6 @@ from train.attention.mask import Mask
 
 log = logging.getLogger(__name__)
 
-FLOATS = (jnp.float32, jnp.float16, jnp.bfloat16)
-
 
 @dataclass(frozen=True)
 class Backend:
@@ -69,27 +67,16 @@ def train_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of all tokens to those that are visible to them, differentiable in q, k and v.
 
-    Args:
-        q_THD: queries, rotated at their positions; float32, bfloat16 or float16, and products accumulate in float32.
-            H is a multiple of K, heads ordered by KV head (GQA). Padding may hold anything, here and below.
-        k_TKD: keys of the same tokens, rotated at their positions, in the dtype of q.
-        v_TKD: their values.
-        mask: the tokens' visibility.
-        scale: softmax scale, 1/sqrt(D) as a rule.
-        backend: which implementation computes it; None for the one that `choose` finds for the default device.
+    q_THD: queries, rotated at their positions; float32, bfloat16 or float16, and products accumulate in float32. H is a
+    multiple of K, heads ordered by KV head (GQA). k_TKD, v_TKD: rotated keys and values of the same tokens, in the
+    dtype of q. Padding may hold anything. scale: of the softmax, 1/sqrt(D) as a rule. backend: None for the one that
+    `choose` finds for the default device.
 
     Returns:
         out [T, H, D] in the dtype of q, and the natural log of the softmax denominator, float32 [T, H]; both may be
         differentiated. A row that sees no token, as padding, gets zeros and -inf, and has no gradient.
-
-    Raises:
-        ValueError: naming the argument whose shape or dtype does not fit.
     """
-    _check(q_THD, k_TKD, v_TKD, mask)
-    if backend is None:
-        backend = choose(q_THD, mask, Device.of(jax.devices()[0]))
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
+    backend = backend or choose(q_THD, mask, Device.of(jax.devices()[0]))
     return attend(BACKENDS[backend], scale, q_THD, k_TKD, v_TKD, mask)
 
 
@@ -149,20 +136,3 @@ def _without_padding(
         return jnp.where(live_T11, x, jnp.zeros((), x.dtype))
 
     return keep(q_THD), keep(k_TKD), keep(v_TKD)
-
-
-def _check(q_THD: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array, mask: Mask) -> None:
-    for name, x in (("q_THD", q_THD), ("k_TKD", k_TKD), ("v_TKD", v_TKD)):
-        if x.ndim != 3:
-            raise ValueError(f"{name} has {x.ndim} axes, not 3")
-        if x.dtype not in FLOATS:
-            raise ValueError(f"{name} is {x.dtype}, not float32, float16 or bfloat16")
-        if x.dtype != q_THD.dtype:
-            raise ValueError(f"{name} is {x.dtype}, not {q_THD.dtype} as q_THD")
-        if x.shape[0] != mask.tokens.index_T.shape[0]:
-            raise ValueError(f"{name} has {x.shape[0]} tokens, mask has {mask.tokens.index_T.shape[0]}")
-    if v_TKD.shape != k_TKD.shape:
-        raise ValueError(f"v_TKD has shape {v_TKD.shape}, not {k_TKD.shape} as k_TKD")
-    heads, dim = q_THD.shape[1:]
-    if dim != k_TKD.shape[2] or heads % k_TKD.shape[1]:
-        raise ValueError(f"q_THD has {heads} heads of {dim}, k_TKD {k_TKD.shape[1]} of {k_TKD.shape[2]}")

@@ -116,7 +116,7 @@ class AttentionTile:
         fixed = 2 * kept + CHUNK * 3 * KEYS * 4 + 3 * KEYS * self.row_bytes + 1024
         states_bytes = self.states * self.state_bytes
         raw = code.intrinsic("malloc", ir.PointerType(), states_bytes + fixed + table_bytes * 2 + 64)
-        address = Value(code, code.builder.ptrtoint(raw.raw, I64))
+        address = code.address(raw.raw)
         self.memory = code.pointer((address + 63) & -64, I8)
         place = self.memory.at(states_bytes)
         self.keys, self.values = place, place.at(kept)
@@ -259,7 +259,7 @@ class AttentionTile:
         code, kind = self.code, vector(I32, PART)
         index, hide_from, hide_until = (x.load(first, kind) for x in fields)
         low = index.lane(0)
-        count = Value(code, ir.Constant(kind, list(range(PART))))
+        count = code.counting(PART)
         ordered = index.compare("==", code.spread(low, PART) + count)
         hidden = (hide_from <= code.largest(index, self.low)) & (hide_until > code.spread(self.high, PART))
         inside = (low >= 0) & (low + (PART - 1) <= self.high)
@@ -301,9 +301,9 @@ class AttentionTile:
             about = [x.at(at * KEYS + part) for x in (self.key_index, self.key_from, self.key_until)]
             place = keys.at(part * (form.dim * form.item))
             done = code.variable(code.constant(I64, 0))
-            self.key_at[at * (KEYS // PART) + part / PART] = self._address(place)
+            self.key_at[at * (KEYS // PART) + part / PART] = code.address(place.raw)
             within = first % self.page_size + (PART - 1) < self.page_size
-            count = Value(code, ir.Constant(vector(I32, PART), list(range(PART))))
+            count = code.counting(PART)
             run = self._all(slots.compare("==", code.spread(slots.lane(0), PART) + count))
             with code.when((first >= 0) & (within & run)):
                 self._gather_run(number * KEYS + part, first, about, done)
@@ -313,12 +313,12 @@ class AttentionTile:
                     key, value = (code.pointer(self._slot_at(pool, first), I8) for pool in (K, _V))
                     if in_place:
                         with code.when(offset.compare("==", 0)):
-                            self.key_at[at * (KEYS // PART) + part / PART] = self._address(key)
+                            self.key_at[at * (KEYS // PART) + part / PART] = code.address(key.raw)
                     with code.when(offset.compare("!=", 0) if in_place else (offset >= -NEVER)):
                         for j in code.range(0, PART):
                             self._take_key(key.at(j * self._slot_bytes), place.at(j * (form.dim * form.item)), offset)
                     for j in code.range(0, PART):
-                        self.value_at[part + j] = self._address(value.at(j * self._slot_bytes))
+                        self.value_at[part + j] = code.address(value.at(j * self._slot_bytes).raw)
             with code.when(done.value.compare("==", 0)):
                 for j in code.range(0, PART):
                     index, slot = number * KEYS + part + j, table[j].cast(I64) - 1
@@ -337,9 +337,6 @@ class AttentionTile:
             for d in range(0, form.dim, form.lanes):
                 to[d] = self._read(value, d, form.lanes)
 
-    def _address(self, place: Pointer) -> Value:
-        return Value(self.code, self.code.builder.ptrtoint(place.raw, I64))
-
     @property
     def _slot_bytes(self) -> int:
         return self.form.dim * (2 if self.form.bits else 4)
@@ -350,7 +347,7 @@ class AttentionTile:
         pages = frame.data(_LAYER, I32)[0].cast(I64) * frame.size(K, 1)
         page = pages + frame.data(_PAGE, I32)[slot / self.page_size].cast(I64)
         row = (page * self.kv_heads + self.kv_head) * self.page_size + slot % self.page_size
-        return self._address(frame.data(pool, I8)) + row * self._slot_bytes
+        return self.code.address(frame.data(pool, I8).raw) + row * self._slot_bytes
 
     def _gather_run(self, index: Value, slot: Value, about: list[Pointer], done: Any) -> None:
         """Slots of one entry that hold tokens one after the other, if every row sees them all."""
@@ -362,14 +359,14 @@ class AttentionTile:
         with code.when(self._all(apart) & early):
             for place, x in zip(about, (index.cast(I32), hide_from, hide_until), strict=True):
                 if x.type == I32:
-                    x = code.spread(x, PART) + Value(code, ir.Constant(kind, list(range(PART))))
+                    x = code.spread(x, PART) + code.counting(PART)
                 place[0] = x
             done.value = code.constant(I64, 1)
 
     def _gather_slot(self, index: Value, slot: Value, about: list[Pointer], key: Pointer, place: Value) -> None:
         code, frame = self.code, self.frame
         index = index.cast(I32)
-        places = [code.variable(self._address(self.zeros)) for _ in range(2)]
+        places = [code.variable(code.address(self.zeros.raw)) for _ in range(2)]
         offset = code.variable(code.constant(I32, 0))
         about[0][0], about[1][0], about[2][0] = NEVER, 0, 0
         whole = code.variable(code.constant(I64, 0))

@@ -8,7 +8,8 @@ sums are made in the order in which they are written, so that equal numbers give
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partialmethod
 from typing import Any
 
 from llvmlite import ir
@@ -58,42 +59,19 @@ class Value:
             a, b = b, a
         return Value(self.code, getattr(self.code.builder, real if self.is_float else integer)(a.raw, b.raw))
 
-    def __add__(self, other: Operand) -> Value:
-        return self._binary("add", "fadd", other)
-
-    def __radd__(self, other: Operand) -> Value:
-        return self._binary("add", "fadd", other)
-
-    def __sub__(self, other: Operand) -> Value:
-        return self._binary("sub", "fsub", other)
-
-    def __rsub__(self, other: Operand) -> Value:
-        return self._binary("sub", "fsub", other, turned=True)
-
-    def __mul__(self, other: Operand) -> Value:
-        return self._binary("mul", "fmul", other)
-
-    def __truediv__(self, other: Operand) -> Value:
-        return self._binary("sdiv", "fdiv", other)
-
-    def __mod__(self, other: Operand) -> Value:
-        return self._binary("srem", "", other)
-
-    def __and__(self, other: Operand) -> Value:
-        return self._binary("and_", "", other)
-
-    def __or__(self, other: Operand) -> Value:
-        return self._binary("or_", "", other)
+    __add__ = __radd__ = partialmethod(_binary, "add", "fadd")
+    __sub__ = partialmethod(_binary, "sub", "fsub")
+    __rsub__ = partialmethod(_binary, "sub", "fsub", turned=True)
+    __mul__ = partialmethod(_binary, "mul", "fmul")
+    __truediv__ = partialmethod(_binary, "sdiv", "fdiv")
+    __mod__ = partialmethod(_binary, "srem", "")
+    __and__ = partialmethod(_binary, "and_", "")
+    __or__ = partialmethod(_binary, "or_", "")
+    __lshift__ = partialmethod(_binary, "shl", "")
+    __rshift__ = partialmethod(_binary, "lshr", "")  # it fills with zeros
 
     def __invert__(self) -> Value:
         return Value(self.code, self.code.builder.not_(self.raw))
-
-    def __lshift__(self, other: Operand) -> Value:
-        return self._binary("shl", "", other)
-
-    def __rshift__(self, other: Operand) -> Value:
-        """A shift that fills with zeros."""
-        return self._binary("lshr", "", other)
 
     def compare(self, sign: str, other: Operand) -> Value:
         """Signed, or ordered: false where a number is NaN."""
@@ -101,17 +79,10 @@ class Value:
         compared = builder.fcmp_ordered if self.is_float else builder.icmp_signed
         return Value(self.code, compared(sign, self.raw, b.raw))
 
-    def __lt__(self, other: Operand) -> Value:
-        return self.compare("<", other)
-
-    def __le__(self, other: Operand) -> Value:
-        return self.compare("<=", other)
-
-    def __gt__(self, other: Operand) -> Value:
-        return self.compare(">", other)
-
-    def __ge__(self, other: Operand) -> Value:
-        return self.compare(">=", other)
+    __lt__ = partialmethod(compare, "<")
+    __le__ = partialmethod(compare, "<=")
+    __gt__ = partialmethod(compare, ">")
+    __ge__ = partialmethod(compare, ">=")
 
     def cast(self, to: ir.Type) -> Value:
         """The same number in another type, or the nearest; integers are signed, floats are cut towards zero."""
@@ -251,6 +222,13 @@ class Code:
             raw.type = POINTER  # as all pointers are here
         return Pointer(self, raw, element)
 
+    def counting(self, lanes: int) -> Value:
+        """0, 1, 2, … as int32."""
+        return Value(self, ir.Constant(ir.VectorType(I32, lanes), list(range(lanes))))
+
+    def address(self, pointer: ir.Value) -> Value:
+        return Value(self, self.builder.ptrtoint(pointer, I64))
+
     def variable(self, value: Value) -> Variable:
         return Variable(self, value)
 
@@ -287,16 +265,14 @@ class Code:
         self.builder.branch(body)
         self.builder.position_at_end(after)
 
-    @contextmanager
-    def when(self, condition: Value) -> Iterator[None]:
-        with self.builder.if_then(condition.raw):
-            yield
+    def when(self, condition: Value) -> AbstractContextManager[Any]:
+        block: AbstractContextManager[Any] = self.builder.if_then(condition.raw)
+        return block
 
-    @contextmanager
-    def otherwise(self, condition: Value) -> Iterator[Any]:
+    def otherwise(self, condition: Value) -> AbstractContextManager[Any]:
         """Both cases: `with code.otherwise(condition) as (yes, no)`, each a block of its own."""
-        with self.builder.if_else(condition.raw) as both:
-            yield both
+        blocks: AbstractContextManager[Any] = self.builder.if_else(condition.raw)
+        return blocks
 
     def where(self, condition: Value, yes: Operand, no: Operand) -> Value:
         yes_value = yes if isinstance(yes, Value) else self.like(no, yes)
@@ -318,23 +294,24 @@ class Code:
 
     def fma(self, a: Value, b: Operand, c: Value) -> Value:
         """A * b + c, rounded once."""
-        b = self.like(a, b)
-        return self.intrinsic(f"llvm.fma.{_suffix(a.type)}", a.type, a, b, self.like(a, c))
+        return self._by_llvm("fma", a, b, c)
 
     def largest(self, a: Value, b: Operand) -> Value:
         """The greater; of NaN and a number the number."""
-        name = "maxnum" if a.is_float else "smax"
-        return self.intrinsic(f"llvm.{name}.{_suffix(a.type)}", a.type, a, self.like(a, b))
+        return self._by_llvm("maxnum" if a.is_float else "smax", a, b)
 
     def least(self, a: Value, b: Operand) -> Value:
-        name = "minnum" if a.is_float else "smin"
-        return self.intrinsic(f"llvm.{name}.{_suffix(a.type)}", a.type, a, self.like(a, b))
+        return self._by_llvm("minnum" if a.is_float else "smin", a, b)
 
     def magnitude(self, a: Value) -> Value:
-        return self.intrinsic(f"llvm.fabs.{_suffix(a.type)}", a.type, a)
+        return self._by_llvm("fabs", a)
 
     def root(self, a: Value) -> Value:
-        return self.intrinsic(f"llvm.sqrt.{_suffix(a.type)}", a.type, a)
+        return self._by_llvm("sqrt", a)
+
+    def _by_llvm(self, name: str, a: Value, *others: Operand) -> Value:
+        """An intrinsic whose values all have one type."""
+        return self.intrinsic(f"llvm.{name}.{_suffix(a.type)}", a.type, a, *(self.like(a, b) for b in others))
 
     def total(self, a: Value) -> Value:
         """The sum of the lanes: halves are added until one is left, a fixed order."""

@@ -151,12 +151,12 @@ def _write_share(module: ir.Module) -> ir.Function:
     helpers = share.variable(share.least(_threads(share, api, context), tiles) - 1)
     fields = share.pointer(share.intrinsic("malloc", POINTER, share.constant(I64, 64)), I64)
     fields[_REFERENCES], fields[_NEXT], fields[_DONE] = helpers.value + 1, 0, 0
-    fields[_TILES], fields[_FRAME] = tiles, Value(share, share.builder.ptrtoint(frame.raw, I64))
-    fields[_PHASE] = Value(share, share.builder.ptrtoint(phase.raw, I64))
+    fields[_TILES], fields[_FRAME] = tiles, share.address(frame.raw)
+    fields[_PHASE] = share.address(phase.raw)
     ask = share.room(I64, 5)
     ask[0], ask[1], ask[2] = 40, 0, context
-    ask[3] = Value(share, share.builder.ptrtoint(helper.function, I64))
-    ask[4] = Value(share, share.builder.ptrtoint(fields.raw, I64))
+    ask[3] = share.address(helper.function)
+    ask[4] = share.address(fields.raw)
     schedule = share.builder.inttoptr(api[_SCHEDULE].raw, POINTER)
     for _ in share.range(0, helpers.value):
         error = _call_pointer(share, schedule, ir.FunctionType(I64, (POINTER,)), ask.raw)
@@ -176,7 +176,7 @@ def _threads(code: Code, api: Pointer, context: Value) -> Value:
     found, ask = code.room(I64, 1), code.room(I64, 4)
     found[0] = 1
     ask[0], ask[1], ask[2] = 32, 0, context
-    ask[3] = Value(code, code.builder.ptrtoint(found.raw, I64))
+    ask[3] = code.address(found.raw)
     number = code.builder.inttoptr(api[_NUM_THREADS].raw, POINTER)
     _call_pointer(code, number, ir.FunctionType(I64, (POINTER,)), ask.raw)
     return found[0]

@@ -13,7 +13,7 @@ from ragjax.kernels.cpu.foreign import CallFrame, Kernel, Machine
 from ragjax.kernels.cpu.numbers import LOG2E, power
 from ragjax.kernels.cpu.packing import PANEL, Packing
 from ragjax.kernels.cpu.product import GROUP, PackedStack, PanelSums, ProductCall, digits_for, form_for, product_phase
-from ragjax.kernels.cpu.tiles import CHUNK, ROWS, UNIT_BYTES, add_units, rows_of_tiles, widen_panel
+from ragjax.kernels.cpu.tiles import CHUNK, ROWS, UNIT_BYTES
 
 (_GATE_UP, _DOWN, _OUT, _DIGITS, _HIDDEN) = (2, 4, 5, 6, 7)  # of the buffers; 1 and 3 as in `product`
 
@@ -77,21 +77,21 @@ def tiled_mlp(gate_up: Packing, down: Packing, name: str) -> Kernel:
         return PackedStack(frame, _GATE_UP).panels / 2
 
     def body(code: Code, frame: CallFrame, begin: Value, end: Value) -> None:
-        made, room, panels = first(frame), tiles.TileRoom(code), panels_of(frame)
-        zero = code.constant(begin.type, 0)
+        made, panels = tiles.TileProduct(code, first(frame), gate_up), panels_of(frame)
+        units = code.constant(begin.type, 0), made.call.blocks
         for panel in code.range(begin, end):
             for number, of_part in enumerate((panel, panel + panels)):
-                widen_panel(code, gate_up, made.stack.at(of_part), room, number, zero, made.blocks)
-            for row, together in rows_of_tiles(code, made.rows):
+                made.widen(of_part, number, units)
+            for row, together in made.rows():
                 for tile_of_sums in range(4, 4 + 2 * together):
-                    room.tiles.load(tile_of_sums, room.zeros)
-                add_units(code, made, room, row, together, 2, zero, made.blocks)
+                    made.tiles.load(tile_of_sums, made.zeros)
+                made.add(row, together, 2, units)
                 for number in range(2 * together):
-                    room.tiles.store(4 + number, room.sums.at(number * ROWS * PANEL))
+                    made.tiles.store(4 + number, made.sums.at(number * ROWS * PANEL))
                 for r in range(together):
                     place = ((row / ROWS + r) * (panels / 2) + panel / 2) * UNIT_BYTES + panel % 2 * 32
-                    _gate(code, room.sums.at(r * 2 * ROWS * PANEL), frame.data(_HIDDEN, I8).at(place))
-        room.tiles.close()
+                    _gate(code, made.sums.at(r * 2 * ROWS * PANEL), frame.data(_HIDDEN, I8).at(place))
+        made.tiles.close()
 
     cast, last = tiles.cast_rows(normed=True, to=_DIGITS, out=_OUT), tiles.product_phase(down, second)
     return Kernel(name, 5, (cast, panel_phase(panels_of, body), last))

@@ -68,15 +68,10 @@ def register_packed(
         folder: where compiled ones are kept (None: nowhere).
         mlps: packings of the gate and up matrix, and of the down matrix, of layers.
     """
-    for packing in packings:
-        _registered(_Wanted((replace(packing, tiled=False),), folder))
-        if packing.tiled:
-            _registered(_Wanted((packing,), folder))
-    for pair in mlps:
-        whole = tuple(replace(packing, tiled=False) for packing in pair)
-        _registered(_Wanted(whole, folder))
-        if all(packing.tiled for packing in pair):
-            _registered(_Wanted(pair, folder))
+    for wanted in (*((packing,) for packing in packings), *mlps):
+        _registered(_Wanted(tuple(replace(packing, tiled=False) for packing in wanted), folder))
+        if all(packing.tiled for packing in wanted):
+            _registered(_Wanted(wanted, folder))
 
 
 @dataclass(frozen=True)

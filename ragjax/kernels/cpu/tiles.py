@@ -67,128 +67,105 @@ def product(packing: Packing, name: str, *, normed: bool) -> Kernel:
 
 def product_phase(packing: Packing, of_call: Callable[[CallFrame], ProductCall]) -> KernelPhase:
     def body(code: Code, frame: CallFrame, begin: Value, end: Value) -> None:
-        made, room = of_call(frame), TileRoom(code)
+        made = TileProduct(code, of_call(frame), packing)
         pairs = begin + (end - begin) / 2 * 2
         for panel in code.range(begin, pairs, 2):
-            _multiply_panels(code, made, packing, room, panel, 2)
+            made.multiply(panel, 2)
         for panel in code.range(pairs, end):
-            _multiply_panels(code, made, packing, room, panel, 1)
-        room.tiles.close()
+            made.multiply(panel, 1)
+        made.tiles.close()
 
     return panel_phase(lambda frame: of_call(frame).stack.panels, body)
 
 
-class TileRoom:
-    """Memory of a thread: panels as bfloat16, zeros, and sums of rows that are not all there."""
+Units = tuple[Value, Value]
+"""The first of some units of a panel, and the one behind the last."""
 
-    def __init__(self, code: Code):
+
+class TileProduct:
+    """A product's code, with the tiles and the memory of a thread: panels as bfloat16, zeros, and tiles of sums."""
+
+    def __init__(self, code: Code, call: ProductCall, packing: Packing):
+        self.call, self._code, self._packing = call, code, packing
         self.tiles = Tiles(code)  # two of rows, two of codes, four of sums
         self.tiles.open()
-        self.spread = code.room(I8, 2 * CHUNK * UNIT_BYTES)
+        self._spread = code.room(I8, 2 * CHUNK * UNIT_BYTES)
         self.zeros = code.room(F32, ROWS * PANEL)
         self.sums = code.room(F32, 4 * ROWS * PANEL)
         for row in range(ROWS):
             self.zeros[row * PANEL] = code.constant(vector(F32, PANEL), 0)
 
+    def multiply(self, panel: Value, panels: int) -> None:
+        """All rows times one panel or two, a chunk of inputs after the other."""
+        for chunk in self._code.range(0, self.call.blocks, CHUNK):
+            units = chunk, self._code.least(chunk + CHUNK, self.call.blocks)
+            for number in range(panels):
+                self.widen(panel + number, number, units)
+            for row, together in self.rows():
+                self._add_chunk(panel, panels, row, together, units)
 
-def _multiply_panels(
-    code: Code, made: ProductCall, packing: Packing, room: TileRoom, panel: Value, panels: int
-) -> None:
-    """All rows times one panel or two, a chunk of inputs after the other."""
-    for chunk in code.range(0, made.blocks, CHUNK):
-        chunk_end = code.least(chunk + CHUNK, made.blocks)
-        for number in range(panels):
-            widen_panel(code, packing, made.stack.at(panel + number), room, number, chunk, chunk_end)
-        for row, together in rows_of_tiles(code, made.rows):
-            _add_chunk(code, made, room, panel, panels, row, together, chunk, chunk_end)
+    def rows(self) -> Iterator[tuple[Value, int]]:
+        """The first of two tiles of rows, and 2, for as many as there are; then of what is left, and 1."""
+        rows = self.call.rows
+        pairs = (rows + ROWS - 1) / (2 * ROWS) * (2 * ROWS)
+        for row in self._code.range(0, pairs, 2 * ROWS):
+            yield row, 2
+        for row in self._code.range(pairs, rows, ROWS):
+            yield row, 1
 
+    def widen(self, panel: Value, number: int, units: Units) -> None:
+        """Units of a panel as bfloat16, as the first or second of the memory."""
+        weight, packing = self.call.stack.at(panel), self._packing
+        for unit in self._code.range(*units):
+            place = self._spread.at((unit - units[0] + number * CHUNK) * UNIT_BYTES)
+            _widen(self._code, packing, weight.at(unit * (32 // packing.block * packing.block_bytes)), place)
 
-def rows_of_tiles(code: Code, rows: Value) -> Iterator[tuple[Value, int]]:
-    """The first of two tiles of rows, and 2, for as many as there are; then of what is left, and 1."""
-    pairs = (rows + ROWS - 1) / (2 * ROWS) * (2 * ROWS)
-    for row in code.range(0, pairs, 2 * ROWS):
-        yield row, 2
-    for row in code.range(pairs, rows, ROWS):
-        yield row, 1
-
-
-def widen_panel(
-    code: Code, packing: Packing, weight: Pointer, room: TileRoom, number: int, chunk: Value, chunk_end: Value
-) -> None:
-    """A chunk of a panel, as the first or second of the room."""
-    for unit in code.range(chunk, chunk_end):
-        place = room.spread.at((unit - chunk + number * CHUNK) * UNIT_BYTES)
-        _widen(code, packing, weight.at(unit * (32 // packing.block * packing.block_bytes)), place)
-
-
-def add_units(
-    code: Code,
-    made: ProductCall,
-    room: TileRoom,
-    row: Value,
-    together: int,
-    panels: int,
-    chunk: Value,
-    chunk_end: Value,
-) -> None:
-    """Add products of a chunk to the tiles of sums, from 4 on: those of each tile of rows one after the other."""
-    for unit in code.range(chunk, chunk_end):
-        for r in range(together):
-            room.tiles.load(r, made.source.at(((row / ROWS + r) * made.blocks + unit) * UNIT_BYTES))
-        for p in range(panels):
-            room.tiles.load(2 + p, room.spread.at((unit - chunk + p * CHUNK) * UNIT_BYTES))
-        for r in range(together):
+    def add(self, row: Value, together: int, panels: int, units: Units) -> None:
+        """Add products of units to the tiles of sums, from 4 on: those of each tile of rows one after the other."""
+        tiles = self.tiles
+        for unit in self._code.range(*units):
+            for r in range(together):
+                tiles.load(r, self.call.source.at(((row / ROWS + r) * self.call.blocks + unit) * UNIT_BYTES))
             for p in range(panels):
-                room.tiles.multiply(4 + r * panels + p, r, 2 + p)
+                tiles.load(2 + p, self._spread.at((unit - units[0] + p * CHUNK) * UNIT_BYTES))
+            for r in range(together):
+                for p in range(panels):
+                    tiles.multiply(4 + r * panels + p, r, 2 + p)
 
+    def _add_chunk(self, panel: Value, panels: int, row: Value, together: int, units: Units) -> None:
+        pairs = [(r, p) for r in range(together) for p in range(panels)]
+        for number, (r, p) in enumerate(pairs):
+            with self._code.otherwise(units[0].compare("==", 0)) as (yes, no):
+                with yes:
+                    self.tiles.load(4 + number, self.zeros)
+                with no:
+                    self._move_sums(4 + number, row + r * ROWS, panel + p, load=True)
+        self.add(row, together, panels, units)
+        for number, (r, p) in enumerate(pairs):
+            self._move_sums(4 + number, row + r * ROWS, panel + p, load=False)
 
-def _add_chunk(
-    code: Code,
-    made: ProductCall,
-    room: TileRoom,
-    panel: Value,
-    panels: int,
-    row: Value,
-    together: int,
-    chunk: Value,
-    chunk_end: Value,
-) -> None:
-    pairs = [(r, p) for r in range(together) for p in range(panels)]
-    for number, (r, p) in enumerate(pairs):
-        with code.otherwise(chunk.compare("==", 0)) as (yes, no):
+    def _move_sums(self, tile: int, row: Value, panel: Value, *, load: bool) -> None:
+        """A tile of sums from the output, or to it; of rows and outputs that are there."""
+        code, tiles, rows, outputs = self._code, self.tiles, self.call.rows, self.call.outputs
+        out = self.call.out.at(row * outputs + panel * PANEL)
+        whole = (row + ROWS <= rows) & ((panel + 1) * PANEL <= outputs)
+        with code.otherwise(whole) as (yes, no):
             with yes:
-                room.tiles.load(4 + number, room.zeros)
+                (tiles.load if load else tiles.store)(tile, out, outputs * 4)
             with no:
-                _move_sums(code, made, room, 4 + number, row + r * ROWS, panel + p, load=True)
-    add_units(code, made, room, row, together, panels, chunk, chunk_end)
-    for number, (r, p) in enumerate(pairs):
-        _move_sums(code, made, room, 4 + number, row + r * ROWS, panel + p, load=False)
-
-
-def _move_sums(
-    code: Code, made: ProductCall, room: TileRoom, tile: int, row: Value, panel: Value, *, load: bool
-) -> None:
-    """A tile of sums from the output, or to it; of rows and outputs that are there."""
-    rows, outputs = made.rows, made.outputs
-    out = made.out.at(row * outputs + panel * PANEL)
-    whole = (row + ROWS <= rows) & ((panel + 1) * PANEL <= outputs)
-    with code.otherwise(whole) as (yes, no):
-        with yes:
-            (room.tiles.load if load else room.tiles.store)(tile, out, outputs * 4)
-        with no:
-            width = code.least(outputs - panel * PANEL, PANEL)
-            height = code.least(rows - row, ROWS)
-            if not load:
-                room.tiles.store(tile, room.sums)
-            for r in code.range(0, height):
-                for n in code.range(0, width):
-                    here, there = out.at(r * outputs + n), room.sums.at(r * PANEL + n)
-                    if load:
-                        there[0] = here[0]
-                    else:
-                        here[0] = there[0]
-            if load:
-                room.tiles.load(tile, room.sums)
+                width = code.least(outputs - panel * PANEL, PANEL)
+                height = code.least(rows - row, ROWS)
+                if not load:
+                    tiles.store(tile, self.sums)
+                for r in code.range(0, height):
+                    for n in code.range(0, width):
+                        here, there = out.at(r * outputs + n), self.sums.at(r * PANEL + n)
+                        if load:
+                            there[0] = here[0]
+                        else:
+                            here[0] = there[0]
+                if load:
+                    tiles.load(tile, self.sums)
 
 
 def _widen(code: Code, packing: Packing, unit: Pointer, place: Pointer) -> None:

@@ -19,7 +19,7 @@ from flax import nnx
 from jax import lax
 from numpy.typing import NDArray
 
-from ragjax.compress.choose import choose, quota
+from ragjax.compress.choose import Quota, choose, quota
 from ragjax.compress.scorers import SCORERS, Evidence
 from ragjax.core.compression import Compression
 from ragjax.kernels.rope import rotate
@@ -87,9 +87,9 @@ class Laboratory:
         s_LNK = _score(evidence, compression.method)
         numbers = quota(compression, SCORERS[compression.method], prefill.count)
         room = min(self.context, -(-int(numbers.kept) // STEP) * STEP)
-        # the choice does not look at method, budget and question: one program serves all
-        same = Compression("snapkv", 2**20, compression.program.graph, compression.heads)
-        index_LKB = _choose(s_LNK, evidence, *numbers, compression=same, most=room)
+        # the choice does not look at method, window and question: one program serves all
+        same = Compression("snapkv", room, compression.program.graph, compression.heads)
+        index_LKB = _choose(s_LNK, evidence, numbers, same)
         kept_LKN = _mask(index_LKB, prefill.k_LNKD)
         return Kept(kept_LKN, int(numbers.kept), float(_redundancy(kept_LKN, prefill.k_LNKD)))
 
@@ -191,12 +191,10 @@ def _score(evidence: Evidence, method: str) -> jax.Array:
     return s_LNK
 
 
-@partial(jax.jit, static_argnames=("compression", "most"))
-def _choose(
-    s_LNK: jax.Array, evidence: Evidence, *numbers: jax.Array, compression: Compression, most: int
-) -> jax.Array:
-    def of_layer(arrays: Any) -> jax.Array:
-        return choose(*arrays, *numbers, compression=compression, most=most)
+@partial(jax.jit, static_argnames="compression")
+def _choose(s_LNK: jax.Array, evidence: Evidence, numbers: Quota, compression: Compression) -> jax.Array:
+    def of_layer(arrays: tuple[jax.Array, Evidence]) -> jax.Array:
+        return choose(*arrays, numbers, compression)
 
     index_LKB: jax.Array = lax.map(of_layer, (s_LNK, evidence))
     return index_LKB

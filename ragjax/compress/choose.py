@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,15 @@ from ragjax.core.compression import Compression
 
 
 class Quota(NamedTuple):
-    """Numbers of each layer: tokens kept, last tokens among them, sources of the graph, edges of each."""
+    """Numbers of each layer: tokens kept, last tokens among them, sources of the graph, edges of each.
 
-    kept: int
-    recent: int
-    sources: int
-    edges: int
+    Whole numbers, or int32 where they are on the device: few different programs serve them all.
+    """
+
+    kept: Any
+    recent: Any
+    sources: Any
+    edges: Any
 
 
 def quota(compression: Compression, scorer: Scorer, count: int) -> Quota:
@@ -31,32 +34,22 @@ def quota(compression: Compression, scorer: Scorer, count: int) -> Quota:
     return Quota(kept, recent, number, edges)
 
 
-def choose(
-    s_NK: jax.Array,
-    evidence: Evidence,
-    kept: jax.Array,
-    recent: jax.Array,
-    number: jax.Array,
-    edges: jax.Array,
-    *,
-    compression: Compression,
-    most: int,
-) -> jax.Array:
-    """The indexes that a layer keeps, ascending, -1 behind the last: int32 [K, most]; [1, most] with heads "all".
+def choose(s_NK: jax.Array, evidence: Evidence, numbers: Quota, compression: Compression) -> jax.Array:
+    """The indexes that a layer keeps, ascending, -1 behind the last: int32 [K, B]; [1, B] with heads "all".
 
-    Pure, so that it can be compiled with `compression` and `most` static, and mapped over layers. s_NK: scores
-    (`Scorer.score`). kept, recent, number, edges: int32 (`Quota`). most: room for indexes, at least `kept`. Few
-    different numbers make few programs.
+    Pure, so that it can be compiled with `compression` static, and mapped over layers. s_NK: scores (`Scorer.score`).
+    compression: its budget, B, is the room for indexes, at least `numbers.kept`.
     """
-    graph = compression.graph
+    graph, most = compression.graph, compression.budget
     n_N = jnp.arange(s_NK.shape[0])
-    candidate_N = n_N < evidence.count - recent
+    candidate_N = n_N < evidence.count - numbers.recent
 
     def of_node(s_N: jax.Array, k_NKD: jax.Array) -> jax.Array:
         after_N = s_N
         if graph is not None:
-            after_N = propagate(s_N, k_NKD, candidate_N, number, edges, graph, sources(graph, most))
-        return keep(after_N, s_N, evidence.count, kept, recent, most)
+            counts = numbers.sources, numbers.edges
+            after_N = propagate(s_N, k_NKD, candidate_N, *counts, graph, sources(graph, most))
+        return keep(after_N, s_N, evidence.count, numbers.kept, numbers.recent, most)
 
     if compression.heads == "all":
         return of_node(s_NK.mean(1), evidence.k_NKD)[None]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ragjax.kernels.table import Extent, PageTable, Rows, seen_and_full, seen_keys
 
 LAST = 2**31 - 1
-"""Sorts behind every item; offsets stay below a quarter of it (`view.check_values`)."""
+"""Sorts behind every item; offsets stay below a quarter of it (`Runner.step` checks them)."""
 
 
 @jax.tree_util.register_dataclass

@@ -303,11 +303,9 @@ class Encoder:
         return np.asarray(self._programs[batch, length](self._weights, word_BTE, lengths_B))[: len(rows)]
 
     def _make(self, batch: int, length: int) -> Any:
-        [*devices], dtypes = (
-            next(iter(self._weights.values())).devices(),
-            {str(x.dtype) for x in self._weights.values()},
-        )
-        key = key_of(devices, {"name": ("encoder", batch, length, *sorted(dtypes)), "identity": self.identity})
+        arrays = self._weights.values()
+        devices, dtypes = list(next(iter(arrays)).devices()), sorted({str(x.dtype) for x in arrays})
+        key = key_of(devices, {"name": ("encoder", batch, length, *dtypes), "identity": self.identity})
         found = self._executables.load(key, devices)
         if found is not None:
             return found[0]

@@ -74,7 +74,7 @@ class Sources:
         """The parts of stacks, then the other arrays of `own_arrays`; packed ones are uint8 (`packing.pack`)."""
         for name, stack in self.stacks.items():
             yield stack, pack(self._codes(name, self._parts[name]))
-        for name, value in own_arrays(self._config, _Empty(self._tensors, self._parts)):
+        for name, value in own_arrays(self._config, _without(self._tensors, self._parts)):
             if name not in self.stacks:
                 parts = self._parts.get(name)
                 yield name, value if parts is None else pack(self._codes(name, parts))
@@ -113,23 +113,12 @@ def _quantized(stored: Stored, packing: Packing) -> Codes:
     return quantize(stored.load().astype(np.float32), packing)
 
 
-class _Empty(Mapping[str, NDArray[np.generic]]):
-    """Tensors of which those that are packed are not read: zeros of their shape, which take no memory."""
-
-    def __init__(self, tensors: Tensors, packed: Mapping[str, tuple[str, ...]]):
-        self._tensors = tensors
-        self._packed = {part for parts in packed.values() for part in parts}
-
-    def __getitem__(self, name: str) -> NDArray[np.generic]:
-        if name not in self._packed:
-            return self._tensors[name]
-        return np.broadcast_to(np.zeros((), np.int8), self._tensors.shapes[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+def _without(tensors: Tensors, packed: Mapping[str, tuple[str, ...]]) -> Tensors:
+    """The tensors, of which those that are packed are not read: zeros of their shape, which take no memory."""
+    stored, nothing = dict(tensors.stored), np.zeros((), np.int8)
+    for name in {part for parts in packed.values() for part in parts}:
+        stored[name] = replace(stored[name], load=partial(np.broadcast_to, nothing, stored[name].shape))
+    return Tensors(stored)
 
 
 def _parts(config: ModelConfig) -> dict[str, tuple[str, ...]]:

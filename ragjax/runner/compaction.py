@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,14 +79,19 @@ def compact(
     Returns:
         The pool, and the indexes that each layer keeps, int32 [L, K, B]; [L, 1, B] where all heads keep the same.
     """
-    prompt = _Prompt.of(pool, arrays, rotation, scale, cap)
-    numbers = [arrays[name] for name in Quota._fields]
+    page_N, slot_N = arrays["source_N"] // pool.page_size, arrays["source_N"] % pool.page_size
+    cos_NR, sin_NR = rotation.at(arrays["offset_N"])
+    numbers = Quota(*(arrays[name] for name in Quota._fields))
 
     def layer(pool: Pages, of_layer: Any) -> tuple[Pages, jax.Array]:
         index, query_WHD, mass_N = of_layer
-        evidence = prompt.evidence(pool, index, query_WHD, mass_N)
+        k_NKD, v_NKD = (x[index, page_N, :, slot_N, :] for x in (pool.k_LPKCD, pool.v_LPKCD))
+        turned_NKD = rotate(from_storage(k_NKD).astype(jnp.float32), cos_NR[:, None], sin_NR[:, None])
+        turned_NKD = to_storage(turned_NKD, k_NKD.dtype)
+        mass_NK = None if mass_N is None else mass_N[:, None]
+        evidence = Evidence(turned_NKD, v_NKD, arrays["count"], query_WHD, mass_NK, scale=scale, cap=cap)
         s_NK = SCORERS[compression.method].score(evidence)
-        index_KB = choose(s_NK, evidence, *numbers, compression=compression, most=compression.budget)
+        index_KB = choose(s_NK, evidence, numbers, compression)
         heads = evidence.k_NKD.shape[1]
         at_BK1 = jnp.maximum(jnp.broadcast_to(index_KB, (heads, index_KB.shape[1])).T, 0)[..., None]
         new = [jnp.take_along_axis(x_NKD, at_BK1, axis=0) for x_NKD in (evidence.k_NKD, evidence.v_NKD)]
@@ -97,34 +102,8 @@ def compact(
     return pool, index_LKB
 
 
-class _Prompt(NamedTuple):
-    page_N: jax.Array
-    slot_N: jax.Array
-    tokens: jax.Array
-    cos_NR: jax.Array
-    sin_NR: jax.Array
-    scale: float | None
-    cap: float | None
-
-    @staticmethod
-    def of(
-        pool: Pages, arrays: Mapping[str, jax.Array], rotation: Rotation, scale: float | None, cap: float | None
-    ) -> _Prompt:
-        page_N, slot_N = (f(arrays["source_N"], pool.page_size) for f in (jnp.floor_divide, jnp.remainder))
-        return _Prompt(page_N, slot_N, arrays["count"], *rotation.at(arrays["offset_N"]), scale, cap)
-
-    def evidence(
-        self, pool: Pages, layer: jax.Array, query_WHD: jax.Array | None, mass_N: jax.Array | None
-    ) -> Evidence:
-        k_NKD, v_NKD = (x[layer, self.page_N, :, self.slot_N, :] for x in (pool.k_LPKCD, pool.v_LPKCD))
-        turned_NKD = rotate(from_storage(k_NKD).astype(jnp.float32), self.cos_NR[:, None], self.sin_NR[:, None])
-        mass_NK = None if mass_N is None else mass_N[:, None]
-        turned_NKD = to_storage(turned_NKD, k_NKD.dtype)
-        return Evidence(turned_NKD, v_NKD, self.tokens, query_WHD, mass_NK, scale=self.scale, cap=self.cap)
-
-
 def _put(pool: Pages, layer: jax.Array, target_B: jax.Array, k_BKD: jax.Array, v_BKD: jax.Array) -> Pages:
-    page_B, slot_B = (f(target_B, pool.page_size) for f in (jnp.floor_divide, jnp.remainder))
+    page_B, slot_B = target_B // pool.page_size, target_B % pool.page_size
 
     def put(x: jax.Array, new_BKD: jax.Array) -> jax.Array:
         return x.at[layer, page_B, :, slot_B, :].set(new_BKD, mode="drop", unique_indices=True)

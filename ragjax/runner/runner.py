@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from ragjax.core import Compression, DeviceFullError, Draw, Grid, Measure, Residual, RowShape, Step, StepMeasure
 from ragjax.core.step import STEP_ARRAYS
 from ragjax.kernels.reductions import measure as reductions
-from ragjax.kernels.view import check_values
 from ragjax.models.decoder import Decoder, rotation_table
 from ragjax.models.executables import Executables
 from ragjax.runner import compaction, sampling
@@ -378,24 +377,28 @@ class Runner(DevicePool):
             raise ValueError(f"a step from layer {begin} on takes {'a' if begin else 'no'} residual")
         if step.residual_TE is not None and len(step.residual_TE) != len(step.token_T):
             raise ValueError(f"step.residual_TE is of {len(step.residual_TE)} rows, not {len(step.token_T)}")
+        # rows of index -1 are padding and entries of request -1 unused: both may hold anything
+        live_T, used_S, positions = step.index_T >= 0, step.request_S >= 0, self._rotation.cos_NR.shape[0]
+        _check_range("entries.page", step.page_S[used_S], self._pages, "pages of the pool")
+        _check_range("entries.offset", np.abs(step.offset_S[used_S]), positions, "positions of the rotation table")
+        _check_range("rows.position", step.position_T[live_T], positions, "positions of the rotation table")
         at = 0
         for rows, block in self.grid.shape(len(step.token_T)).parts:
-            part, at = slice(at, at + rows), at + rows
-            check_values(
-                request_T=step.request_T[part],
-                index_T=step.index_T[part],
-                position_T=step.position_T[part],
-                request_S=step.request_S,
-                page_S=step.page_S,
-                offset_S=step.offset_S,
-                pages=self._pages,
-                positions=self._rotation.cos_NR.shape[0],
-                block_rows=block,
-            )
+            request_NB, live_NB = (x[at : at + rows].reshape(-1, block) for x in (step.request_T, live_T))
+            first_N = request_NB[np.arange(len(request_NB)), live_NB.argmax(1)]
+            mixed_N = (live_NB & (request_NB != first_N[:, None])).any(1)
+            if mixed_N.any():
+                raise ValueError(f"rows.request mixes requests in block {int(mixed_N.argmax())} of {block} rows")
+            at += rows
         places, _ = self.grid.sharing(len(step.token_T))
         ones = self.grid.shape(len(step.token_T)).ones
         if step.sharer_O.shape != (places,) or (step.sharer_O >= ones).any():
             raise ValueError(f"step.sharer_O holds {step.sharer_O}: not {places} rows of the {ones} in blocks of one")
-        slots = self._pages * self.page_size
-        if step.slot_T.min() < 0 or step.slot_T.max() >= slots:
-            raise ValueError(f"step.slot_T holds slots outside of the {slots} of the pool")
+        _check_range("step.slot_T", step.slot_T, self._pages * self.page_size, "slots of the pool")
+
+
+def _check_range(name: str, values: NDArray[np.int32], count: int, of: str) -> None:
+    """On a GPU a stray page number reads stray memory."""
+    wrong = (values < 0) | (values >= count)
+    if wrong.any():
+        raise ValueError(f"{name} holds {int(values[wrong.argmax()])}, outside of the {count} {of}")

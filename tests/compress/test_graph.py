@@ -93,13 +93,6 @@ def test_neither_rounds_nor_sources_is_the_base() -> None:
         np.testing.assert_array_equal(after(s, k, graph, number=number), s)
 
 
-def test_orthogonal_keys_change_nothing() -> None:
-    s, _ = case(0, "random")
-    k = np.eye(N, dtype=np.float32)[:, None]
-    for graph in GRAPHS.values():
-        np.testing.assert_array_equal(after(s, k, graph), s)
-
-
 def test_disjoint_neighbourhoods_are_algorithm_2() -> None:
     """Which overwrites: with one source for each token, both say the same."""
     angle = np.array([0.0, 0.3, 1.5, 1.9])
@@ -127,20 +120,6 @@ def test_two_equal_sources_erase_each_other_unless_ordered() -> None:
 def test_among_equal_scores_the_lower_index_stays() -> None:
     s, k = np.full(3, 0.5), np.ones((3, 1, 2))
     np.testing.assert_allclose(after(s, k, GraphKV(order="ordered"), number=2), [0.5, 0, 0], atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["random", "alike", "duplicates"])
-def test_decay_never_raises(kind: str) -> None:
-    s, k = case(5, kind)
-    for order in ("mutual", "ordered"):
-        assert (after(s, k, GraphKV(order=order, rounds=3)) <= s).all()
-
-
-def test_the_order_of_tokens_does_not_matter() -> None:
-    s, k = case(6, "alike")
-    place = np.random.default_rng(0).permutation(N)
-    for graph in GRAPHS.values():
-        np.testing.assert_allclose(after(s[place], k[place], graph), after(s, k, graph)[place], rtol=1e-4, atol=1e-6)
 
 
 def test_bfloat16_bits_are_compared_as_numbers() -> None:

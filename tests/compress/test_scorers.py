@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ragjax.compress.scorers import SCORERS, Evidence
-from ragjax.core.compression import BY_MASS, BY_QUERIES, METHODS
+from ragjax.core.compression import BY_MASS, BY_QUERIES
 from tests.support import eviction
 
 N, K, G, D, W = 48, 2, 3, 8, 5
@@ -50,10 +50,6 @@ def wanted(evidence: Evidence) -> dict[str, np.ndarray]:
     }
 
 
-def test_the_registry_has_every_method() -> None:
-    assert tuple(SCORERS) == METHODS
-
-
 @pytest.mark.parametrize("kind", ["random", "duplicates", "zeros", "equal", "peaked"])
 @pytest.mark.parametrize("count", [W + 1, W + 3, 31, N])
 def test_scores_are_the_papers(kind: str, count: int) -> None:
@@ -67,16 +63,6 @@ def test_scores_are_the_papers(kind: str, count: int) -> None:
             score[: count - W], want[name][: count - W], rtol=2e-4, atol=1e-5, err_msg=f"{name} {kind} {count}"
         )
         assert not score[count:].any(), name
-
-
-def test_layers_are_mapped() -> None:
-    """A stage's layers at once, as the runner does, are its layers one by one."""
-    one, two = layer(3, 40), layer(4, 40)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), one, two)
-    both = jax.vmap(_scored)(stacked)
-    for name in SCORERS:
-        for i, evidence in enumerate((one, two)):
-            np.testing.assert_allclose(both[name][i], _scored(evidence)[name], rtol=1e-4, atol=1e-6)
 
 
 def test_logits_have_the_models_scale_and_cap() -> None:

@@ -11,10 +11,8 @@ import pytest
 
 from ragjax.kernels.attention.op import BACKENDS, Choice, choose, paged_interval_attention
 from ragjax.kernels.device import Device
-from ragjax.kernels.reductions.op import key_score
+from ragjax.kernels.reductions.op import key_scores
 from tests.support.cases import HOPPER, Shape, rich_case
-from train.attention.mask import Mask, Tokens
-from train.attention.op import choose as choose_interval
 
 FITS = Shape(64, 16, 2, 4, 8, 48)
 MANY = Shape(64, 64, 48, 4, 16, 48, "bfloat16")  # as many programs as fill a device
@@ -78,19 +76,5 @@ def test_left_to_itself_the_op_takes_the_choice() -> None:
     view = case.view()
     default, named = (paged_interval_attention(case.q, view, backend=name) for name in (None, "cpu"))
     jax.tree.map(np.testing.assert_array_equal, default, named)
-    scores = [key_score(case.q, default[1], view, backend=name) for name in (None, "cpu")]
-    np.testing.assert_array_equal(*scores)
-
-
-@pytest.mark.parametrize(
-    ("dim", "device", "backend", "logged"),
-    [(64, HOPPER, "triton", ""), (64, CPU, "xla", ""), (80, HOPPER, "xla", "head dimension 80")],
-)
-def test_choice_for_training(
-    dim: int, device: Device, backend: str, logged: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    zero = np.zeros(128, np.int32)
-    mask = Mask.build(Tokens(*(jax.numpy.asarray(x) for x in (np.arange(128, dtype=np.int32), zero, zero, zero))))
-    q = jax.ShapeDtypeStruct((128, 4, dim), jax.numpy.bfloat16)
-    assert choose_interval(q, mask, device) == backend  # type: ignore[arg-type]
-    assert logged in caplog.text and bool(caplog.records) == bool(logged)
+    scores = [key_scores(case.q, default[1], view, backend=name) for name in (None, "cpu")]
+    jax.tree.map(np.testing.assert_array_equal, *scores)

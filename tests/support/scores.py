@@ -12,7 +12,7 @@ import numpy as np
 
 from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.pages import Pages, from_storage
-from ragjax.kernels.reductions.op import key_score, key_scores, row_segment_score
+from ragjax.kernels.reductions.op import key_scores, row_segment_score
 from ragjax.kernels.table import Rows
 from tests.support.cases import Case
 from tests.support.oracle import rotate
@@ -61,7 +61,7 @@ def measure(q, lse, view, labels, backend):  # type: ignore[no-untyped-def]
     chosen_T, *segments = labels
     row_TZ = row_segment_score(q, lse, view, *segments, SEGMENTS, backend="xla" if backend == "cpu" else backend)
     return Scores(
-        key_score(q, lse, view, backend=backend),
+        *key_scores(q, lse, view, valued=False, backend=backend),
         *key_scores(q, lse, view, chosen_T, backend=backend),
         row_TZ,
         by_segment(row_TZ, labels.row_segment_T),

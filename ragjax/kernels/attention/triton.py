@@ -12,6 +12,7 @@ The lowering is chosen by `pltriton.CompilerParams`, never by default: the defau
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,15 +109,10 @@ def attend(
     index_XM = jnp.repeat(view.rows.index_T, cut.groups).reshape(programs, cut.rows)
     extent_N2 = jnp.stack([blocks.runs_N, blocks.count_N], axis=1)
 
-    def mine(*shape: int) -> pl.BlockSpec:  # the last rows, which see most, start first
-        return pl.BlockSpec((None, *shape), lambda x, k, j: (programs - 1 - x, *(0,) * len(shape)))
+    def own(x: Any, *_: Any) -> Any:  # the last rows, which see most, start first
+        return programs - 1 - x
 
-    def listed(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *shape), lambda x, k, j: ((programs - 1 - x) // cut.parts, *(0,) * len(shape)))
-
-    def whole(x: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec(x.shape, lambda x_, k, j: (0,) * x.ndim)
-
+    listed = part(lambda x, *_: own(x) // cut.parts)
     pool_spec = pl.BlockSpec((layers, pool, None, slots, dim), lambda x, k, j: (0, 0, k, 0, 0))
     shared = (
         entries.page_S, entries.offset_S, entries.index_SC, entries.hide_from_SC,
@@ -129,17 +125,14 @@ def attend(
         functools.partial(_kernel, scale=view.scale * LOG2E, splits=cut.splits),
         grid=(programs, kv_heads, cut.splits),
         in_specs=[
-            pl.BlockSpec((None, None, cut.rows, dim), lambda x, k, j: (k, programs - 1 - x, 0, 0)),
-            mine(cut.rows),
+            part(lambda x, k, j: k, own)(cut.rows, dim),
+            part(own)(cut.rows),
             pool_spec,
             pool_spec,
             *(listed(x.shape[1]) for x in lists),
-            *(whole(x) for x in shared),
+            *(part()(*x.shape) for x in shared),
         ],
-        out_specs=[
-            pl.BlockSpec((None, None, None, cut.rows, dim), lambda x, k, j: (j, k, programs - 1 - x, 0, 0)),
-            pl.BlockSpec((None, None, None, cut.rows), lambda x, k, j: (j, k, programs - 1 - x, 0)),
-        ],
+        out_specs=[part(lambda x, k, j: j, lambda x, k, j: k, own)(*shape) for shape in ((cut.rows, dim), (cut.rows,))],
         out_shape=[
             jax.ShapeDtypeStruct((cut.splits, *q_KXMD.shape), out_dtype),
             jax.ShapeDtypeStruct((cut.splits, *q_KXMD.shape[:-1]), jnp.float32),
@@ -216,6 +209,19 @@ def _kernel(
     safe_M = jnp.where(dead_M, 1.0, sum_M)
     out_ref[...] = jnp.where(dead_M[:, None], 0.0, acc_MD / safe_M[:, None]).astype(out_ref.dtype)
     lse_ref[...] = jnp.where(dead_M, -jnp.inf, (max_M + jnp.log2(safe_M)) / LOG2E)
+
+
+def part(*places: Callable[..., Any]) -> Callable[..., pl.BlockSpec]:
+    """Specs of the part of an array that a program sees: one place of each of the first axes, the whole of others.
+
+    places: each from the program's numbers.
+    """
+
+    def spec(*shape: int) -> pl.BlockSpec:
+        lead, rest = (None,) * len(places), (0,) * len(shape)
+        return pl.BlockSpec((*lead, *shape), lambda *program: (*(place(*program) for place in places), *rest))
+
+    return spec
 
 
 def runs_ended(end_ref: Any, runs: jax.Array, item: jax.Array) -> jax.Array:

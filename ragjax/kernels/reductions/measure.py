@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragjax.core import Measure
-from ragjax.kernels.reductions.op import key_deviation, key_score, key_scores, row_segment_score
+from ragjax.kernels.reductions.op import key_deviation, key_scores, row_segment_score
 from ragjax.kernels.view import View
 
 ARRAYS: Mapping[Measure, tuple[str, ...]] = {
@@ -54,11 +54,10 @@ def measure(
         return key_deviation(k_TKD, view, arrays["stale_T"], arrays["offset_T"])
     if what is Measure.SEGMENT_SCORE:
         return row_segment_score(q_THD, lse_TH, view, arrays["segment_T"], arrays["segment_SC"], segments)
-    asking_T = arrays["asking_T"] != 0
     # by themselves these take Triton wherever a GPU backend of attention serves: they ask for no less
-    if what is Measure.VALUED_SCORE:
-        return jnp.stack(key_scores(q_THD, lse_TH, view, asking_T))
-    return key_score(q_THD, lse_TH, view, asking_T)
+    valued = what is Measure.VALUED_SCORE
+    scores = key_scores(q_THD, lse_TH, view, arrays["asking_T"] != 0, valued=valued)
+    return jnp.stack(scores) if valued else scores[0]
 
 
 def behind(what: Measure, measured: jax.Array, rows: int) -> jax.Array:

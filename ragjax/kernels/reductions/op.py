@@ -35,13 +35,6 @@ KEY_TILE = 1024
 """Keys that `key_neighbours` compares with the sources at a time."""
 
 
-class KeyScore(NamedTuple):
-    """Score of each key, plain and times the L2 norm of its value (of the same KV head), float32 [S, C] each."""
-
-    plain_SC: jax.Array
-    valued_SC: jax.Array
-
-
 class KeyNeighbours(NamedTuple):
     """Similarity, float32 [I, Y], and index, int32 [I, Y], of each source's most similar keys, best first."""
 
@@ -49,9 +42,15 @@ class KeyNeighbours(NamedTuple):
     index_IY: jax.Array
 
 
-def key_score(
-    q_THD: jax.Array, lse_TH: jax.Array, view: View, chosen_T: jax.Array | None = None, *, backend: str | None = None
-) -> jax.Array:
+def key_scores(
+    q_THD: jax.Array,
+    lse_TH: jax.Array,
+    view: View,
+    chosen_T: jax.Array | None = None,
+    *,
+    valued: bool = True,
+    backend: str | None = None,
+) -> tuple[jax.Array, ...]:
     """Attention probability that each key receives, summed over the chosen rows and averaged over query heads.
 
     Under `shard_map` over KV heads: the mean over the device's heads; `lax.pmean` gives the mean over all.
@@ -62,25 +61,23 @@ def key_score(
             scores are then shares.
         view: as given to it.
         chosen_T: bool, the rows that count; None for all.
+        valued: give the same times the L2 norm of the key's value too: the mean over query heads of p * |v|.
         backend: "xla", "cpu" or "triton"; None for the one that is fastest on the default device.
 
     Returns:
-        float32 [S, C]; zero for a key that no chosen row sees.
+        float32 [S, C], one array or two; zero for a key that no chosen row sees.
 
     Raises:
         ValueError: saying why the backend cannot serve the call.
     """
-    return _key_scores(q_THD, lse_TH, view, chosen_T, backend, valued=False)[0]
+    backend = _serving(backend, q_THD, view)
+    lse_TH, view = restrict(lse_TH, view, chosen_T)
+    if backend == "cpu":
+        from ragjax.kernels.cpu import attention as cpu  # needs llvmlite
 
-
-def key_scores(
-    q_THD: jax.Array, lse_TH: jax.Array, view: View, chosen_T: jax.Array | None = None, *, backend: str | None = None
-) -> KeyScore:
-    """`key_score`, and the same weighted by |value|, in one sweep; arguments, errors and sharding are the same.
-
-    The norm is of the value of that key and KV head: mean over query heads of p * |v|.
-    """
-    return KeyScore(*_key_scores(q_THD, lse_TH, view, chosen_T, backend, valued=True))
+        return cpu.key_scores(q_THD, lse_TH, view, valued=valued)
+    compute = xla.key_scores if backend == "xla" else triton.key_scores
+    return compute(q_THD, lse_TH, view, valued=valued)
 
 
 def row_segment_score(
@@ -100,7 +97,7 @@ def row_segment_score(
     token's attention to itself (equal index) is left out of its own segment. Tokens are ranked by eq. 14, a sum of
     columns of this.
 
-    Arguments, errors and sharding are those of `key_score`. row_segment_T, key_segment_SC: int32, the segment of each
+    Arguments, errors and sharding are those of `key_scores`. row_segment_T, key_segment_SC: int32, the segment of each
     row and of each entry's slots; a number outside of [0, segments) says none. Returns float32 [T, Z]; zeros for a row
     of no segment.
     """
@@ -194,19 +191,6 @@ def restrict(lse_TH: jax.Array, view: View, chosen_T: jax.Array | None) -> tuple
     visits_N = chosen_T.reshape(-1, view.block_rows).any(1)
     count_N, runs_N = (jnp.where(visits_N, x, 0) for x in (blocks.count_N, blocks.runs_N))
     return lse_TH, replace(view, blocks=replace(blocks, count_N=count_N, runs_N=runs_N))
-
-
-def _key_scores(
-    q_THD: jax.Array, lse_TH: jax.Array, view: View, chosen_T: jax.Array | None, backend: str | None, *, valued: bool
-) -> tuple[jax.Array, ...]:
-    backend = _serving(backend, q_THD, view)
-    lse_TH, view = restrict(lse_TH, view, chosen_T)
-    if backend == "cpu":
-        from ragjax.kernels.cpu import attention as cpu  # needs llvmlite
-
-        return cpu.key_scores(q_THD, lse_TH, view, valued=valued)
-    compute = xla.key_scores if backend == "xla" else triton.key_scores
-    return compute(q_THD, lse_TH, view, valued=valued)
 
 
 def _serving(backend: str | None, q_THD: jax.Array, view: View, segments: int | None = None) -> str:

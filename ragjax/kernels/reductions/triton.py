@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from ragjax.kernels.attention import triton as attention_triton
 from ragjax.kernels.attention.split import deepest
-from ragjax.kernels.attention.triton import LEAST_ROWS, LOG2E, Halves, Tiling, dot, fold, rotate_halves
+from ragjax.kernels.attention.triton import LEAST_ROWS, LOG2E, Halves, Tiling, dot, fold, part, rotate_halves
 from ragjax.kernels.blocks import Blocks
 from ragjax.kernels.device import Device
 from ragjax.kernels.table import PageTable, sees
@@ -79,15 +79,7 @@ def key_scores(
     block_SN, count_S = _transposed(view.blocks)
     size, blocks = block_SN.shape
 
-    def mine(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *shape), lambda s, k: (s, *(0,) * len(shape)))
-
-    def head(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *shape), lambda s, k: (k, *(0,) * len(shape)))
-
-    def whole(x: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec(x.shape, lambda s, k: (0,) * x.ndim)
-
+    mine, head = part(lambda s, k: s), part(lambda s, k: k)
     pool_spec = pl.BlockSpec((layers, pool, None, slots, dim), lambda s, k: (0, 0, k, 0, 0))
     shared = rotation.cos_NR, rotation.sin_NR, jnp.asarray(view.layer, jnp.int32).reshape(1)
     kinds = 2 if valued else 1
@@ -95,10 +87,10 @@ def key_scores(
         functools.partial(_key_score_kernel, parts=cut.parts),
         grid=(size, kv_heads),
         in_specs=[
-            head(*q_KXMD.shape[1:]), head(*q_KXMD.shape[1:3]), whole(index_XM), pool_spec, pool_spec,
-            mine(blocks), mine(3), mine(slots), mine(slots), mine(slots), *map(whole, shared),
+            head(*q_KXMD.shape[1:]), head(*q_KXMD.shape[1:3]), part()(*index_XM.shape), pool_spec, pool_spec,
+            mine(blocks), mine(3), mine(slots), mine(slots), mine(slots), *(part()(*x.shape) for x in shared),
         ],
-        out_specs=[pl.BlockSpec((None, None, slots), lambda s, k: (k, s, 0))] * kinds,
+        out_specs=[part(lambda s, k: k, lambda s, k: s)(slots)] * kinds,
         out_shape=[jax.ShapeDtypeStruct((kv_heads, size, slots), jnp.float32)] * kinds,
         compiler_params=pltriton.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
         interpret=interpret,
@@ -162,18 +154,10 @@ def row_segment_score(
     index_XM, segment_XM = (jnp.repeat(x, cut.groups).reshape(-1, cut.rows) for x in (view.rows.index_T, row_segment_T))
     width = _width(segments)
 
-    def mine(*shape: int) -> pl.BlockSpec:  # the last rows, which see most, start first
-        return pl.BlockSpec((None, *shape), lambda x, k: (programs - 1 - x, *(0,) * len(shape)))
+    def own(x: Any, *_: Any) -> Any:  # the last rows, which see most, start first
+        return programs - 1 - x
 
-    def listed(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *shape), lambda x, k: ((programs - 1 - x) // cut.parts, *(0,) * len(shape)))
-
-    def headed(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, *shape), lambda x, k: (k, programs - 1 - x, *(0,) * len(shape)))
-
-    def whole(x: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec(x.shape, lambda x_, k: (0,) * x.ndim)
-
+    mine, listed, headed = part(own), part(lambda x, *_: own(x) // cut.parts), part(lambda x, k: k, own)
     size = entries.request_S.shape[0]
     shared = (
         entries.page_S, entries.offset_S, entries.index_SC, entries.hide_from_SC,
@@ -187,7 +171,7 @@ def row_segment_score(
         in_specs=[
             headed(cut.rows, dim), headed(cut.rows), mine(cut.rows), mine(cut.rows),
             pl.BlockSpec((layers, pool, None, slots, dim), lambda x, k: (0, 0, k, 0, 0)),
-            listed(size), listed(size), listed(1), *map(whole, shared),
+            listed(size), listed(size), listed(1), *(part()(*x.shape) for x in shared),
         ],
         out_specs=headed(rows, width),
         out_shape=jax.ShapeDtypeStruct((kv_heads, programs, rows, width), jnp.float32),

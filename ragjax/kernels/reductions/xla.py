@@ -6,41 +6,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragjax.kernels.attention.xla import Lists, Tile, dot, fold_heads, gather_tile, lists, masked_logits
+from ragjax.kernels.attention.xla import Tile, dot, fold_heads, gather_tile, lists, masked_logits
 from ragjax.kernels.view import View
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A row block: rotated and scaled queries, LSE, token indices and its list of keys."""
-
-    q_KMD: jax.Array
-    lse_KM1: jax.Array
-    index_B: jax.Array
-    visited: Lists
-
-    def tile(self, view: View, place_W: jax.Array) -> Tile:
-        return gather_tile(self.q_KMD, self.index_B, view, self.visited, place_W)
-
-    def probabilities(self, view: View, place_W: jax.Array) -> tuple[jax.Array, Tile]:
-        """Probabilities of the block's rows over a tile, float32 [K, M, N], and the tile."""
-        tile = self.tile(view, place_W)
-        return jnp.exp(masked_logits(tile, view) - self.lse_KM1), tile
-
-
-def _block(arrays: Sequence[Any], view: View) -> _Block:
-    q_BHD, lse_BH, index_B, visited = arrays
+def _probabilities(view: View, block: Sequence[Any]) -> Callable[[jax.Array], tuple[jax.Array, Tile]]:
+    """Of a row block (`_blocked`): from places of its list of keys to the probabilities of its rows over these keys,
+    float32 [K, M, N], and their tile.
+    """
+    q_BHD, lse_BH, index_B, visited = block
     kv_heads = view.pages.k_LPKCD.shape[2]
     q_KMD = fold_heads(q_BHD.astype(jnp.float32) * view.scale, kv_heads)
-    return _Block(q_KMD, fold_heads(lse_BH[..., None], kv_heads), index_B, visited)
+    lse_KM1 = fold_heads(lse_BH[..., None], kv_heads)
+
+    def over(place_W: jax.Array) -> tuple[jax.Array, Tile]:
+        tile = gather_tile(q_KMD, index_B, view, visited, place_W)
+        return jnp.exp(masked_logits(tile, view) - lse_KM1), tile
+
+    return over
 
 
 def _blocked(q_THD: jax.Array, lse_TH: jax.Array, view: View) -> tuple[Any, ...]:
@@ -54,10 +44,11 @@ def key_scores(q_THD: jax.Array, lse_TH: jax.Array, view: View, *, valued: bool)
     shape, heads = view.entries.index_SC.shape, q_THD.shape[1]
 
     def one_block(scores: tuple[jax.Array, ...], arrays: tuple[Any, ...]) -> tuple[tuple[jax.Array, ...], None]:
-        block = _block(arrays, view)
+        *_, visited = arrays
+        over = _probabilities(view, arrays)
 
         def step(place_W: jax.Array, scores: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            prob_KMN, tile = block.probabilities(view, place_W)
+            prob_KMN, tile = over(place_W)
             sums_KN = prob_KMN.sum(1)
             norm_KN = jnp.sqrt(jnp.square(tile.v_KND.astype(jnp.float32)).sum(-1))  # of values; of hidden ones zero
             kinds = (sums_KN, sums_KN * norm_KN) if valued else (sums_KN,)
@@ -66,7 +57,7 @@ def key_scores(q_THD: jax.Array, lse_TH: jax.Array, view: View, *, valued: bool)
                 for score_E, kind_KN in zip(scores, kinds, strict=True)
             )
 
-        return block.visited.sweep(step, scores), None
+        return visited.sweep(step, scores), None
 
     start = tuple(jnp.zeros(math.prod(shape)) for _ in range(2 if valued else 1))
     scores, _ = lax.scan(one_block, start, _blocked(q_THD, lse_TH, view))
@@ -82,17 +73,20 @@ def row_segment_score(
     index_E = view.entries.index_SC.reshape(-1)
 
     def one_block(arrays: tuple[Any, ...]) -> jax.Array:
-        segment_B, block = arrays[0], _block(arrays[1:], view)
+        segment_B, *block = arrays
+        *_, index_B, visited = block
+        over = _probabilities(view, block)
 
         def step(place_W: jax.Array, score_BZ: jax.Array) -> jax.Array:
-            prob_KMN, tile = block.probabilities(view, place_W)
+            prob_KMN, tile = over(place_W)
             prob_BN = prob_KMN.reshape(-1, b, prob_KMN.shape[-1]).sum(0) / heads
             index_N, segment_N = index_E[tile.slot_N], segment_E[tile.slot_N]
-            own_BN = (segment_B[:, None] == segment_N) & (block.index_B[:, None] == index_N)
+            own_BN = (segment_B[:, None] == segment_N) & (index_B[:, None] == index_N)
             prob_BN = jnp.where(own_BN, 0.0, prob_BN)
             return score_BZ + dot(prob_BN, jax.nn.one_hot(segment_N, segments), ((1,), (0,)), batch=())
 
-        return block.visited.sweep(step, jnp.zeros((b, segments)))
+        score_BZ: jax.Array = visited.sweep(step, jnp.zeros((b, segments)))
+        return score_BZ
 
     blocked = (row_segment_T.reshape(-1, b), *_blocked(q_THD, lse_TH, view))
     score_NBZ: jax.Array = lax.map(one_block, blocked)

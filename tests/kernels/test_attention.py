@@ -14,30 +14,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
 
 from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.attention.split import merge_states
 from ragjax.kernels.blocks import visible_blocks
-from ragjax.kernels.pages import Pages, from_storage, to_storage, write_pages
+from ragjax.kernels.pages import Pages, to_storage, write_pages
 from ragjax.kernels.table import PageTable, Rows, visible
 from tests.support.cases import (
     KINDS,
     NARROW,
     SEED,
-    SEEDS,
     SHAPES,
     TOLERANCE,
     WIDE,
     Case,
     Request,
     Shape,
-    budget,
     check,
     compiled,
     frequencies,
     make_case,
-    requests_of,
+    random_cases,
     rich_case,
     rotation,
 )
@@ -52,36 +49,12 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("examples", few([20, 200], [20]))
 @pytest.mark.parametrize("name", with_smoke(SHAPES, "d16-p8-g2-b2", "d64-p16-g3-b8-bfloat16"))
 def test_xla_equals_oracle(name: str, examples: int) -> None:
-    shape = SHAPES[name]
-
-    @budget(examples)
-    @given(requests_of(shape), SEEDS)
-    def holds(requests: list[Request], seed: int) -> None:
-        case = make_case(shape, requests, seed)
-        check(case, *case.run("xla"))
-
-    holds()
+    random_cases(SHAPES[name], examples, lambda case, _: check(case, *case.run("xla")))
 
 
 @pytest.mark.parametrize("name", ["d16-p8-g1-b1", "d64-p16-g4-b8", "d16-p8-g2-b1-bits", "d16-p16-g3-b8-capped"])
 def test_reference_equals_oracle(name: str) -> None:
-    shape = SHAPES[name]
-
-    @budget(20)
-    @given(requests_of(shape), SEEDS)
-    def holds(requests: list[Request], seed: int) -> None:
-        case = make_case(shape, requests, seed)
-        check(case, *case.run("reference"))
-
-    holds()
-
-
-@pytest.mark.parametrize("backend", ["xla", "reference"])
-@pytest.mark.parametrize("shape", [NARROW, WIDE], ids=["narrow", "wide"])
-def test_unowned_slots_do_not_matter(shape: Shape, backend: str) -> None:
-    clean, dirty = (rich_case(shape, garbage).run(backend) for garbage in (0.0, np.nan))
-    np.testing.assert_array_equal(clean[0], dirty[0])
-    np.testing.assert_array_equal(clean[1], dirty[1])
+    random_cases(SHAPES[name], 20, lambda case, _: check(case, *case.run("reference")))
 
 
 def test_isolated_chunk_is_the_chunk_behind_the_system_alone() -> None:
@@ -143,17 +116,6 @@ def test_parts_merge_to_the_whole(shape: Shape, seed: int) -> None:
     assert worst_lse <= TOLERANCE["float32"][1]
 
 
-def test_merging_with_nothing_changes_nothing() -> None:
-    out, lse = map(jnp.asarray, rich_case(NARROW).run())
-    nothing = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
-    for merged in (merge_states(out, lse, *nothing), merge_states(*nothing, out, lse)):
-        np.testing.assert_array_equal(merged[0], out)
-        np.testing.assert_array_equal(merged[1], lse)
-    both = merge_states(*nothing, *nothing)
-    assert not np.asarray(both[0]).any()
-    assert np.isneginf(both[1]).all()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint16", "float16"])
 def test_write_pages_writes_its_slots_alone(dtype: str) -> None:
     rng = np.random.default_rng(SEED)
@@ -167,14 +129,6 @@ def test_write_pages_writes_its_slots_alone(dtype: str) -> None:
         what = np.array(before)
         what[1, slots // 4, :, slots % 4] = to_storage(new, jnp.dtype(dtype))
         np.testing.assert_array_equal(after, what)
-
-
-def test_bits_are_bfloat16() -> None:
-    x = jnp.asarray(np.random.default_rng(SEED).standard_normal(100), jnp.float32)
-    bits = to_storage(x, jnp.dtype("uint16"))
-    assert bits.dtype == jnp.uint16
-    np.testing.assert_array_equal(from_storage(bits), x.astype(jnp.bfloat16))
-    np.testing.assert_array_equal(np.asarray(x.astype(jnp.bfloat16)).view(np.uint16), bits)
 
 
 # ------------------------------------------------------------------------------------------- visibility

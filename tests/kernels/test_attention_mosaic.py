@@ -1,4 +1,4 @@
-"""The Mosaic GPU backend: in JAX's simulation of a GPU against the float64 oracle, planted faults, CUDA lowering.
+"""The Mosaic GPU backend: in JAX's simulation of a GPU against the float64 oracle, and CUDA lowering.
 
 The simulation has shared memory that starts as NaN, barriers whose every phase must be seen by their waiters, and a
 thread for each warpgroup; copies complete at once, and it knows no layouts.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import jax
@@ -17,22 +16,9 @@ import numpy as np
 import pytest
 
 from ragjax.kernels.attention import mosaic as attention_mosaic
-from ragjax.kernels.attention import mosaic_consumer, mosaic_memory
 from ragjax.kernels.device import Device
 from ragjax.kernels.view import View
-from tests.support.cases import (
-    FAR,
-    FAULTS,
-    HOPPER,
-    KINDS,
-    Case,
-    Request,
-    Shape,
-    check,
-    make_case,
-    with_blocks,
-    with_entries,
-)
+from tests.support.cases import FAR, HOPPER, KINDS, Case, Request, Shape, check, make_case
 from tests.support.compiler import MOSAIC_CALL, Model, custom_calls, lower, production_call
 from tests.support.matrix import few
 from tests.support.oracle import Sizes
@@ -70,7 +56,7 @@ SHAPES = {
 """Blocks of one tile; of two; of two whose last quarter is no query's; of one with two KV heads; of two programs."""
 
 CASES = 13
-"""Of each shape."""
+"""Of each shape; a hundred in a long run."""
 
 
 def random_case(shape: Shape, seed: int) -> Case:
@@ -93,28 +79,19 @@ def rich_case(garbage: float = np.nan) -> Case:
 simulate = jax.jit(functools.partial(attention_mosaic.attend, interpret=True))
 
 
-def run(case: Case, change: Callable[[View], View] = lambda view: view) -> list[np.ndarray]:
-    """What the kernel makes of a case; `change` alters what it is given, as a fault in it would."""
-    return [np.asarray(x) for x in simulate(case.q, change(case.view()))]
+def run(case: Case) -> list[np.ndarray]:
+    return [np.asarray(x) for x in simulate(case.q, case.view())]
 
 
 # --------------------------------------------------------------------------------------------- oracle
 
 
 @simulated
+@pytest.mark.parametrize("cases", few([CASES, 100], [CASES]))
 @pytest.mark.parametrize("name", SHAPES)
-def test_mosaic_equals_oracle(name: str) -> None:
-    for seed in range(CASES):
+def test_mosaic_equals_oracle(name: str, cases: int) -> None:
+    for seed in range(cases):
         case = random_case(SHAPES[name], seed)  # unused slots hold NaN
-        check(case, *run(case))
-
-
-@simulated
-@pytest.mark.long
-@pytest.mark.parametrize("name", SHAPES)
-def test_mosaic_equals_oracle_at_length(name: str) -> None:
-    for seed in range(CASES, 100):
-        case = random_case(SHAPES[name], seed)
         check(case, *run(case))
 
 
@@ -142,12 +119,6 @@ def test_cases_hold_what_the_kernel_distinguishes() -> None:
 
 
 @simulated
-def test_unowned_slots_do_not_matter() -> None:
-    for clean, dirty in zip(run(rich_case(0.0)), run(rich_case(np.nan)), strict=True):
-        np.testing.assert_array_equal(clean, dirty)
-
-
-@simulated
 def test_nothing_to_see_gives_zeros() -> None:
     case = rich_case()
     entries = replace(case.layout.entries, request_S=jnp.full_like(case.layout.entries.request_S, -1))
@@ -164,61 +135,6 @@ def test_output_has_the_dtype_of_the_query(dtype: str) -> None:
     assert out.dtype == dtype and lse.dtype == np.float32
     worst_out, worst_lse = case.errors(out.astype(np.float32), lse)
     assert worst_out < 2e-2 and worst_lse < 2e-2
-
-
-# --------------------------------------------------------------------------------------- planted faults
-
-
-MOSAIC_FAULTS: dict[str, Callable[[View], View]] = FAULTS | {
-    "rotation sign lost": with_entries("offset_S", jnp.abs),
-    "hide_until one late": with_entries("hide_until_SC", lambda x: x + 1),
-    "hide_from one late": with_entries("hide_from_SC", lambda x: x + 1),
-    "own future seen": with_entries("index_SC", lambda x: x - 1),
-    "values read from keys": lambda view: replace(view, pages=replace(view.pages, v_LPKCD=view.pages.k_LPKCD)),
-    "last item left out": with_blocks(lambda b: replace(b, end_NU=jnp.minimum(b.end_NU, b.count_N[:, None] - 1))),
-}
-
-
-@simulated
-@pytest.mark.parametrize("fault", [None, *MOSAIC_FAULTS])
-def test_planted_fault_is_found(fault: str | None) -> None:
-    case = rich_case(garbage=1.0)  # finite, so that NaN does not tell
-    worst_out, worst_lse = case.errors(*run(case, MOSAIC_FAULTS[fault] if fault else lambda view: view))
-    found = worst_out > 4e-2 and (worst_lse > 4e-2 or fault == "values read from keys")
-    assert found == (fault is not None)
-
-
-@pytest.fixture
-def fresh() -> Iterator[Callable[[Case], list[np.ndarray]]]:
-    """The simulation, traced again; a failed one has to be reset."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    traced = jax.jit(lambda q, view: attention_mosaic.attend(q, view, interpret=True))
-    yield lambda case: [np.asarray(x) for x in traced(case.q, case.view())]
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-
-
-Fresh = Callable[[Case], list[np.ndarray]]
-
-
-@simulated
-def test_uncleared_values_are_found(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic_consumer, "_clear", lambda *_: None)
-    assert np.isnan(fresh(rich_case())[0]).any()
-
-
-@simulated
-def test_undrained_barrier_is_found(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic_memory, "_drain", lambda *_: None)
-    with pytest.raises(Exception, match="only observed barrier up to phase"):
-        fresh(rich_case())
-
-
-@simulated
-def test_refill_without_release_is_found(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic_memory, "_wait_if", lambda *_: None)
-    with pytest.raises(Exception, match="barrier"):
-        fresh(rich_case())
 
 
 # ------------------------------------------------------------------------------------------- refusals
@@ -288,12 +204,3 @@ def copies(lowered: jax.stages.Lowered, view: View) -> list[str]:
     lines = [line for line in lowered.as_text().splitlines() if f"<{pool}x" in line]
     harmless = ("stablehlo.reshape", "func.func", "stablehlo.custom_call", "call @")
     return [line for line in lines if not any(word in line for word in harmless)]
-
-
-def test_copy_of_the_pool_is_found() -> None:
-    q_THD, view = production_call(Model(16, 4, 128), 64, rows=64, block_rows=32, entries=64)
-
-    def copying(query: jax.Array, seen: View) -> tuple[jax.Array, jax.Array]:
-        return attention_mosaic.attend(query, replace(seen, pages=jax.tree.map(lambda x: x * 2, seen.pages)))
-
-    assert copies(lower(copying, q_THD, view), view)

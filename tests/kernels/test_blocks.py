@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
 
 from ragjax.kernels.attention.xla import Lists, lists
 from ragjax.kernels.blocks import Blocks, visible_blocks
@@ -16,7 +15,7 @@ from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
 from ragjax.kernels.table import PageTable, Rows, visible
 from ragjax.kernels.view import View
-from tests.support.cases import SEEDS, SHAPES, Case, Request, budget, make_case, requests_of
+from tests.support.cases import SHAPES, Case, random_cases
 from tests.support.matrix import with_smoke
 from tests.support.oracle import NEVER, Queries, is_visible
 
@@ -79,10 +78,7 @@ def runs_of(blocks: Blocks, n: int) -> list[tuple[list[int], list[int]]]:
 def test_lists_are_exact(name: str) -> None:
     shape = SHAPES[name]
 
-    @budget(25)
-    @given(requests_of(shape), SEEDS)
-    def holds(requests: list[Request], seed: int) -> None:
-        case = make_case(shape, requests, seed)
+    def holds(case: Case, _: int) -> None:
         blocks = LISTING(case.rows, case.layout.entries, shape.block_rows)
         offset_S = np.asarray(case.layout.entries.offset_S)
         for n in range(shape.rows // shape.block_rows):
@@ -96,27 +92,7 @@ def test_lists_are_exact(name: str) -> None:
             assert all(len(offset) == 1 for offset in offsets), "a run has one offset"
             assert len(set.union(set(), *offsets)) == len(runs), "and an offset one run"
 
-    holds()
-
-
-@pytest.mark.parametrize("name", ["d16-p8-g2-b2", "d64-p64-g2-b32"])
-def test_every_visible_key_is_listed(name: str) -> None:
-    shape = SHAPES[name]
-
-    @budget(20)
-    @given(requests_of(shape), SEEDS)
-    def holds(requests: list[Request], seed: int) -> None:
-        case = make_case(shape, requests, seed)
-        blocks = LISTING(case.rows, case.layout.entries, shape.block_rows)
-        dense = np.asarray(visible(case.rows, case.layout.entries))
-        live_NB = np.asarray(case.rows.index_T).reshape(-1, shape.block_rows) >= 0
-        dense_NBSC = dense.reshape(-1, shape.block_rows, *dense.shape[1:])
-        for n in range(len(dense_NBSC)):
-            runs = runs_of(blocks, n)
-            assert set(np.flatnonzero(dense_NBSC[n].any((0, 2)))) <= {s for run in runs for s in (*run[0], *run[1])}
-            assert all(dense_NBSC[n][live_NB[n]][:, s].all() for run in runs for s in run[0])
-
-    holds()
+    random_cases(shape, 25, holds)
 
 
 @pytest.mark.parametrize("name", ["d16-p16-g3-b8", "d64-p64-g2-b32"])
@@ -135,15 +111,12 @@ def test_lists_of_slots_are_exact(name: str) -> None:
         assert made.slots == 1
         return made.item_E, made.count
 
-    @budget(20)
-    @given(requests_of(shape), SEEDS)
-    def holds(requests: list[Request], seed: int) -> None:
-        case = make_case(shape, requests, seed)
+    def holds(case: Case, _: int) -> None:
         item_NE, count_N = map(np.asarray, listed((case.rows, case.layout.entries), jnp.int32(1)))
         for n in range(shape.rows // shape.block_rows):
             assert item_NE[n, : count_N[n]].tolist() == ([] if n == 1 else seen_slots(case, n))
 
-    holds()
+    random_cases(shape, 20, holds)
 
 
 def test_a_sweep_visits_each_item_once() -> None:
@@ -155,14 +128,6 @@ def test_a_sweep_visits_each_item_once() -> None:
 
         seen = np.asarray(visited.sweep(note, jnp.zeros(140, jnp.int32)))
         assert seen[100 : 100 + count].tolist() == [1] * count and seen.sum() == count
-
-
-def test_some_items_are_full() -> None:
-    """So that the tests above are not about partial ones alone."""
-    shape = SHAPES["d16-p8-g2-b2"]
-    case = make_case(shape, [Request("chain", [11, 12], True)], 3)
-    blocks = visible_blocks(case.rows, case.layout.entries, shape.block_rows)
-    assert any(run[0] for n in range(shape.rows // 2) for run in runs_of(blocks, n))
 
 
 def test_lists_are_never_cut() -> None:

@@ -11,8 +11,6 @@ there are. A change that spills more has to say so here.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +30,6 @@ from tests.support.compiler import (
     Resources,
     compile_kernel,
     compile_program,
-    custom_calls,
     kernels,
     lower,
     reductions,
@@ -163,57 +160,4 @@ def test_raw_decode_in_float32(name: str, page_size: int) -> None:
     assert used.mma == used.wgmma == 0  # not TF32
 
 
-def test_jax_triton_takes_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package itself traces, lowers and compiles the call; only what its GPU library would do is a stand-in."""
-    from jax._src.lib import gpu_triton
-
-    made: dict[str, tuple[Any, ...]] = {}
-
-    class Kernel:
-        def __init__(self, *arguments: Any) -> None:
-            made["kernel"] = arguments
-
-    class KernelCall:
-        def __init__(self, *arguments: Any) -> None:
-            made["call"] = arguments
-
-        def to_proto(self, *_: Any) -> bytes:
-            return b""
-
-    parts = {
-        "get_compute_capability": lambda device: 90,
-        "get_serialized_metadata": lambda *_: b"",
-        "TritonKernel": Kernel,
-        "TritonKernelCall": KernelCall,
-        "create_array_parameter": lambda zeroed, alignment: alignment,
-    }
-    for part, stand_in in parts.items():
-        monkeypatch.setattr(gpu_triton, part, stand_in, raising=False)
-    for module in [name for name in sys.modules if name.split(".")[0] == "jax_triton"]:
-        monkeypatch.delitem(sys.modules, module)
-    q, view = serving(MODELS["qwen2.5-7b"], 64, "decode")
-    assert attention_jax_triton.refusal(q, view, HOPPER) is None
-    assert os.environ.get("TRITON_CACHE_DIR") != ""  # as the package leaves it, and Triton then fails
-    lowered = lower(attention_jax_triton.attend, q, view)
-    assert "triton_kernel_call" in [target for target, _ in custom_calls(lowered)]
-    name, warps, _, shared_bytes, ptx, _, capability = made["kernel"]
-    assert (name, warps, capability) == ("decode", 4, 90)
-    assert "mma.sync" in ptx and shared_bytes == raw(q, view).shared_bytes
-    _, *grid, pointers = made["call"]
-    assert tuple(grid) == Launch.of(q, view, HOPPER).grid
-    assert pointers == [16] * (len(jax.eval_shape(attention_jax_triton.arguments, q, view)) + 2)
-
-
 # ------------------------------------------------------------------- what the figures can and cannot see
-
-
-def test_spills_are_seen() -> None:
-    q, view = serving(MODELS["llama-3-8b"], 64, "prefill-128")
-    (kernel,) = kernels(lower(attention_triton.attend, q, view))
-    narrow = compile_kernel(type(kernel)(kernel.name, kernel.ir, 4, kernel.stages))
-    assert narrow.spill_bytes > 200 and narrow.registers == 255
-
-
-def test_a_loop_that_is_not_pipelined_is_seen() -> None:
-    q, view = serving(MODELS["llama-3-8b"], 64, "decode")
-    assert raw(q, view, stages=3).shared_bytes < two_pages(view)

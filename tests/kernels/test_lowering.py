@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import pytest
 
 from ragjax.core import Grid, Measure
-from ragjax.kernels.attention import mosaic as attention_mosaic
 from ragjax.kernels.attention import op as attention
 from ragjax.kernels.attention import triton as attention_triton
 from ragjax.kernels.attention import xla as attention_xla
@@ -31,20 +30,7 @@ from ragjax.models.decoder import Decoder
 from ragjax.runner import stages
 from ragjax.runner.weights import split_ends, split_layers
 from tests.support.cases import HOPPER
-from tests.support.compiler import (
-    MODELS,
-    MOSAIC_CALL,
-    PAGE_SIZES,
-    TRITON_CALL,
-    WORK,
-    custom_calls,
-    hopper_mesh,
-    kernels,
-    lower,
-    reductions,
-    serving,
-    training,
-)
+from tests.support.compiler import MODELS, PAGE_SIZES, WORK, hopper_mesh, kernels, lower, reductions, serving, training
 from tests.support.matrix import few, with_smoke
 
 pytestmark = pytest.mark.slow
@@ -95,35 +81,26 @@ def test_pools_beyond_32_bits_are_indexed_with_64(name: str, work: str) -> None:
     assert wide_offsets(kernels(lower(attention_triton.attend, q, small))[0].ir) == 0
 
 
-@pytest.mark.parametrize("work", PREFILL)
-@pytest.mark.parametrize("page_size", few(PAGE_SIZES, [64]))
-@pytest.mark.parametrize("name", MODELS)
-def test_mosaic_lowers_or_says_why_not(name: str, page_size: int, work: str) -> None:
-    q, view = serving(MODELS[name], page_size, work)
-    reason = attention_mosaic.refusal(q, view, HOPPER)
-    if reason is not None:
-        assert "do not fill" in reason
-        with pytest.raises(ValueError, match="do not fill"):
-            attention_mosaic.attend(q, view)
-        return
-    assert MOSAIC_CALL in [target for target, _ in custom_calls(lower(attention_mosaic.attend, q, view))]
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("name", HEADS)
 def test_reductions_lower(name: str, work: str, dtype: str) -> None:
     q, view = serving(MODELS[name], 64, work, dtype=dtype)
+    assert reductions_triton.refusal(q, view, HOPPER, 64) is None
     for call in reductions(q, view).values():
-        assert [target for target, _ in custom_calls(lower(*call)) if target == TRITON_CALL]
+        (kernel,) = kernels(lower(*call))
+        assert kernel.ir.count("tt.dot") == (3 if kernel.name == "row_segment_score" else 2)
+        assert "atomic" not in kernel.ir
+        assert ("inputPrecision = tf32" in kernel.ir) == (dtype != "float32")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", MODELS)
 def test_training_lowers(name: str, dtype: str) -> None:
     calls = training(MODELS[name], dtype=dtype)
-    assert len(kernels(lower(*calls["forward"]))) == 1
-    assert len(kernels(lower(*calls["backward"]))) == 2
+    found = [kernel for call in calls.values() for kernel in kernels(lower(*call))]
+    assert [kernel.name for kernel in found] == ["train_attention", "train_attention_dq", "train_attention_dkv"]
+    assert [kernel.ir.count("tt.dot") for kernel in found] == [4, 6, 8]  # twice the products: with a mask and without
 
 
 def test_xla_on_a_gpu_multiplies_no_single_row_by_values() -> None:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from ragjax.kernels.rope import Rotation, rotate
-from ragjax.models.config import RopeScaling, inverse_frequencies
 from tests.support import oracle
 
 FAR = 128 * 1024
@@ -24,12 +23,6 @@ def test_table_is_exact_to_rounding(table: Rotation) -> None:
     assert table.cos_NR.dtype == table.sin_NR.dtype == jnp.float32
     assert np.abs(np.asarray(table.cos_NR, np.float64) - exact_NR.real).max() <= 2.0**-24
     assert np.abs(np.asarray(table.sin_NR, np.float64) - exact_NR.imag).max() <= 2.0**-24
-
-
-def test_float32_angles_would_be_found() -> None:
-    """The reason for float64 tables: the same test fails for angles formed in float32."""
-    angle_NR = np.arange(FAR, dtype=np.float32)[:, None] * INV_FREQ_R.astype(np.float32)
-    assert np.abs(np.cos(angle_NR) - np.cos(np.arange(FAR)[:, None] * INV_FREQ_R)).max() > 1e-3
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
@@ -70,26 +63,3 @@ def test_rotations_add_and_scores_depend_on_the_distance_alone(table: Rotation) 
     # the query rotated back by an offset is as good as the key rotated forward by it
     assert float(at(at(q, 100_040), -100_000) @ at(k, 7)) == pytest.approx(near, abs=1e-5)
     assert abs(float(at(q, 41) @ at(k, 7)) - near) > 1e-3
-
-
-def test_plain_frequencies() -> None:
-    np.testing.assert_allclose(inverse_frequencies(10000.0, 16, None), INV_FREQ_R, rtol=1e-14)
-
-
-def test_llama3_frequencies() -> None:
-    """The rule of the Llama 3.1 release, frequency by frequency."""
-    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
-    what = []
-    for i in range(64):
-        frequency = 500_000.0 ** -(2 * i / 128)
-        wavelength = 2 * np.pi / frequency
-        if wavelength < 8192 / 4.0:
-            what.append(frequency)
-        elif wavelength > 8192 / 1.0:
-            what.append(frequency / 8.0)
-        else:
-            smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
-            what.append((1 - smooth) * frequency / 8.0 + smooth * frequency)
-    got = inverse_frequencies(500_000.0, 128, scaling)
-    np.testing.assert_allclose(got, what, rtol=1e-12)
-    assert len({round(float(r), 6) for r in got / inverse_frequencies(500_000.0, 128, None)}) > 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +27,18 @@ from tests.support.mutation import EXAMPLES, altered, damaged, tried
 MODEL = Path(__file__).parents[1] / "data" / "tiny_llama"
 
 
+def opened_or_refused(path: Path, *opens: Callable[[], object]) -> Callable[[bytes], None]:
+    """What writes a file, and opens what it belongs to."""
+
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        for one in opens:
+            with suppress(ConfigError):
+                one()
+
+    return check
+
+
 def header_of(data: bytes) -> int:
     return 8 + int.from_bytes(data[:8], "little")
 
@@ -36,11 +49,7 @@ def test_damaged_configurations(tmp_path: Path, examples: int) -> None:
     path = folder / "config.json"
     whole = path.read_bytes()
 
-    def check(data: bytes) -> None:
-        path.write_bytes(data)
-        with suppress(ConfigError):
-            open_checkpoint(folder)
-
+    check = opened_or_refused(path, lambda: open_checkpoint(folder))
     tried(examples, altered(json.loads(whole)) | damaged(whole), check)
 
 
@@ -51,12 +60,8 @@ def test_damaged_headers_of_weights(tmp_path: Path, examples: int) -> None:
     whole = path.read_bytes()
     head = header_of(whole)
 
-    def check(data: bytes) -> None:
-        path.write_bytes(data + whole[head:])
-        with suppress(ConfigError):
-            open_checkpoint(folder)
-
-    tried(examples, damaged(whole[:head]), check)
+    check = opened_or_refused(path, lambda: open_checkpoint(folder))
+    tried(examples, damaged(whole[:head]), lambda data: check(data + whole[head:]))
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
@@ -79,13 +84,7 @@ def test_damaged_gguf_files(tmp_path: Path, examples: int) -> None:
     writer.write_tensors_to_file()
     writer.close()
 
-    def check(data: bytes) -> None:
-        path.write_bytes(data)
-        with suppress(ConfigError):
-            Tokenizer.from_gguf(read_gguf(path)[0])
-        with suppress(ConfigError):
-            open_checkpoint(path)
-
+    check = opened_or_refused(path, lambda: Tokenizer.from_gguf(read_gguf(path)[0]), lambda: open_checkpoint(path))
     tried(examples, damaged(path.read_bytes()), check)
 
 
@@ -99,11 +98,7 @@ def test_damaged_tokenizers(tmp_path: Path, examples: int) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": "x"}))
     (tmp_path / "config.json").write_bytes((MODEL / "config.json").read_bytes())
 
-    def check(data: bytes) -> None:
-        (tmp_path / "tokenizer.json").write_bytes(data)
-        with suppress(ConfigError):
-            Tokenizer.load(tmp_path)
-
+    check = opened_or_refused(tmp_path / "tokenizer.json", lambda: Tokenizer.load(tmp_path))
     tried(examples, altered(definition) | damaged(json.dumps(definition).encode()), check)
 
 
@@ -121,12 +116,8 @@ def test_damaged_packets_and_adapters(tmp_path: Path, kind: type[PacketFile | Ad
     whole = path.read_bytes()
     head = header_of(whole)
 
-    def check(data: bytes) -> None:
-        path.write_bytes(data)
-        with suppress(ConfigError):
-            kind.load(path)
-
     def framed(header: bytes) -> bytes:
         return len(header).to_bytes(8, "little") + header + whole[head:]
 
+    check = opened_or_refused(path, lambda: kind.load(path))
     tried(examples, damaged(whole) | altered(json.loads(whole[8:head])).map(framed), check)

@@ -14,11 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragjax.kernels.attention.op import paged_interval_attention
-from ragjax.kernels.blocks import Blocks
 from ragjax.kernels.device import Device
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
@@ -326,6 +325,17 @@ def budget(examples: int) -> Any:
 SEEDS = st.integers(0, 2**31)
 
 
+def random_cases(shape: Shape, examples: int, holds: Callable[[Case, int], object]) -> None:
+    """Try what has to hold of random cases of a shape, whose unused slots hold NaN, and of their seeds."""
+
+    @budget(examples)
+    @given(requests_of(shape), SEEDS)
+    def tried(requests: list[Request], seed: int) -> None:
+        holds(make_case(shape, requests, seed), seed)
+
+    tried()
+
+
 NARROW, WIDE = SHAPES["d16-p8-g2-b2"], SHAPES["d16-p16-g3-b8"]
 
 
@@ -356,34 +366,3 @@ def check(case: Case, out: np.ndarray, lse: np.ndarray) -> None:
     dead = np.concatenate([case.place_T[np.isneginf(want_lse).all(1)], padding])
     assert not out[dead].any()
     assert np.isneginf(lse[dead]).all()
-
-
-# ------------------------------------------------------------------------------------- faults in a view
-
-
-def with_entries(name: str, change: Callable[[jax.Array], jax.Array]) -> Callable[[View], View]:
-    return lambda view: replace(view, entries=replace(view.entries, **{name: change(getattr(view.entries, name))}))
-
-
-def with_blocks(change: Callable[[Blocks], Blocks]) -> Callable[[View], View]:
-    return lambda view: replace(view, blocks=change(view.blocks))
-
-
-def one_run(blocks: Blocks) -> Blocks:
-    """The whole list is taken for one run: the query is rotated by the first offset alone."""
-    end = jnp.broadcast_to(blocks.count_N[:, None], blocks.end_NU.shape)
-    return replace(blocks, runs_N=jnp.minimum(blocks.runs_N, 1), end_NU=end, partial_NU=jnp.zeros_like(end))
-
-
-FAULTS: dict[str, Callable[[View], View]] = {
-    "rotation sign": with_entries("offset_S", lambda x: -x),
-    "no rotation": with_entries("offset_S", jnp.zeros_like),
-    "rotated once for all runs": with_blocks(one_run),
-    "interval ignored": with_entries("hide_until_SC", jnp.zeros_like),
-    "less for less or equal": with_entries("index_SC", lambda x: x + 1),
-    "wrong page": with_entries("page_S", lambda x: (x + 1) % 40),
-    "wrong layer": lambda view: replace(view, layer=1 - view.layer),
-    "full too eager": with_blocks(lambda b: replace(b, partial_NU=b.end_NU)),
-    "last run left out": with_blocks(lambda b: replace(b, runs_N=jnp.maximum(b.runs_N - 1, 0))),
-}
-"""What a kernel is given instead of a view, as if it had the fault."""

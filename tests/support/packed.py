@@ -6,14 +6,16 @@ Padding is NaN throughout, in what goes in and in the gradients that come back.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.cases import KINDS, SEEDS, Writer
+from tests.support.cases import KINDS, SEEDS, Writer, budget
 from tests.support.oracle import NEVER, Float, Int, worst_error
 from train.attention.mask import Mask, Tokens
 from train.attention.op import BACKENDS, Backend, attend
@@ -144,8 +146,15 @@ SAMPLES = st.lists(
 )
 
 
-CASES = (SAMPLES, st.booleans(), SEEDS)
-"""What `make_case` takes beside the shape."""
+def random_cases(shape: Shape, examples: int, holds: Callable[[Case], object]) -> None:
+    """Try what has to hold of random cases of a shape."""
+
+    @budget(examples)
+    @given(SAMPLES, st.booleans(), SEEDS)
+    def tried(samples: list[Sample], shuffled: bool, seed: int) -> None:
+        holds(make_case(shape, samples, shuffled, seed))
+
+    tried()
 
 
 def rich_case(shape: Shape = SHAPES["d24-g2"]) -> Case:

@@ -116,12 +116,7 @@ def paged_interval_attention(
         out [T, H, D] in the dtype of q, and the natural log of the softmax denominator, float32 [T, H]. A row that
         sees no key gets zeros and -inf.
     """
-    device = Device.of(jax.devices()[0])
-    if backend is None:
-        backend = choose(q_THD, view, device).backend
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
-    reason = BACKENDS[backend].refusal(q_THD, view, device)
-    if reason is not None:
-        raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
-    return BACKENDS[backend].attend(q_THD, view)
+    choice = choose(q_THD, view, Device.of(jax.devices()[0]), backend)
+    if backend and backend in choice.refused:
+        raise ValueError(f"backend {backend!r} cannot serve this call: {choice.refused[backend]}")
+    return BACKENDS[choice.backend].attend(q_THD, view)

@@ -29,7 +29,8 @@ from ragjax.kernels.reductions import triton, xla
 from ragjax.kernels.rope import rotate
 from ragjax.kernels.view import View
 
-BACKENDS = ("xla", "cpu", "triton")
+BACKENDS = ("cpu", "triton", "xla")
+"""Best first."""
 
 KEY_TILE = 1024
 """Keys that `key_neighbours` compares with the sources at a time."""
@@ -206,8 +207,7 @@ def _serving(backend: str | None, q_THD: jax.Array, view: View, segments: int | 
             return cpu_refusal(q_THD, view, device) if segments is None else "it has no scores by segment"
         return None
 
-    if backend is None:
-        return next(name for name in ("cpu", "triton", "xla") if refusal(name) is None)
-    if (reason := refusal(backend)) is not None:
-        raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
-    return backend
+    for name in (backend,) if backend else BACKENDS:
+        if (reason := refusal(name)) is None:
+            return name
+    raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")

@@ -57,7 +57,7 @@ class DevicePool:
         The pages are read as they are now: whatever is dispatched later, the copies do not see. Here and below a page,
         slot, layer or offset out of range is a ValueError, before anything is changed.
         """
-        self._check_pages(pages)
+        check_range("pages", pages, self._pages, "pages of the pool")
 
         def take(part: NDArray[np.int32]) -> Excerpt:
             program = self._programs.get("extract", len(part))
@@ -88,7 +88,7 @@ class DevicePool:
 
         first: the stage that the excerpts begin with.
         """
-        self._check_pages(pages)
+        check_range("pages", pages, self._pages, "pages of the pool")
         if len(np.unique(pages)) != len(pages):
             raise ValueError("pages names a page twice")
         parts = list(page_store.cuts(len(pages)))
@@ -175,20 +175,20 @@ class DevicePool:
         offset_N: NDArray[np.int32],
         layers: tuple[int, int],
     ) -> None:
-        slots = self._pages * self.page_size
         for name, slot_N in (("source", source_N), ("target", target_N)):
-            if len(slot_N) and not 0 <= slot_N.min() <= slot_N.max() < slots:
-                raise ValueError(f"{name} holds slots {slot_N.min()} to {slot_N.max()}, of {slots} of the pool")
+            check_range(name, slot_N, self._pages * self.page_size, "slots of the pool")
         if len(np.unique(target_N)) != len(target_N):
             raise ValueError("target names a slot twice")
-        if np.abs(offset_N).max(initial=0) >= self._rotation.cos_NR.shape[0]:
-            raise ValueError("offset is outside of the rotation table")
+        check_range("offset", np.abs(offset_N), self._rotation.cos_NR.shape[0], "positions of the rotation table")
         if not {*layers} <= {*self.stages} or layers[0] > layers[1]:
             raise ValueError(f"layers {layers} are not between two of {self.stages}")
 
-    def _check_pages(self, pages: NDArray[np.int32]) -> None:
-        if len(pages) and not 0 <= pages.min() <= pages.max() < self._pages:
-            raise ValueError(f"pages holds {pages.min()} to {pages.max()}, of {self._pages} pages")
+
+def check_range(name: str, values: NDArray[np.int32], count: int, of: str) -> None:
+    """On a GPU a stray page number reads stray memory."""
+    wrong = (values < 0) | (values >= count)
+    if wrong.any():
+        raise ValueError(f"{name} holds {int(values[wrong.argmax()])}, outside of the {count} {of}")
 
 
 def _is_lost(array: Any) -> bool:

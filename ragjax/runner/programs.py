@@ -224,7 +224,7 @@ class Programs:
             case "begin", (rows, entries):
                 function = partial(stages.begin, self._spec, self._grid.shape(rows))
                 jitted = jax.jit(function, out_shardings=self._everywhere)
-                lowered = jitted.lower(self._weights.ends, self._rotation, self._step_shapes(rows, entries))
+                lowered = jitted.lower(self._weights.ends, self._rotation, self._shapes(STEP_ARRAYS, rows, entries))
             case "stage", (rows, entries, layers, *measure):
                 lowered = self._stage(rows, entries, layers, tuple(measure) or None)
             case "end", (rows, n):
@@ -268,7 +268,7 @@ class Programs:
         function = partial(stages.stage, self._spec, self._grid.shape(rows), backends, layers, measure)
         x_TE, inputs = self._replicated(self._begin_shapes(rows, entries))
         chosen_L = jax.ShapeDtypeStruct((layers if measure else 0,), jnp.bool_)
-        measured_by = self._replicated((chosen_L, self._shapes(names, rows, entries)))
+        measured_by = self._replicated(chosen_L), self._shapes(names, rows, entries)
         out = (self._everywhere, self._pool_sharding, self._everywhere)
         jitted = jax.jit(function, donate_argnums=(1, 2), out_shardings=out)
         return jitted.lower(self._weights.stages[0], self._pool, x_TE, inputs, self._rotation, *measured_by)
@@ -296,16 +296,13 @@ class Programs:
 
     def _begin_shapes(self, rows: int, entries: int) -> tuple[Any, Any]:
         begin = partial(stages.begin, self._spec, self._grid.shape(rows))
-        step = self._step_shapes(rows, entries)
+        step = self._shapes(STEP_ARRAYS, rows, entries)
         shapes: tuple[Any, Any] = jax.eval_shape(begin, self._weights.ends, self._rotation, step)
         return shapes
 
-    def _step_shapes(self, rows: int, entries: int) -> dict[str, jax.ShapeDtypeStruct]:
-        placed: dict[str, jax.ShapeDtypeStruct] = self._replicated(self._shapes(STEP_ARRAYS, rows, entries))
-        return placed
-
     def _shapes(self, names: Collection[str], rows: int, entries: int) -> dict[str, jax.ShapeDtypeStruct]:
-        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in self.padding(names, rows, entries).items()}
+        shapes: dict[str, jax.ShapeDtypeStruct] = self._replicated(self.padding(names, rows, entries))
+        return shapes
 
     def _replicated(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere), tree)

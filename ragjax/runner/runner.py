@@ -31,7 +31,7 @@ from ragjax.models.executables import Executables
 from ragjax.runner import compaction, sampling
 from ragjax.runner.device import is_full
 from ragjax.runner.mesh import POOL, mesh_of
-from ragjax.runner.pool import DevicePool
+from ragjax.runner.pool import DevicePool, check_range
 from ragjax.runner.programs import Name, Programs
 from ragjax.runner.sampling import Logits, Sampled
 from ragjax.runner.stages import Spec
@@ -379,9 +379,9 @@ class Runner(DevicePool):
             raise ValueError(f"step.residual_TE is of {len(step.residual_TE)} rows, not {len(step.token_T)}")
         # rows of index -1 are padding and entries of request -1 unused: both may hold anything
         live_T, used_S, positions = step.index_T >= 0, step.request_S >= 0, self._rotation.cos_NR.shape[0]
-        _check_range("entries.page", step.page_S[used_S], self._pages, "pages of the pool")
-        _check_range("entries.offset", np.abs(step.offset_S[used_S]), positions, "positions of the rotation table")
-        _check_range("rows.position", step.position_T[live_T], positions, "positions of the rotation table")
+        check_range("entries.page", step.page_S[used_S], self._pages, "pages of the pool")
+        check_range("entries.offset", np.abs(step.offset_S[used_S]), positions, "positions of the rotation table")
+        check_range("rows.position", step.position_T[live_T], positions, "positions of the rotation table")
         at = 0
         for rows, block in self.grid.shape(len(step.token_T)).parts:
             request_NB, live_NB = (x[at : at + rows].reshape(-1, block) for x in (step.request_T, live_T))
@@ -394,11 +394,4 @@ class Runner(DevicePool):
         ones = self.grid.shape(len(step.token_T)).ones
         if step.sharer_O.shape != (places,) or (step.sharer_O >= ones).any():
             raise ValueError(f"step.sharer_O holds {step.sharer_O}: not {places} rows of the {ones} in blocks of one")
-        _check_range("step.slot_T", step.slot_T, self._pages * self.page_size, "slots of the pool")
-
-
-def _check_range(name: str, values: NDArray[np.int32], count: int, of: str) -> None:
-    """On a GPU a stray page number reads stray memory."""
-    wrong = (values < 0) | (values >= count)
-    if wrong.any():
-        raise ValueError(f"{name} holds {int(values[wrong.argmax()])}, outside of the {count} {of}")
+        check_range("step.slot_T", step.slot_T, self._pages * self.page_size, "slots of the pool")

@@ -346,11 +346,11 @@ def test_moving_no_slots_does_nothing() -> None:
 @pytest.mark.parametrize(
     ("source", "target", "offset", "layers", "named"),
     [
-        ([16, PAGES * PAGE], [40, 41], [0, 0], ALL, "source holds slots"),
-        ([16, 17], [-1, 41], [0, 0], ALL, "target holds slots"),
+        ([16, PAGES * PAGE], [40, 41], [0, 0], ALL, "source holds"),
+        ([16, 17], [-1, 41], [0, 0], ALL, "target holds"),
         ([16, 17], [40, 40], [0, 0], ALL, "target names a slot twice"),
         ([16, 17], [17, 40], [0, 0], ALL, "target names a slot of the source"),
-        ([16, 17], [40, 41], [0, 1024], ALL, "offset is outside"),
+        ([16, 17], [40, 41], [0, 1024], ALL, "offset holds 1024"),
         ([16, 17], [40, 41], [0, 0], (1, 4), "not between two of"),
         ([16, 17], [40, 41], [0, 0], (2, 1), "not between two of"),
     ],

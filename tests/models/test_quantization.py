@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,22 @@ COMPRESSED: dict[str, Any] = {
 }
 
 
-def as_words(values: list[int]) -> int:
-    """An int32 of these bits."""
-    return int(struct.unpack("<i", struct.pack("<I", sum(values)))[0])
+def words(values: Array, bits: int = 4, order: Sequence[int] | None = None) -> Array:
+    """Each row's values in int32 words, the lowest bits first. order: of the values that share a word."""
+    count = 32 // bits
+    packed = np.zeros((len(values), values.shape[1] // count), np.uint32)
+    for row, column in np.ndindex(*packed.shape):
+        for place, i in enumerate(order or range(count)):
+            packed[row, column] |= int(values[row, column * count + i]) << (bits * place)
+    return packed.view(np.int32)
+
+
+def widened(code: Array, zero: Array, scale: Array, order: Array) -> Array:
+    """Values of codes [out, in] with zero points and scales [out, groups], float64. order: the group of each input."""
+    value = np.zeros(code.shape)
+    for o, i in np.ndindex(*code.shape):
+        value[o, i] = float(code[o, i] - zero[o, order[i]]) * float(scale[o, order[i]])
+    return value
 
 
 def awq(rng: np.random.Generator, weight: Array, group: int = 8) -> tuple[dict[str, Array], Array]:
@@ -54,20 +67,8 @@ def awq(rng: np.random.Generator, weight: Array, group: int = 8) -> tuple[dict[s
     groups = inputs // group
     code, zero = rng.integers(0, 16, (inputs, outputs)), rng.integers(0, 16, (groups, outputs))
     scale = scales(rng, (groups, outputs))
-
-    def packed(values: Array) -> Array:
-        words = np.zeros((len(values), outputs // 8), np.int32)
-        for row in range(len(values)):
-            for column in range(outputs // 8):
-                bits = [int(values[row, 8 * column + AWQ_ORDER[i]]) << (4 * i) for i in range(8)]
-                words[row, column] = as_words(bits)
-        return words
-
-    value = np.zeros((outputs, inputs))
-    for o in range(outputs):
-        for i in range(inputs):
-            value[o, i] = float(code[i, o] - zero[i // group, o]) * float(scale[i // group, o])
-    return {"qweight": packed(code), "qzeros": packed(zero), "scales": scale}, value
+    parts = {"qweight": words(code, order=AWQ_ORDER), "qzeros": words(zero, order=AWQ_ORDER), "scales": scale}
+    return parts, widened(code.T, zero.T, scale.T, np.arange(inputs) // group)
 
 
 def gptq(
@@ -82,27 +83,15 @@ def gptq(
 ) -> tuple[dict[str, Array], Array]:
     """As `awq`. shuffled: the groups' inputs are in disorder (desc_act); second: zero points as they are (gptq_v2)."""
     outputs, inputs = weight.shape
-    groups, count, top = -(-inputs // group), 32 // bits, 2**bits
+    groups, top = -(-inputs // group), 2**bits
     code = rng.integers(0, top, (inputs, outputs))
     zero = np.full((groups, outputs), top // 2) if symmetric else rng.integers(0, top, (groups, outputs))
     scale = scales(rng, (groups, outputs))
     order = np.arange(inputs) // group
     if shuffled:
         order = rng.permutation(order)
-    words = np.zeros((inputs // count, outputs), np.int32)
-    for row in range(len(words)):
-        for o in range(outputs):
-            words[row, o] = as_words([int(code[row * count + i, o]) << (bits * i) for i in range(count)])
-    zeros = np.zeros((groups, outputs // count), np.int32)
-    for g in range(groups):
-        for column in range(outputs // count):
-            kept = [(int(zero[g, column * count + i]) - (not second)) % top << (bits * i) for i in range(count)]
-            zeros[g, column] = as_words(kept)
-    value = np.zeros((outputs, inputs))
-    for o in range(outputs):
-        for i in range(inputs):
-            value[o, i] = float(code[i, o] - zero[order[i], o]) * float(scale[order[i], o])
-    return {"qweight": words, "qzeros": zeros, "scales": scale, "g_idx": order.astype(np.int32)}, value
+    parts = {"qweight": words(code.T, bits).T, "qzeros": words((zero - (not second)) % top, bits), "scales": scale}
+    return parts | {"g_idx": order.astype(np.int32)}, widened(code.T, zero.T, scale.T, order)
 
 
 def fp8(
@@ -114,10 +103,9 @@ def fp8(
     shape = {"matrix": (), "output": (outputs, 1), "block": (-(-outputs // 24), -(-inputs // 20))}[reach]
     scale = np.asarray(rng.uniform(0.0005, 0.002, shape), np.float32)
     value = np.zeros(weight.shape)
-    for o in range(outputs):
-        for i in range(inputs):
-            where = {"matrix": (), "output": (o, 0), "block": (o // 24, i // 20)}[reach]
-            value[o, i] = float(code[o, i]) * float(scale[where])
+    for o, i in np.ndindex(*weight.shape):
+        where = {"matrix": (), "output": (o, 0), "block": (o // 24, i // 20)}[reach]
+        value[o, i] = float(code[o, i]) * float(scale[where])
     return {"weight": code, name: scale}, value
 
 
@@ -140,28 +128,18 @@ def packed(
 ) -> tuple[dict[str, Array], Array]:
     """As `gptq`, in the layout of compressed-tensors' "pack-quantized": signed codes, moved by half their range."""
     outputs, inputs = weight.shape
-    groups, count, half = -(-inputs // group), 32 // bits, 2 ** (bits - 1)
+    groups, half = -(-inputs // group), 2 ** (bits - 1)
     code = rng.integers(-half, half, (outputs, inputs))
     zero = np.zeros((outputs, groups), int) if symmetric else rng.integers(-half, half, (outputs, groups))
     scale = scales(rng, (outputs, groups))
     order = np.arange(inputs) // group
     if shuffled:
         order = rng.permutation(order)
-    words = np.zeros((outputs, inputs // count), np.int32)
-    for o in range(outputs):
-        for column in range(inputs // count):
-            words[o, column] = as_words([(int(code[o, column * count + i]) + half) << (bits * i) for i in range(count)])
-    zeros = np.zeros((outputs // count, groups), np.int32)
-    for row in range(outputs // count):
-        for g in range(groups):
-            zeros[row, g] = as_words([(int(zero[row * count + i, g]) + half) << (bits * i) for i in range(count)])
-    value = np.zeros((outputs, inputs))
-    for o in range(outputs):
-        for i in range(inputs):
-            value[o, i] = float(code[o, i] - zero[o, order[i]]) * float(scale[o, order[i]])
-    parts = {"weight_packed": words, "weight_scale": scale, "weight_shape": np.array([outputs, inputs], np.int64)}
-    parts |= {} if symmetric else {"weight_zero_point": zeros}
-    return parts | ({"weight_g_idx": order.astype(np.int32)} if shuffled else {}), value
+    parts = {"weight_packed": words(code + half, bits), "weight_scale": scale}
+    parts["weight_shape"] = np.array([outputs, inputs], np.int64)
+    parts |= {} if symmetric else {"weight_zero_point": words((zero + half).T, bits).T}
+    parts |= {"weight_g_idx": order.astype(np.int32)} if shuffled else {}
+    return parts, widened(code, zero, scale, order)
 
 
 def compressed(layout: str, **weights: Any) -> dict[str, Any]:
@@ -172,6 +150,9 @@ def scales(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
     return rng.uniform(0.005, 0.02, shape).astype(np.float16)
 
 
+ASYMMETRIC = compressed("pack-quantized", **PACKED | {"symmetric": False})
+IN_DISORDER = compressed("pack-quantized", **PACKED | {"symmetric": False, "actorder": "group"})
+PACKED_BY_OUTPUT = compressed("pack-quantized", num_bits=4, type="int", strategy="channel")
 CASES: dict[str, tuple[Any, Mapping[str, Any], dict[str, Any]]] = {
     "awq": (awq, AWQ, {}),
     "awq-one-group": (awq, AWQ | {"group_size": -1}, {"group": 32}),
@@ -187,22 +168,10 @@ CASES: dict[str, tuple[Any, Mapping[str, Any], dict[str, Any]]] = {
     "fp8-matrix": (fp8, FP8 | {"weight_block_size": None}, {"reach": "matrix", "name": "weight_scale"}),
     "compressed-int8": (int8, compressed("int-quantized", num_bits=8, type="int", strategy="channel"), {}),
     "compressed-packed": (packed, compressed("pack-quantized", **PACKED), {}),
-    "compressed-asymmetric": (
-        packed,
-        compressed("pack-quantized", **PACKED | {"symmetric": False}),
-        {"symmetric": False},
-    ),
-    "compressed-actorder": (
-        packed,
-        compressed("pack-quantized", **PACKED | {"symmetric": False, "actorder": "group"}),
-        {"symmetric": False, "shuffled": True},
-    ),
+    "compressed-asymmetric": (packed, ASYMMETRIC, {"symmetric": False}),
+    "compressed-actorder": (packed, IN_DISORDER, {"symmetric": False, "shuffled": True}),
     "compressed-packed-8-bits": (packed, compressed("pack-quantized", **PACKED | {"num_bits": 8}), {"bits": 8}),
-    "compressed-packed-output": (
-        packed,
-        compressed("pack-quantized", num_bits=4, type="int", strategy="channel"),
-        {"group": 32},
-    ),
+    "compressed-packed-output": (packed, PACKED_BY_OUTPUT, {"group": 32}),
     "compressed-output": (fp8, COMPRESSED, {"reach": "output", "name": "weight_scale"}),
 }
 

@@ -116,12 +116,11 @@ def test_tokens_that_settings_add_have_the_ids_that_they_name(tmp_path: Path) ->
 def test_a_token_is_a_control_token_under_the_id_that_it_has(tmp_path: Path) -> None:
     """The tokenizers package counts added tokens on from the vocabulary, whatever ids the file gives them."""
     write_directory(tmp_path / "m", {"added_tokens_decoder": {"900": {"content": "<|a|>"}}})
-    tokenizer = Tokenizer.load(tmp_path / "m")
-    ids = tokenizer.encode("<|a|>", True).tolist()
-    assert ids == [tiny().vocab_size]
-    assert tokenizer.is_control(ids[0])
-    assert tokenizer.decode(ids) == ""
+    tokenizer, size = Tokenizer.load(tmp_path / "m"), tiny().vocab_size
+    assert tokenizer.encode("<|a|>", True).tolist() == [size]
+    assert tokenizer.is_control(size) and tokenizer.decode([size]) == ""
     assert not tokenizer.is_control(900)
+    assert tokenizer.vocab_size == size + 1 and tokenizer.has_token(size) and not tokenizer.has_token(size + 1)
 
 
 def test_bos_follows_the_post_processor_where_settings_are_silent(tmp_path: Path) -> None:
@@ -140,70 +139,67 @@ def test_bos_follows_the_post_processor_where_settings_are_silent(tmp_path: Path
     assert tokenizer.encode("a", True).tolist() == tiny().encode("a", True).tolist(), "encode itself adds nothing"
 
 
-def test_bad_definitions_are_refused(tmp_path: Path) -> None:
-    write_directory(tmp_path / "m", {"eos_token": "<|nowhere|>"})
-    with pytest.raises(ConfigError, match="eos_token"):
-        Tokenizer.load(tmp_path / "m")
-    for wrong, message in (
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"eos_token": "<|nowhere|>"}, "eos_token"),
         ({"eos_token": 0}, "eos_token must be the token's text, not 0"),
         ({"chat_template": {}}, "chat_template must be a text"),
         ({"chat_template": [{"name": "default", "template": 1}]}, "chat_template must be a text"),
         ({"chat_template": ["x"]}, "each chat_template must have name and template"),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+    write_directory(tmp_path / "m", wrong)
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.load(tmp_path / "m")
+
+
+def test_bad_definitions_are_refused(tmp_path: Path) -> None:
+    write_directory(tmp_path / "m", {})
+    file = tmp_path / "m" / "tokenizer.json"
+    panics = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
+    for definition, message in (
+        ('{"model": 3, "decoder": {"type": "ByteLevel"}}', "cannot be used"),
+        (json.dumps(json.loads(tiny()._parsing.to_str()) | panics), "cannot be used"),
+        ("{", r"tokenizer.json: cannot be read"),
     ):
-        (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(wrong))
+        file.write_text(definition)
         with pytest.raises(ConfigError, match=message):
             Tokenizer.load(tmp_path / "m")
-    (tmp_path / "m" / "tokenizer.json").write_text('{"model": 3, "decoder": {"type": "ByteLevel"}}')
-    with pytest.raises(ConfigError, match="cannot be used"):
-        Tokenizer.load(tmp_path / "m")
-    panics = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
-    definition = json.loads(tiny()._parsing.to_str()) | {"normalizer": panics}
-    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(definition))
-    with pytest.raises(ConfigError, match="cannot be used"):
-        Tokenizer.load(tmp_path / "m")
-    (tmp_path / "m" / "tokenizer.json").unlink()
-    os.mkfifo(tmp_path / "m" / "tokenizer.json")
-    with pytest.raises(ConfigError, match=r"tokenizer.json: is no file"):
-        Tokenizer.load(tmp_path / "m")
-    (tmp_path / "m" / "tokenizer.json").unlink()
-    (tmp_path / "m" / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"tokenizer.json: cannot be read"):
-        Tokenizer.load(tmp_path / "m")
-    (tmp_path / "m" / "tokenizer.json").unlink()
+    file.unlink()
     with pytest.raises(ConfigError, match=r"tokenizer.json is missing"):
         Tokenizer.load(tmp_path / "m")
+    os.mkfifo(file)
+    with pytest.raises(ConfigError, match=r"tokenizer.json: is no file"):
+        Tokenizer.load(tmp_path / "m")
+
+
+UNREADABLE = "GGUF metadata: the tokenizer cannot be read"
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("name", "key", "value", "message"),
     [
-        ("tokenizer.ggml.model", "bert"),
-        ("tokenizer.ggml.pre", "deepseek-llm"),
-        ("tokenizer.ggml.merges", None),
-        ("tokenizer.ggml.tokens", None),
-        ("tokenizer.ggml.tokens", ["a", "a"]),
-        ("tokenizer.ggml.eos_token_id", 10**6),
+        ("smollm", "ggml.model", "bert", "tokenizer.ggml.model"),
+        ("smollm", "ggml.pre", "deepseek-llm", "tokenizer.ggml.pre"),
+        ("smollm", "ggml.merges", None, "tokenizer.ggml.merges"),
+        ("smollm", "ggml.tokens", None, "tokenizer.ggml.tokens"),
+        ("smollm", "ggml.tokens", ["a", "a"], "tokenizer.ggml.tokens"),
+        ("smollm", "ggml.eos_token_id", 10**6, "eos_token 1000000"),
+        ("sentencepiece", "ggml.scores", None, "tokenizer.ggml.scores"),
+        ("sentencepiece", "ggml.precompiled_charsmap", [1, 2], "precompiled_charsmap"),
+        ("sentencepiece", "ggml.scores", [1.0], UNREADABLE),
+        ("sentencepiece", "ggml.tokens", 3, UNREADABLE),
+        ("smollm", "ggml.token_type", 5, UNREADABLE),
+        ("smollm", "ggml.eos_token_id", "two", UNREADABLE),
+        ("smollm", "ggml.pre", ["smollm"], UNREADABLE),
+        ("smollm", "chat_template", 5, UNREADABLE),
     ],
 )
-def test_gguf_metadata_that_cannot_be_honoured_is_named(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=key if "token_id" not in key else "eos_token 1000000"):
-        tiny(**{key: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [
-        ("sentencepiece", "tokenizer.ggml.scores", [1.0]),
-        ("sentencepiece", "tokenizer.ggml.tokens", 3),
-        ("smollm", "tokenizer.ggml.token_type", 5),
-        ("smollm", "tokenizer.ggml.eos_token_id", "two"),
-        ("smollm", "tokenizer.ggml.pre", ["smollm"]),
-        ("smollm", "tokenizer.chat_template", 5),
-    ],
-)
-def test_gguf_metadata_of_the_wrong_kind_is_one_error(name: str, key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match="GGUF metadata: the tokenizer cannot be read"):
-        tiny(name, template=None, **{key: value})
+def test_gguf_metadata_that_cannot_be_honoured_is_named(name: str, key: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny(name, template=None, **{f"tokenizer.{key}": value})
 
 
 WORDS = "HelloWorld DON'T don't'S 12345 a//\n\nb/c  naïveÉté ǅ हिन्दी"
@@ -239,13 +235,6 @@ def test_a_token_that_ends_a_turn_is_known_by_its_name(name: str, kind: int, end
     assert set(known.eos_ids) - set(plain.eos_ids) == ({len(tokens)} if ends else set())
 
 
-def test_sentencepiece_needs_its_scores_and_no_character_map() -> None:
-    with pytest.raises(ConfigError, match=r"tokenizer.ggml.scores"):
-        tiny("sentencepiece", **{"tokenizer.ggml.scores": None})
-    with pytest.raises(ConfigError, match=r"precompiled_charsmap"):
-        tiny("sentencepiece", **{"tokenizer.ggml.precompiled_charsmap": [1, 2]})
-
-
 def test_check_refuses_the_tokenizer_of_another_model() -> None:
     config = ModelConfig(
         "llama", 700, 64, 96, 2, 4, 2, 16, 1e4, None, 1e-5, True, False, False, 128, eos_ids=(2,), bos_id=1
@@ -271,12 +260,6 @@ def test_an_id_in_a_gap_has_no_token_and_those_beyond_it_do() -> None:
     assert [token for token in (-1, 0, 1, 2, 699, 700, 701, 2**40) if tokenizer.has_token(token)] == [0, 1, 700]
 
 
-def test_added_tokens_count_among_the_tokens_that_there_are(tmp_path: Path) -> None:
-    write_directory(tmp_path / "m", {"added_tokens_decoder": {"900": {"content": "<|a|>"}}})
-    tokenizer, size = Tokenizer.load(tmp_path / "m"), tiny().vocab_size
-    assert tokenizer.vocab_size == size + 1 and tokenizer.has_token(size) and not tokenizer.has_token(size + 1)
-
-
 # ------------------------------------------------------------------------------- plain text, decoding
 
 
@@ -297,35 +280,21 @@ def test_plain_text_never_becomes_a_control_token_and_survives_the_round_trip(na
 _SHARED = {name: tiny(name) for name in ("smollm", "llama-bpe", "sentencepiece")}
 
 
-def test_a_special_token_that_the_vocabulary_spells_out_is_still_cut() -> None:
-    """Merges that build a control token's own name must not let plain text reach it."""
+@pytest.mark.parametrize("one_character", [False, True])
+def test_a_special_token_that_the_vocabulary_spells_out_is_still_cut(one_character: bool) -> None:
+    """Merges that build a control token's own name must not let plain text reach it, however often it comes."""
     metadata = GOLDENS["tiny"]["smollm"]["metadata"]
-    names = [*metadata["tokenizer.ggml.tokens"], "qx", "qxq"]
-    tokenizer = tiny(
-        **{
-            "tokenizer.ggml.tokens": names,
-            "tokenizer.ggml.token_type": [*metadata["tokenizer.ggml.token_type"], 1, 3],
-            "tokenizer.ggml.merges": [*metadata["tokenizer.ggml.merges"], "q x", "qx q"],
-        }
-    )
-    for text in ("qxq", "a qxq b", "qxqqxq"):
-        assert not [token for token in tokenizer.encode(text, False).tolist() if tokenizer.is_control(token)]
-        assert tokenizer.decode(tokenizer.encode(text, False)) == text
-    assert tokenizer.encode("qxq", True).tolist() == [len(names) - 1]
-
-
-def test_names_of_special_tokens_may_come_again_and_again_and_be_one_character() -> None:
-    metadata = GOLDENS["tiny"]["smollm"]["metadata"]
-    names, types = [*metadata["tokenizer.ggml.tokens"], "qx", "qxq"], [*metadata["tokenizer.ggml.token_type"], 1, 3]
-    types[names.index("z")] = 4
-    merges = [*metadata["tokenizer.ggml.merges"], "q x", "qx q"]
-    tokenizer = tiny(
-        **{"tokenizer.ggml.tokens": names, "tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": merges}
-    )
-    for text in ("qxq" * 2000, "a z zqxqz"):
+    added = {"tokens": ["qx", "qxq"], "token_type": [1, 3], "merges": ["q x", "qx q"]}
+    changed = {f"tokenizer.ggml.{key}": [*metadata[f"tokenizer.ggml.{key}"], *new] for key, new in added.items()}
+    names = changed["tokenizer.ggml.tokens"]
+    if one_character:
+        changed["tokenizer.ggml.token_type"][names.index("z")] = 4
+    tokenizer = tiny(**changed)
+    for text in ("qxq", "a qxq b", "qxqqxq", "qxq" * 2000, "a z zqxqz"):
         ids = tokenizer.encode(text, False).tolist()
         assert not [token for token in ids if tokenizer.is_control(token)]
         assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("qxq", True).tolist() == [len(names) - 1]
 
 
 def test_plain_text_is_split_as_if_there_were_no_special_tokens() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import logging
@@ -81,7 +80,7 @@ def tiny(family: Family, *, tie: bool = False, scaling: RopeScaling | None = Non
         eos_ids=(2,),
         bos_id=1,
     )
-    return dataclasses.replace(made, **OWN.get(family, {}))
+    return replace(made, **OWN.get(family, {}))
 
 
 def random_tensors(config: ModelConfig) -> dict[str, Array]:
@@ -231,6 +230,11 @@ def write_gguf(
     return path
 
 
+def llama_gguf(folder: Path, quant: Quant = Quant.Q8_0) -> Path:
+    config = tiny("llama")
+    return write_gguf(folder / "m.gguf", config, random_tensors(config), quant)
+
+
 def assert_same(checkpoint: Checkpoint, tensors: Mapping[str, Array]) -> None:
     assert set(checkpoint.tensors) == set(tensors)
     for name, value in tensors.items():
@@ -340,7 +344,7 @@ def test_gguf_reads_back_under_hugging_face_names_and_orientation(tmp_path: Path
     config = tiny(family, tie=tie)
     tensors = random_tensors(config)
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", config, tensors))
-    expected = dataclasses.replace(config, family="llama") if family == "mistral" else config
+    expected = replace(config, family="llama") if family == "mistral" else config
     assert checkpoint.config == expected
     assert checkpoint.quantized
     assert_same(checkpoint, tensors)
@@ -384,7 +388,7 @@ def test_undoing_the_permutation_makes_rope_on_halves_of_rope_on_neighbours() ->
 
 
 def test_gguf_metadata_agrees_with_the_gguf_package(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), random_tensors(tiny("llama")), Quant.Q8_0)
+    path = llama_gguf(tmp_path)
     reader = gguf.GGUFReader(path)
     metadata, tensors = read_gguf(path)
     assert metadata == {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
@@ -420,9 +424,7 @@ def test_llama3_rope_scaling_is_recovered_from_rope_freqs(tmp_path: Path) -> Non
 
 
 def test_a_gguf_cut_anywhere_is_refused(tmp_path: Path) -> None:
-    config = tiny("llama")
-    path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Quant.Q8_0)
-    data = path.read_bytes()
+    data = llama_gguf(tmp_path).read_bytes()
     for length in [0, 3, 4, 7, 12, 23, *range(24, len(data) - 1, len(data) // 40), len(data) - 40]:
         (tmp_path / "cut.gguf").write_bytes(data[:length])
         with pytest.raises(ConfigError, match=r"cut.gguf: .*(truncated|not a GGUF)"):
@@ -433,10 +435,9 @@ def test_a_gguf_cut_anywhere_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alignment", [0, 2**31 - 1])
 def test_a_gguf_whose_alignment_cannot_be_is_refused(tmp_path: Path, alignment: int) -> None:
-    config = tiny("llama")
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_uint32("general.alignment", alignment)
-    writer.add_tensor("output_norm.weight", random_tensors(config)["model.norm.weight"])
+    writer.add_tensor("output_norm.weight", np.ones(64, np.float32))
     finish(writer)
     with pytest.raises(ConfigError, match=r"m.gguf: .*(truncated|damaged)"):
         open_checkpoint(tmp_path / "m.gguf")
@@ -446,17 +447,14 @@ def test_a_gguf_whose_alignment_cannot_be_is_refused(tmp_path: Path, alignment: 
 def test_more_layers_than_there_are_tensors_are_refused_at_once(tmp_path: Path, kind: str) -> None:
     """A damaged number of layers must not fill the memory with names of tensors."""
     config = tiny("llama")
-    tensors = random_tensors(config)
-    deep = dataclasses.replace(config, num_layers=2**30)
     write = write_gguf if kind == "gguf" else write_directory
-    path = write(tmp_path / "m.gguf", deep, tensors)
+    path = write(tmp_path / "m.gguf", replace(config, num_layers=2**30), random_tensors(config))
     with pytest.raises(ConfigError, match=r"model.layers.2.input_layernorm.weight is missing"):
         open_checkpoint(path)
 
 
 def test_gguf_of_other_versions_and_parts_is_refused(tmp_path: Path) -> None:
-    config = tiny("llama")
-    path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config))
+    path = llama_gguf(tmp_path)
     data = path.read_bytes()
     path.write_bytes(data[:4] + struct.pack("<I", 1) + data[8:])
     with pytest.raises(ConfigError, match="version 1"):
@@ -472,13 +470,13 @@ def test_gguf_of_other_versions_and_parts_is_refused(tmp_path: Path) -> None:
 def test_gguf_tensors_and_architectures_that_are_unknown_are_named(tmp_path: Path) -> None:
     config = tiny("qwen3")
     tensors = random_tensors(config)
-    for number, name in enumerate(
-        ("blk.0.attn_sinks.weight", "blk.0.attn_q.bias", "blk.7.attn_q.weight", "cls.weight")
-    ):
-        path = write_gguf(tmp_path / f"{number}.gguf", config, tensors, extra={name: np.ones(4, np.float32)})
-        target = {1: "model.layers.0.self_attn.q_proj.bias", 2: "model.layers.7.self_attn.q_proj.weight"}.get(
-            number, name
-        )
+    for name, target in {
+        "blk.0.attn_sinks.weight": "blk.0.attn_sinks.weight",
+        "blk.0.attn_q.bias": "model.layers.0.self_attn.q_proj.bias",
+        "blk.7.attn_q.weight": "model.layers.7.self_attn.q_proj.weight",
+        "cls.weight": "cls.weight",
+    }.items():
+        path = write_gguf(tmp_path / f"{name}.gguf", config, tensors, extra={name: np.ones(4, np.float32)})
         with pytest.raises(ConfigError, match=f"unexpected tensor {target}"):
             open_checkpoint(path)
     without = {name: value for name, value in tensors.items() if name != "model.layers.1.mlp.up_proj.weight"}
@@ -549,8 +547,7 @@ def test_packed_weights_give_the_logits_of_widened_ones(
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_weights_of_floats_can_be_packed(tmp_path: Path, bits: int) -> None:
-    config = tiny("llama")
-    file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Quant.F16)
+    file = llama_gguf(tmp_path, Quant.F16)
     wide = logits(load_decoder(file, "float32", tmp_path / "cache"))
     decoder = load_decoder(file, "bfloat16", tmp_path / "cache", PackedForm(tiled=False, bits=bits))
     assert decoder.kernels == WHOLE_NUMBERS
@@ -592,7 +589,7 @@ def test_layers_of_mixed_types_are_alike_and_run_as_one_program(tmp_path: Path, 
 
 @pytest.mark.skipif(not op.tiled(), reason="this machine has no AMX")
 def test_programs_of_other_packings_are_kept_apart(tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "m.gguf", tiny("llama"), random_tensors(tiny("llama")), Quant.Q4_0)
+    file = llama_gguf(tmp_path, Quant.Q4_0)
 
     def facts(*, tiled: bool) -> tuple[object, ...]:
         decoder = load_decoder(file, "bfloat16", tmp_path / "cache", PackedForm(tiled=tiled))
@@ -603,8 +600,7 @@ def test_programs_of_other_packings_are_kept_apart(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux alone tells what is mapped")
 def test_dequantised_weights_are_the_mapped_file(tmp_path: Path) -> None:
-    config = tiny("llama")
-    file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Quant.Q4_1)
+    file = llama_gguf(tmp_path, Quant.Q4_1)
     decoder = load_decoder(file, "bfloat16", tmp_path / "cache")
     (line,) = (line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path / "cache") in line)
     begin, end = (int(part, 16) for part in line.split()[0].split("-"))
@@ -646,7 +642,7 @@ def test_weights_are_dequantised_once_however_they_are_served(
 ) -> None:
     """The same files; a configuration that reads other tensors from them has a cache of its own."""
     (tmp_path / "m.gguf").write_bytes(b"the same")
-    for config in (tiny("llama"), dataclasses.replace(tiny("llama"), **change)):
+    for config in (tiny("llama"), replace(tiny("llama"), **change)):
         monkeypatch.setattr(weights, "open_checkpoint", lambda path, config=config: quantized(config))
         load_decoder(tmp_path / "m.gguf", "float32", tmp_path / "cache")
     assert len(list((tmp_path / "cache" / "dequantized").glob("*.safetensors"))) == files
@@ -656,8 +652,7 @@ def test_weights_are_dequantised_once_however_they_are_served(
 def test_a_damaged_cache_is_rebuilt_with_a_log_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    config = tiny("llama")
-    file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Quant.Q8_0)
+    file = llama_gguf(tmp_path)
     expected = logits(load_decoder(file, "float32", tmp_path / "cache"))
     (cached,) = (tmp_path / "cache" / "dequantized").glob("*.safetensors")
     data = bytearray(cached.read_bytes())
@@ -674,8 +669,7 @@ def test_a_damaged_cache_is_rebuilt_with_a_log_line(
 def test_an_interrupted_cache_write_leaves_nothing_that_is_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny("llama")
-    file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config))
+    file = llama_gguf(tmp_path)
     original = source._read_tensor
 
     def dies(path: Path, tensor: source.TensorEntry, name: str, heads: int | None = None) -> NDArray[np.float32]:
@@ -692,8 +686,7 @@ def test_an_interrupted_cache_write_leaves_nothing_that_is_believed(
 
 
 def test_a_cache_that_cannot_be_written_is_clear(tmp_path: Path) -> None:
-    config = tiny("llama")
-    file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Quant.Q8_0)
+    file = llama_gguf(tmp_path)
     (tmp_path / "cache").write_text("no folder")
     assert len(weights_digest(file, tmp_path / "cache")) == 32, "digests are only remembered there"
     with pytest.raises(ConfigError, match=r"cache folder \S+cache cannot be written: .*set RAGJAX_CACHE"):
@@ -701,8 +694,7 @@ def test_a_cache_that_cannot_be_written_is_clear(tmp_path: Path) -> None:
 
 
 def test_a_read_only_cache_serves_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny("llama")
-    file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Quant.Q8_0)
+    file = llama_gguf(tmp_path)
     expected = logits(load_decoder(file, "float32", tmp_path / "cache"))
     shutil.rmtree(tmp_path / "cache" / "digests")
 

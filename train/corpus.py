@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,17 +53,17 @@ def encode(
 ) -> list[Example]:
     """Samples as examples; those that are too long or that the chat template refuses are left out, and counted."""
     found = []
-    reasons: dict[str, int] = {}
+    reasons = Counter[str]()
     for sample in tqdm(samples, desc="encoding", unit="sample", disable=not progress, leave=False):
         try:
             example = coder.example(sample, plain=plain)
         except RequestError as error:
-            reasons[str(error)] = reasons.get(str(error), 0) + 1
+            reasons[str(error)] += 1
             continue
         if rows.fits(example):
             found.append(example)
         else:
-            reasons["too long"] = reasons.get("too long", 0) + 1
+            reasons["too long"] += 1
     for reason, count in reasons.items():
         log.warning("%d of %d samples are left out: %s", count, len(samples), reason)
     return found

@@ -102,9 +102,7 @@ def _from_graph(options: argparse.Namespace) -> list[Sample]:
 
 def _read_triples(file: Path, bad: Bad) -> Iterator[Triple]:
     """Head, relation and tail, separated by tabs. Raises ConfigError naming the line that is one wrong too many."""
-    for number, line in enumerate(lines_of(file), 1):
-        if not line.strip():
-            continue
+    for number, line in lines_of(file):
         try:
             yield triple_of([part.strip() for part in line.split("\t")])
         except ValueError as error:

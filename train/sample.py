@@ -207,15 +207,12 @@ def read_lines(
     found: list[tuple[str, T]] = []
     bad = Bad(max_bad)
     for file in map(Path, files):
-        for number, line in enumerate(lines_of(file), 1):
-            if not line.strip():
-                continue
-            place = f"{file.name}:{number}"
+        for number, line in lines_of(file):
             try:
                 value = json.loads(line)
                 if not isinstance(value, Mapping):
                     raise ValueError("a line must be a JSON object")
-                found.append((place, parse(value)))
+                found.append((f"{file.name}:{number}", parse(value)))
             except ValueError as error:
                 bad.skip(f"{file}, line {number}", error)
     return found
@@ -236,12 +233,13 @@ class Bad:
         log.warning("%s is skipped: %s", place, error)
 
 
-def lines_of(file: Path) -> list[str]:
-    """The lines of a text file, without a byte order mark. Raises ConfigError if it cannot be read."""
+def lines_of(file: Path) -> list[tuple[int, str]]:
+    """The lines of a text file that are not blank, numbered from 1. Raises ConfigError if it cannot be read."""
     try:
-        return file.read_text(encoding="utf-8-sig").split("\n")
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # without a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def normal(text: str) -> str:

@@ -17,23 +17,19 @@ from tests.support.serving import wait_for
 
 pytestmark = pytest.mark.long
 
+SMALL = ["--knowledge", "none", "--port", "PORT", "--device-cache-gb", "0.05", "--dtype", "float32"]
+
 LONG = 400
 """Tokens of an answer that takes longer than its client stays."""
 
 
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120, check=False)
+
+
 def test_a_killed_replica_costs_its_own_streams_alone(python: str, model: Path, tmp_path: Path) -> None:
-    flags = [
-        "--replicas",
-        "2:round-robin",
-        "--model",
-        str(model),
-        "--knowledge",
-        "none",
-        "--port",
-        "PORT",
-        "--disk-cache",
-    ]
-    flags += [str(tmp_path / "kv"), "--device-cache-gb", "0.05", "--dtype", "float32"]
+    flags = [*SMALL, "--replicas", "2:round-robin", "--model", str(model), "--disk-cache", str(tmp_path / "kv")]
     with started(python, ["-c", SERVE, *flags], tmp_path / "log", "ready at") as running:
         assert running.health()["replicas"] == {"up": 2, "wanted": 2}
         whole = {who: running.stream(who)[1] for who in range(10)}
@@ -60,8 +56,7 @@ def test_a_killed_replica_costs_its_own_streams_alone(python: str, model: Path, 
 
 
 def test_a_client_that_leaves_cancels_its_request_in_the_replica(python: str, model: Path, tmp_path: Path) -> None:
-    flags = ["--replicas", "2:round-robin", "--model", str(model), "--knowledge", "none", "--port", "PORT"]
-    flags += ["--device-cache-gb", "0.05", "--dtype", "float32"]
+    flags = [*SMALL, "--replicas", "2:round-robin", "--model", str(model)]
     with started(python, ["-c", SERVE, *flags], tmp_path / "log", "ready at") as running:
         whole = [running.stream(who) for who in range(4)]
         for left in range(1, 5):
@@ -74,8 +69,7 @@ def test_a_client_that_leaves_cancels_its_request_in_the_replica(python: str, mo
 
 def test_replicas_over_two_devices_each_answer_as_one_device_does(python: str, model: Path, tmp_path: Path) -> None:
     """Virtual devices, which the replicas' processes alone have: an engine that sees fewer refuses to start."""
-    flags = ["--model", str(model), "--knowledge", "none", "--port", "PORT", "--device-cache-gb", "0.05"]
-    flags += ["--dtype", "float32", "--strategy", "full"]
+    flags = [*SMALL, "--model", str(model), "--strategy", "full"]
     with started(python, ["-c", SERVE, *flags], tmp_path / "one", "ready at") as alone:
         expected = [alone.stream(who) for who in range(4)]
     assert all(status == 200 and text and code is None for status, text, code in expected)
@@ -93,10 +87,8 @@ def test_replicas_over_two_devices_each_answer_as_one_device_does(python: str, m
 
 
 def test_more_replicas_than_the_machine_has_room_for_are_one_line_and_code_2(python: str, model: Path) -> None:
-    command = [python, "-m", "ragjax.serve", "--port", "0", "--model", str(model), "--knowledge", "none"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command += ["--replicas", "1000"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120, check=False)
+    serve = ("-m", "ragjax.serve", "--port", "0", "--model", str(model), "--knowledge", "none")
+    done = run(python, *serve, "--replicas", "1000")
     assert done.returncode == 2 and "--replicas: 1000 take 1000" in done.stderr.splitlines()[-1]
 
 
@@ -187,15 +179,11 @@ asyncio.run(ask())
 
 def test_a_call_that_reached_no_replica_was_lost(python: str) -> None:
     """Ray's response raises its error once more when it is cancelled."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [python, "-c", UNAVAILABLE]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120, check=False)
+    done = run(python, "-c", UNAVAILABLE)
     assert done.returncode == 0 and done.stdout.startswith("lost: a replica was lost"), done.stderr
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "ray://127.0.0.1:10001"])
 def test_an_address_without_a_cluster_is_one_line_and_code_2(python: str, address: str) -> None:
-    command = [python, "-m", "ragjax.serve", "--port", "0", "--replicas", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": address}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60, check=False)
+    done = run(python, "-m", "ragjax.serve", "--port", "0", "--replicas", "2", RAY_ADDRESS=address)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "RAY_ADDRESS" in done.stderr

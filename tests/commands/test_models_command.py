@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -66,10 +67,7 @@ def test_check_says_what_a_model_is_and_takes(model: Path, said: Said, tmp_path:
 
 def test_check_reads_no_weights(model: Path, said: Said, tmp_path: Path) -> None:
     """Numbers that are no numbers change nothing."""
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in model.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
+    other = shutil.copytree(model, tmp_path / "other")
     data = bytearray((other / "model.safetensors").read_bytes())
     data[-10_000:] = b"\xff" * 10_000
     (other / "model.safetensors").write_bytes(data)
@@ -88,10 +86,7 @@ def test_check_reads_no_weights(model: Path, said: Said, tmp_path: Path) -> None
 def test_what_cannot_be_served_has_one_reason(
     model: Path, said: Said, tmp_path: Path, change: dict[str, object], reason: str
 ) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in model.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
+    other = shutil.copytree(model, tmp_path / "other")
     (other / "config.json").write_text(json.dumps(json.loads((other / "config.json").read_text()) | change))
     code, _, err = said("check", str(other))
     assert code == 1 and err.startswith("other cannot be served: ") and reason in err and err.count("\n") == 1

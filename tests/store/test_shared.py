@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -50,11 +50,30 @@ def known(shared: SharedTier, look: Callable[[], object]) -> object:
     return look()
 
 
+@pytest.fixture
+def remote() -> FakeRemote:
+    return FakeRemote()
+
+
+@pytest.fixture
+def shared(remote: FakeRemote) -> Iterator[SharedTier]:
+    with closing(tier(remote)) as made:
+        yield made
+
+
+@pytest.fixture
+def one(shared: SharedTier) -> Record:
+    """An entry that the server has."""
+    shared.write(record("a"), ARRAYS)
+    assert shared.flush(60)
+    return record("a")
+
+
 # ------------------------------------------------------------------------------------------- entries
 
 
-def test_an_entry_is_that_of_the_disk_tier_byte_for_byte(tmp_path: Path) -> None:
-    remote, one = FakeRemote(), record("a")
+def test_an_entry_is_that_of_the_disk_tier_byte_for_byte(remote: FakeRemote, tmp_path: Path) -> None:
+    one = record("a")
     disk = open_store(tmp_path, identity=b"tiny")
     shared = tier(remote, disk)
     shared.write(one, ARRAYS)
@@ -67,13 +86,12 @@ def test_an_entry_is_that_of_the_disk_tier_byte_for_byte(tmp_path: Path) -> None
     shared.close()
 
 
-def test_the_index_answers_at_once_and_knows_more_later() -> None:
-    remote = FakeRemote()
-    writer, reader = tier(remote), tier(remote)
+def test_the_index_answers_at_once_and_knows_more_later(remote: FakeRemote, shared: SharedTier) -> None:
+    reader = tier(remote)
     ones = [record("a"), record("b", provenance="dependency"), record("c", provenance="approximate"), record("d", 8)]
     for one in ones:
-        writer.write(one, ARRAYS)
-    assert writer.flush(60)
+        shared.write(one, ARRAYS)
+    assert shared.flush(60)
     place = ones[0].place
     remote.held.clear()
     assert reader.find(ones[0].key) is None and not reader.children(place, ones[0].tokens)
@@ -86,16 +104,13 @@ def test_the_index_answers_at_once_and_knows_more_later() -> None:
     assert known(reader, lambda: reader.children(place, ones[3].tokens)) == [ones[3]]
     assert known(reader, lambda: reader.chunks(place)) == [ones[2]]
     assert not reader.asked(), "what is known is not asked again"
-    writer.close()
     reader.close()
 
 
 @pytest.mark.parametrize("part", ["head", "body"])
-def test_a_damaged_entry_is_never_given_and_removed_for_all(part: str) -> None:
-    remote, one = FakeRemote(), record("a")
-    shared = tier(remote)
-    shared.write(one, ARRAYS)
-    assert shared.flush(60)
+def test_a_damaged_entry_is_never_given_and_removed_for_all(
+    remote: FakeRemote, shared: SharedTier, one: Record, part: str
+) -> None:
     head, body = bytearray(remote.parcels[one.key].head), bytearray(remote.parcels[one.key].body)
     (head if part == "head" else body)[-20] ^= 4
     remote.parcels[one.key] = Parcel(one.key, remote.parcels[one.key].place, bytes(head), bytes(body))
@@ -105,29 +120,24 @@ def test_a_damaged_entry_is_never_given_and_removed_for_all(part: str) -> None:
     with pytest.raises(Missing):
         read(shared, one.key)
     assert known(shared, lambda: shared.find(one.key)) is None
-    shared.close()
 
 
-def test_two_models_and_a_replaced_entry_never_meet() -> None:
-    remote, one = FakeRemote(), record("a")
-    shared, other = tier(remote), tier(remote, identity=b"other")
-    shared.write(one, ARRAYS)
-    assert shared.flush(60)
+def test_two_models_and_a_replaced_entry_never_meet(remote: FakeRemote, shared: SharedTier, one: Record) -> None:
+    other = tier(remote, identity=b"other")
     with pytest.raises(Missing):
         read(shared, one.key, expected=record("a", first=9))
     assert read(shared, one.key, expected=one)
     with pytest.raises(Damaged, match="another format or model"):  # the keys' prefix keeps them apart before that
         read(other, one.key)
-    shared.close()
     other.close()
 
 
 # --------------------------------------------------------------------------------------- queue and breaker
 
 
-def test_the_queue_is_bounded_and_what_it_drops_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    remote = FakeRemote()
-    shared = tier(remote)
+def test_the_queue_is_bounded_and_what_it_drops_is_counted(
+    remote: FakeRemote, shared: SharedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(exchange, "WAITING_BYTES", 3 * SIZE)
     remote.held.clear()
     written = 0
@@ -140,21 +150,15 @@ def test_the_queue_is_bounded_and_what_it_drops_is_counted(monkeypatch: pytest.M
     assert shared.flush(60)
     assert len(remote.parcels) == written < 8
     assert shared.standing().dropped["full"] == 8 - written
-    shared.close()
 
 
-def test_a_full_server_is_still_read_from() -> None:
-    remote, one = FakeRemote(), record("a")
-    shared = tier(remote)
-    shared.write(one, ARRAYS)
-    assert shared.flush(60)
+def test_a_full_server_is_still_read_from(remote: FakeRemote, shared: SharedTier, one: Record) -> None:
     remote.full = True
     shared.write(record("b"), ARRAYS)
     assert shared.flush(60)
     standing = shared.standing()
     assert standing.on and standing.dropped["failed"] == 1 and standing.counts["refused"] == 1
     assert read(shared, one.key)
-    shared.close()
 
 
 def test_a_server_that_failed_is_probed_once_in_each_pause(caplog: pytest.LogCaptureFixture) -> None:
@@ -175,12 +179,10 @@ def test_a_server_that_failed_is_probed_once_in_each_pause(caplog: pytest.LogCap
     ]
 
 
-def test_what_is_known_is_not_given_while_the_server_is_off() -> None:
+def test_what_is_known_is_not_given_while_the_server_is_off(remote: FakeRemote, one: Record) -> None:
     """Its bytes could not be had: a request would load, fail, and start again."""
-    remote, one = FakeRemote(), record("a")
     shared = tier(remote, pause=60)
-    shared.write(one, ARRAYS)
-    assert shared.flush(60) and known(shared, lambda: shared.find(one.key)) == one
+    assert known(shared, lambda: shared.find(one.key)) == one
     remote.down = True
     with pytest.raises(RemoteError):
         read(shared, one.key)
@@ -188,8 +190,7 @@ def test_what_is_known_is_not_given_while_the_server_is_off() -> None:
     shared.close()
 
 
-def test_a_dead_server_is_not_asked_until_it_is_back() -> None:
-    remote = FakeRemote()
+def test_a_dead_server_is_not_asked_until_it_is_back(remote: FakeRemote) -> None:
     remote.down = True
     shared = tier(remote, pause=0.2)
     assert not shared.standing().on and shared.find(b"k" * 32) is None and not shared.asked()

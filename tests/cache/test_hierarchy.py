@@ -37,7 +37,6 @@ from tests.support.transfers import (
     PAGE,
     Bench,
     FakeDiskIndex,
-    alternatives,
     causal_content,
     keyed_content,
     match_segment,
@@ -92,25 +91,6 @@ def test_a_node_is_swapped_out_once():
         bench.squeeze()
         assert where(bench, A) == "H" and bench.length(A) == 4
     assert bench.transfer.calls == {"save": 1, "load": 3}
-
-
-def test_whatever_is_kept_the_books_add_up(monkeypatch):
-    now, rng = [100.0], np.random.default_rng(5)
-    monkeypatch.setattr("ragjax.cache.hierarchy.time.monotonic", lambda: now[0])
-    bench = tiers(17, host=24, disk_index=FakeDiskIndex())
-    for step in range(400):
-        path = [int(token) for token in rng.integers(1, 3, int(rng.integers(4, 17)))]
-        bench.put(path, cuts=(int(rng.integers(1, len(path))),))
-        if rng.random() < 0.4:
-            bench.cache.keep_longer("", tokens(*path), float(rng.integers(1, 9)))
-        if rng.random() < 0.2:
-            bench.squeeze()
-        now[0] += float(rng.random())
-        bench.settle()
-        if step % 10 == 0:
-            bench.audit()
-    assert bench.cache._hierarchy._kept.keys() <= {*bench.cache.tree.nodes()}
-    bench.audit()
 
 
 @pytest.mark.parametrize("policy", [LRU, LACR])
@@ -1057,17 +1037,6 @@ def test_the_audit_sees_host_memory_that_is_too_full_and_a_load_that_does_not_br
         audit_counts(bench.cache)
 
 
-def test_a_leaked_lease_is_named_and_a_context_manager_does_not_leak():
-    bench = tiers()
-    bench.put(A)
-    with pytest.raises(KeyError), bench.cache.matcher.match_prefix(tokens(*A), label="careful"):
-        raise KeyError
-    bench.audit()
-    bench.cache.matcher.match_prefix(tokens(*A), label="careless")
-    with pytest.raises(AuditError, match="the match of 'careless' on 4 tokens was never released"):
-        audit_cache(bench.cache, live=("careful",))
-
-
 # --------------------------------------------------------------------------------------- who waits for what
 
 
@@ -1261,7 +1230,7 @@ class Tiers(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
         host=st.sampled_from([0, 12, 30, 80]),
-        disk=st.booleans(),
+        disk=st.sampled_from([True, True, False]),
         lossy=st.booleans(),
         quota=st.booleans(),
         overhead=st.sampled_from([0, 5]),
@@ -1403,16 +1372,9 @@ class Tiers(RuleBasedStateMachine):
         self.cache.admitter.admit_dependency(context.match, tokens(*ids), match.length, run, cuts, method)
         self.keep_run(run, keep)
 
-    @precondition(lambda self: self.contexts())
-    @rule(pick=PICK, chunks=st.lists(CHUNK, min_size=1, max_size=3))
-    def alternatives(self, pick, chunks):
-        context = self.pick(self.contexts(), pick)
-        found = list(alternatives(self.cache, context.match, chunks, "fusion"))  # to hold one may let go of the context
-        for i, match in enumerate(found):
-            if match is not None:
-                behinds = [tuple(chunks[begin:i]) for begin in range(i + 1)]
-                keys = [(Provenance.APPROXIMATE if b else Provenance.ISOLATED, "fusion", chunks[i], b) for b in behinds]
-                self.hold(Held(match, context.tenant, chunks[i], context.ids, tuple(keys)))
+    @rule(ids=PROMPT, tenant=TENANTS, seconds=st.sampled_from([0.0, 1e-3, 1e9]))
+    def keep_longer(self, ids, tenant, seconds):
+        self.cache.keep_longer(tenant, tokens(*ids), seconds)
 
     @precondition(lambda self: self.held)
     @rule(pick=PICK)
@@ -1549,12 +1511,13 @@ class Tiers(RuleBasedStateMachine):
     def check_everything(self):
         audit_cache(self.cache, live={"r"})
         nodes = list(self.cache.tree.nodes())
+        assert self.cache._hierarchy._kept.keys() <= {*nodes}
         for node in nodes:
             if node.run is not None and not node.loading:
                 slots = self.bench.slots[node.run.slots(PAGE)]
                 assert all(self.readers[int(slot) & ~1] & {node.tenant, ""} for slot in slots)
                 assert node.lossy or not (slots & 1).any()
-        if self.quota:
+        if self.quota and self.transfer is not None:
             over = len(self.cache.tree.pages["a"]) * PAGE * BYTES > QUOTA["a"]
             assert not over or not any(node.tenant == "a" for node in self.cache._hierarchy.device.nodes())
 
@@ -1566,11 +1529,9 @@ class Tiers(RuleBasedStateMachine):
         self.seen["lossy" if (slots & 1).any() else "exact"] += 1
         assert held.match.lossy or not (slots & 1).any()
         assert self.ever_lossy or not held.match.lossy
-        whats = held.what if held.what and isinstance(held.what[0], tuple) else (held.what,)
         contents = [
-            causal_content(owner, ids) if held.context is None else keyed_content(owner, held.context, *what)
+            causal_content(owner, ids) if held.context is None else keyed_content(owner, held.context, *held.what)
             for owner in ("", "a", "b")
-            for what in whats
         ]
         for at, slot in enumerate(slots):
             assert slot & ~1 in {content[at] for content in contents}, "bytes of something else"
@@ -1685,8 +1646,8 @@ def test_random_operations():
 
 @pytest.mark.slow
 def test_two_thousand_random_operations():
-    run_machine(250, 60)
-    all_kinds_were_seen(250, len(POLICIES) // 2)
+    run_machine(300, 60)
+    all_kinds_were_seen(300, len(POLICIES) // 2)
 
 
 @pytest.mark.long

@@ -1,6 +1,5 @@
 """Variants of a chunk: so many in all, the least reused leaves; and the paths on which they are found again."""
 
-import numpy as np
 import pytest
 
 from ragjax.cache.cache import neighbours_digest
@@ -8,7 +7,7 @@ from ragjax.cache.match import Candidate
 from ragjax.cache.policy.craft import LOWEST_CFO
 from ragjax.cache.tree import Node, Provenance
 from ragjax.cache.variant import Variants
-from tests.support.transfers import BYTES, Bench, FakeDiskIndex, alternatives, keyed_content, match_segment, tokens
+from tests.support.transfers import BYTES, Bench, FakeDiskIndex, match_segment, tokens
 
 APPROXIMATE = Provenance.APPROXIMATE
 SYSTEM = [1] * 4
@@ -244,64 +243,6 @@ def test_meta_is_kept_with_a_variant_through_the_disk():
     assert has(bench, [[10]])
     [variant] = bench.cache.matcher.find_variants(tokens(*CHUNK), "craft")
     assert variant.meta == b"scores" and variant.behind == neighbours_digest([tokens(10)])
-
-
-# ------------------------------------------------------------------------------------- alternative paths
-
-
-def paths(bench, chunks, **options):
-    """For each chunk, the chunks it was computed behind (None: it was not found)."""
-    found = []
-    with bench.match(SYSTEM, **options) as context:
-        for i, match in enumerate(alternatives(bench.cache, context, chunks, "craft")):
-            bench.settle()
-            if match is None:
-                found.append(None)
-                continue
-            behinds = [chunks[begin:i] for begin in range(i + 1)]
-            kinds = [APPROXIMATE if behind else Provenance.ISOLATED for behind in behinds]
-            contents = [
-                keyed_content("", SYSTEM, kind, "craft", chunks[i], behind)
-                for kind, behind in zip(kinds, behinds, strict=True)
-            ]
-            read = bench.read(match)
-            [behind] = [b for b, content in zip(behinds, contents, strict=True) if np.array_equal(read, content)]
-            found.append(behind)
-            match.release()
-    return found
-
-
-def test_the_longest_prefix_is_taken_first_and_then_one_without_its_first_chunks():
-    """FusionRAG, section 4.1."""
-    bench = make(limit=50)
-    a, b, c, d = [10, 10], [11], [12, 12, 12], [13]
-    for ids, behind in ((d, [c]), (d, [b, c]), (c, [b]), (c, [a, b]), (c, [a]), (a, [b])):
-        put(bench, behind, ids=ids)
-    for ids in (a, c, d):
-        bench.put_segment(SYSTEM, ids, method="craft")
-    assert paths(bench, [a, b, c, d]) == [[], None, [a, b], [b, c]]
-    assert paths(bench, [b, c, d]) == [None, [b], [b, c]]
-    assert paths(bench, [a, c, d]) == [[], [a], [c]]
-    assert paths(bench, [d, b, a]) == [[], None, [b]]
-    assert paths(bench, [c, a, d]) == [[], [], []]  # no earlier chunk is left out from the middle
-    bench.audit()
-
-
-def test_an_alternative_path_is_found_below_the_device_and_counted():
-    bench = make(limit=50, host_bytes=200 * BYTES, disk_index=FakeDiskIndex())
-    a, b = [10, 10], [11]
-    bench.put_segment(SYSTEM, a, method="craft")
-    put(bench, [a], ids=b)
-    bench.squeeze()
-    assert paths(bench, [a, b]) == [[], [a]]
-    bench.flush()
-    bench.cache.clear()
-    before = bench.cache.metrics
-    assert paths(bench, [a, b, [9, 9, 9]]) == [[], [a], None]
-    after = bench.cache.metrics
-    assert after.approximate_hit_tokens - before.approximate_hit_tokens == 3
-    assert after.missed_tokens - before.missed_tokens == 3 and after.lookups - before.lookups == 4
-    bench.audit()
 
 
 def test_neighbours_are_told_apart_by_their_cuts_and_their_order():

@@ -43,37 +43,28 @@ def test_verify_of_a_sound_directory(filled: Path, capsys: pytest.CaptureFixture
     assert "3 entries intact" in said and "2 entries intact" in said and "0 flaws" in said
 
 
-def test_folders_of_documents_are_counted_and_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path))
-    folder = tmp_path / "documents"
-    for count, *flags in ((0,), (2,), (1, "--max-gb", "1.5e-6"), (0, "--max-gb", "0")):
-        assert main(["documents", *map(str, flags)]) == 0
-        assert f"{folder}: {count} folder" in capsys.readouterr().out
-        if count == 0 and not flags:
-            for name in "ab":
-                (folder / name).mkdir(parents=True)
-                (folder / name / "index.npz").write_bytes(bytes(1000))
+KEPT = {"programs": ("executables", "program"), "documents": ("documents", "folder")}
+"""By the command that counts them: what starts keep, where, and its name."""
 
 
-def test_compiled_programs_are_counted_and_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", KEPT)
+def test_what_starts_keep_is_counted_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path))
-    folder = tmp_path / "executables"
+    folder, what = tmp_path / KEPT[command][0], KEPT[command][1]
     for count, *flags in ((0,), (3,), (3, "--max-gb", "1"), (1, "--max-gb", "1e-6"), (0, "--max-gb", "0")):
-        assert main(["programs", *map(str, flags)]) == 0
-        said = capsys.readouterr().out
-        assert f"{folder}: {count} program" in said and len(list(folder.glob("*"))) == count
+        assert main([command, *map(str, flags)]) == 0
+        assert f"{folder}: {count} {what}" in capsys.readouterr().out and len(list(folder.glob("*"))) == count
         if not flags:
-            folder.mkdir(exist_ok=True)
             for age in range(3):
-                (folder / str(age)).write_bytes(bytes(1000))
-                os.utime(folder / str(age), (age, age))
+                kept = folder / str(age) / "index.npz" if command == "documents" else folder / str(age)
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_bytes(bytes(1000))
+                os.utime(kept, (age, age))
     folder.rmdir()
     folder.write_text("no folder")
-    assert main(["programs"]) == 2 and "cannot be read" in capsys.readouterr().err
+    assert main([command]) == 2 and "cannot be read" in capsys.readouterr().err
 
 
 def test_verify_finds_planted_damage_and_names_it(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:

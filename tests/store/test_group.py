@@ -180,10 +180,6 @@ def test_what_would_overflow_is_kept_as_it_is(dtype: np.dtype[Any]) -> None:
 def test_a_wrong_entry_is_refused_by_the_name_of_what_is_wrong() -> None:
     arrays, _ = codec().encode(*normal(70))
     codec().check(arrays, 70)
-    for name, array in arrays.items():
-        for wrong in (array[1:], array[..., :-1], array.astype(np.float64), array[0]):
-            with pytest.raises(ValueError, match=r"of an entry is|tokens, of which"):
-                codec().check(arrays | {name: wrong}, 70)
     with pytest.raises(ValueError, match=r"array k\.skip .* not the same"):
         codec().check(arrays | {"k.skip": np.array([0, 1], np.uint8)}, 70)
     for skip in (60, 64, 200):  # 2 groups cannot hold 70 tokens from there on

@@ -298,27 +298,6 @@ def test_loads_pass_slow_writes(runner: Runner, transfer: KVTransfer, disk: Fake
     assert len(succeed(transfer)) == 5
 
 
-def test_an_entry_forgotten_during_a_write_is_written_and_freed(
-    runner: Runner, transfer: KVTransfer, disk: FakeDisk
-) -> None:
-    fill(runner, range(1, TOTAL), 1)
-    kept = at(pool_of(runner), MIDDLE)
-    transfer.save([Save(1, MIDDLE)])
-    succeed(transfer)
-    disk.open.clear()
-    transfer.write([Write(record(1, 48), Copy(1, 0, 48))])
-    disk.reached.wait()
-    transfer.forget([1])
-    assert not transfer.host._entries
-    transfer.save([Save(1, Run((30,), 0, 3))])  # the number is free
-    disk.open.set()
-    succeed(transfer)
-    assert list(transfer.host._entries) == [1]
-    transfer.load([Load(1, fresh(20, 48), (Copy(record(1, 0).key, 0, 48),))])
-    succeed(transfer)
-    assert same(at(pool_of(runner), fresh(20, 48)), kept)
-
-
 def test_notice_is_given_for_all_that_can_be_polled(runner: Runner, start: Start) -> None:
     """A loop that sleeps until it is told hears of every job."""
     notice = Event()

@@ -50,14 +50,6 @@ def keyed_content(tenant, context, provenance, method, ids, behind=()):
     return np.asarray([value(*what, tuple(ids[: i + 1])) for i in range(len(ids))], np.int64)
 
 
-def alternatives(cache, context, chunks, method):
-    """For each chunk, its KV behind as many of the chunks before it as possible, or None (FusionRAG, section 4.1)."""
-    for i, chunk in enumerate(chunks):
-        behinds = [neighbours_digest([tokens(*other) for other in chunks[begin:i]]) for begin in range(i + 1)]
-        kinds = [Provenance.APPROXIMATE if behind else Provenance.ISOLATED for behind in behinds]
-        yield cache.matcher.match_first(context, tokens(*chunk), map(Candidate, kinds, [method] * (i + 1), behinds))
-
-
 # --------------------------------------------------------------------------------------------- fakes
 
 

@@ -24,6 +24,7 @@ from ragjax.cache.match import CacheMetrics, Loads
 from ragjax.cache.node import Node, Provenance, context_of
 from ragjax.cache.policy.base import Policy, Victims
 from ragjax.cache.pool import PagePool
+from ragjax.cache.stretches import MOVED
 from ragjax.cache.tree import KnowledgeTree
 from ragjax.core.tiers import DiskIndex, Inquiry, Record, Tier, TransferEngine
 
@@ -200,6 +201,8 @@ class Hierarchy:
         """Order a node to be put on disk, if it is not there. last: it leaves memory."""
         storage = self.storage
         if storage is None or storage.disk_index is None or self.on_disk(node):
+            return
+        if node.method == MOVED:  # found by its tokens alone, wherever they stand, and so in memory alone
             return
         if storage.transfer.backlog > BACKLOG:
             self.metrics.unwritten_tokens += len(node) if last else 0

@@ -27,6 +27,7 @@ from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import LRU
 from ragjax.cache.policy.lacr import LACR
 from ragjax.cache.profile import Profile
+from ragjax.cache.stretches import MOVED
 from ragjax.cache.tree import Provenance, common_prefix
 from ragjax.core import OutOfPages
 from ragjax.core.tiers import Load, Tier
@@ -174,6 +175,18 @@ def test_what_came_from_disk_is_not_written_again():
         assert label(bench, A) == "disk"
     bench.settle()
     assert bench.transfer.calls["write"] == 1
+
+
+def test_what_stood_behind_moved_stretches_is_not_written_since_nobody_could_find_it():
+    bench = tiers(12, disk_index=FakeDiskIndex())
+    bench.put(A)
+    bench.put_segment([], [6, 7], Provenance.APPROXIMATE, MOVED, behind=[[1]])
+    bench.flush()
+    assert len(bench.disk_index.entries) == 1
+    bench.squeeze()
+    bench.settle()
+    assert bench.transfer.calls["write"] == 1
+    bench.audit()
 
 
 def test_cold_look_ups_can_be_left_out():

@@ -34,13 +34,6 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _bodies(document: Document, chunker: Chunker) -> list[str]:
-    heading = f"{document.title}\n" if document.title else ""
-    texts = [chunk.text for chunk in chunker.chunks(document)]
-    assert all(text.startswith(heading) and text.endswith("\n\n") for text in texts)
-    return [text[len(heading) : -2] for text in texts]
-
-
 def test_one_chunk_is_title_text_and_blank_line() -> None:
     (chunk,) = Chunker(encode).chunks(Document("d", "  He slept. ", "The keeper"))
     assert chunk.text == "The keeper\nHe slept.\n\n"
@@ -60,8 +53,8 @@ def test_any_text_fits_and_is_kept(text: str, title: str, budget: int) -> None:
 
 @pytest.mark.parametrize("title", ["", "The log of the keeper"])
 def test_sentences_stay_whole_where_they_fit(title: str) -> None:
-    for body in _bodies(Document("d", PROSE, title), Chunker(encode, 96)):
-        assert body[-1] in ".!"
+    for chunk in Chunker(encode, 96).chunks(Document("d", PROSE, title)):
+        assert chunk.text.removesuffix("\n\n")[-1] in ".!"
 
 
 def test_pieces_are_of_like_size() -> None:

@@ -18,7 +18,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,22 +43,14 @@ COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Preprocessing:
-    """Seconds a chunk of 200 tokens behind nine others, their own KV at hand or not."""
-
-    warm_s: float
-    cold_s: float
-
-
 def reordered(prompt: Prompt) -> Prompt:
     chunks = [segment for segment in prompt.segments if segment.kind is Kind.CHUNK]
     others: list[Segment] = [segment for segment in prompt.segments if segment.kind is not Kind.CHUNK]
     return Prompt((others[0], *reversed(chunks), *others[1:]))
 
 
-def prepare(engine: Engine, work: Workload, names: Sequence[str]) -> tuple[Prompt, Preprocessing]:
-    """Have all KV in place; the marked prompt, and what preprocessing took."""
+def prepare(engine: Engine, work: Workload, names: Sequence[str]) -> tuple[Prompt, float, float]:
+    """Have all KV in place; the marked prompt, and seconds a chunk behind nine others, with their own KV or not."""
     todo = jobs(work.prompt)
     fuse_all(engine, todo[:1])  # what runs first pays for what is lazy
     engine.clear_cache()
@@ -74,7 +65,7 @@ def prepare(engine: Engine, work: Workload, names: Sequence[str]) -> tuple[Promp
     for teacher in dict.fromkeys(TAUGHT[name] for name in names if name in TAUGHT):
         engine.answer_prompt(reordered(work.before), strategy=teacher, max_tokens=1)
     prompt = marked(work.prompt, {job.chunk.id: digest for job, digest in zip(todo, digests, strict=True)})
-    return prompt, Preprocessing(warm / len(todo), cold / len(todo))
+    return prompt, warm / len(todo), cold / len(todo)
 
 
 def _timed(engine: Engine, todo: Sequence[Job]) -> tuple[float, Sequence[bytes]]:
@@ -112,7 +103,11 @@ def sample(answer: Answer, probe: Probe) -> dict[str, float]:
 
 
 def rows(
-    found: Mapping[str, Sequence[Mapping[str, float]]], ratio: float, selective: frozenset[str], spent: Preprocessing
+    found: Mapping[str, Sequence[Mapping[str, float]]],
+    ratio: float,
+    selective: frozenset[str],
+    warm_s: float,
+    cold_s: float,
 ) -> list[dict[str, Any]]:
     full = np.asarray([s["ttft_ms"] for s in found["full"]])
     made = []
@@ -129,8 +124,8 @@ def rows(
         if name == "fusion":
             saved_s = (float(np.median(full)) - middle["ttft_ms"]) / 1e3 / CHUNKS
             made[-1] |= {
-                "fuse_s_per_chunk": spent.warm_s, "fuse_cold_s_per_chunk": spent.cold_s,
-                "chunks_per_s": 1 / spent.cold_s, "break_even": spent.cold_s / saved_s if saved_s > 0 else None,
+                "fuse_s_per_chunk": warm_s, "fuse_cold_s_per_chunk": cold_s, "chunks_per_s": 1 / cold_s,
+                "break_even": cold_s / saved_s if saved_s > 0 else None,
             }  # fmt: skip
     return made
 
@@ -158,9 +153,10 @@ def options(flags: Parser) -> None:
 def run(engine: Engine, chosen: Namespace) -> list[dict[str, Any]]:
     known = all_strategies()
     strategies = {name: known[name] for name in dict.fromkeys(["full", "naive", *chosen.strategies])}
-    prompt, spent = prepare(engine, workload(engine.tokenizer), list(strategies))
+    prompt, warm_s, cold_s = prepare(engine, workload(engine.tokenizer), list(strategies))
     found = measure(engine, prompt, strategies, chosen.ratio, chosen.runs)
-    return rows(found, chosen.ratio, frozenset(name for name, s in strategies.items() if s.selective), spent)
+    selective = frozenset(name for name, s in strategies.items() if s.selective)
+    return rows(found, chosen.ratio, selective, warm_s, cold_s)
 
 
 def measured(chosen: Namespace, _: Session) -> list[dict[str, Any]]:

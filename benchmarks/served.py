@@ -30,6 +30,7 @@ from benchmarks.common.machine import ROOT
 from benchmarks.common.process import free_port, running, wait
 from benchmarks.latency import checkpoint
 from benchmarks.latency.bare import FULL, REHEARSAL, Ours, Setting
+from benchmarks.latency.system import peak_mb
 from ragjax.models.config import ModelConfig
 from ragjax.models.hub import resolve
 from ragjax.models.weights import open_checkpoint
@@ -129,7 +130,7 @@ def serving(model: Model, log: Path) -> Iterator[tuple[Client, dict[str, Any]]]:
         start: dict[str, Any] = {"start_s": time.perf_counter() - began}
         client = Client(url, model)
         yield client, start
-        start |= {"host_gb": host_gb(server.pid), "fallbacks": client.fallbacks()}
+        start |= {"host_gb": (peak_mb(server.pid) or 0.0) / 1e3, "fallbacks": client.fallbacks()}
         now = device_gb()
         start["device_gb"] = None if now is None or before is None else now - before
 
@@ -142,11 +143,6 @@ def device_gb() -> float | None:
         return float(told.split()[0]) * 2**20 / 1e9
     except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
         return None
-
-
-def host_gb(process: int) -> float:
-    peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text(encoding="ascii"))
-    return float(peak[1]) * 1024 / 1e9 if peak else 0.0
 
 
 def measure(record: gpu.Record, model: Model, setting: Setting) -> None:

@@ -41,9 +41,6 @@ from ragjax.models.tensors import expected_shapes
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import open_checkpoint
 
-RUNS, QUICK_RUNS = 5, 3
-ATTEMPTS = 3  # at a sample while others are busy
-DECODED, QUICK_DECODED = 65, 17
 BUSY = 0.25  # cores kept busy by others, above which a figure is worth little
 LEAST_DECODED = 9  # fewer tokens than this say nothing about decode speed
 
@@ -57,12 +54,12 @@ RIVALS = ("transformers-bf16", "llama.cpp-q4_0", "openvino")  # whom our rows ar
 class Effort:
     """How much is measured: runs of each case, tokens decoded, attempts at a sample while others are busy."""
 
-    runs: int = RUNS
-    new: int = DECODED
-    attempts: int = ATTEMPTS
+    runs: int = 5
+    new: int = 65
+    attempts: int = 3
 
 
-QUICK = Effort(QUICK_RUNS, QUICK_DECODED, 1)
+QUICK = Effort(3, 17, 1)
 
 
 def measure(everyone: Sequence[System], work: Workload, samples: Samples, effort: Effort) -> None:

@@ -46,13 +46,6 @@ class Mask:
     hide_until_N: Int
     offset_N: Int
 
-    @property
-    def is_causal(self) -> bool:
-        """Whether it is plain causal attention of all tokens."""
-        n = len(self.index_N)
-        whole = len(self.index_T) == n and np.array_equal(self.index_T, np.arange(n, dtype=np.int32))
-        return whole and np.array_equal(self.index_N, self.index_T) and not (self.hide_from_N < self.hide_until_N).any()
-
 
 def causal(n: int) -> Mask:
     order = np.arange(n, dtype=np.int32)

@@ -28,7 +28,7 @@ from benchmarks.common.profiles import load
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Samples
 from benchmarks.policies import orders, replay
-from benchmarks.policies.cell import NAMES, Bounds, Cell, cells, effort, modelled, serve, workloads
+from benchmarks.policies.cell import NAMES, Bounds, Cell, cells, effort, limited, modelled, serve, workloads
 from benchmarks.policies.simulator import LOOKAHEAD
 from benchmarks.policies.source import PATTERNS
 from ragjax.cache.profile import Profile
@@ -102,7 +102,7 @@ def columns(chosen: Namespace) -> Sequence[str]:
 def measured(chosen: Namespace, session: Session) -> Iterable[Mapping[str, Any]]:
     profile = modelled() if chosen.profile is None else load(chosen.profile)
     how = orders if chosen.orders else replay if chosen.through == "cache" else None
-    much = (how.effort if how else effort)(chosen.quick, chosen.limit)
+    much = limited((how.effort if how else effort)(chosen.quick), chosen.limit)
     planned = list(cells(workloads(chosen, much)))
     print(f"costs: {profile.measured_on or chosen.profile}; lookahead {LOOKAHEAD}")
     asked = {"data": str(chosen.data), "limit": chosen.limit, "quick": chosen.quick}

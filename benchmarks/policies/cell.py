@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.baseline.policy.belady import Belady
 from benchmarks.policies import bound, source
-from benchmarks.policies.simulator import Simulator, key_of
+from benchmarks.policies.simulator import Served, Simulator, key_of
 from benchmarks.policies.source import PATTERNS, Corpus, Workload
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import Policy, make_policy
@@ -46,13 +46,15 @@ class Effort:
 QUICK = Effort((0.2,), (0.2,), (2_000_000,), (2, 5), queries=200, repeats=2000, questions=50, limit=1000)
 
 
-def effort(quick: bool, limit: int | None) -> Effort:
-    chosen = QUICK if quick else Effort()
+def effort(quick: bool) -> Effort:
+    return QUICK if quick else Effort()
+
+
+def limited(chosen: Effort, limit: int | None) -> Effort:
     if limit is None:
         return chosen
-    return replace(
-        chosen, queries=min(limit, chosen.queries), repeats=min(limit, chosen.repeats), questions=limit, limit=limit
-    )
+    most = min(limit, chosen.queries), min(limit, chosen.repeats)
+    return replace(chosen, queries=most[0], repeats=most[1], questions=limit, limit=limit)
 
 
 @dataclass(frozen=True)
@@ -152,23 +154,29 @@ def policy_of(name: str, work: Workload, profile: Profile) -> Policy:
 
 
 def serve(cell: Cell, name: str, profile: Profile) -> dict[str, Any]:
-    """One row, without the bounds.
-
-    recomputed_tokens include what is never kept. prefill_s: what the profile says all prefills take together.
-    decision_us: median over requests of everything that is decided for one, in the simulator.
-    """
+    """One row, without the bounds."""
     work = cell.work
     served = Simulator(work, policy_of(name, work, profile), cell.capacity - cell.host, cell.host).run()
+    return {
+        "workload": work.name, "policy": name, "capacity_tokens": cell.capacity, "host_tokens": cell.host,
+        "top_k": work.top_k, "keep": work.keep, "moved_bytes": sum(one.moved for one in served) * KV_BYTES,
+        **figures(work, served, profile),
+    }  # fmt: skip
+
+
+def figures(work: Workload, served: Sequence[Served], profile: Profile) -> dict[str, Any]:
+    """Columns of all tables.
+
+    recomputed_tokens include what is never kept. prefill_s: what the profile says all prefills take together.
+    decision_us: median over requests of everything that is decided for one.
+    """
     new = [total - one.hit for total, one in zip(work.totals, served, strict=True)]
     retrieved = sum(request.documents for request in work.requests)
     return {
-        "workload": work.name, "policy": name, "capacity_tokens": cell.capacity, "host_tokens": cell.host,
-        "top_k": work.top_k, "keep": work.keep, "requests": len(served),
-        "token_hit_rate": bound.mean_rate([one.hit for one in served], work.totals),
+        "requests": len(served), "token_hit_rate": bound.mean_rate([one.hit for one in served], work.totals),
         "document_hit_rate": sum(one.documents for one in served) / retrieved if retrieved else None,
         "recomputed_tokens": sum(new),
         "prefill_s": sum(profile.cost(one.hit, n) for one, n in zip(served, new, strict=True)),
-        "moved_bytes": sum(one.moved for one in served) * KV_BYTES,
         "decision_us": float(np.median([one.seconds for one in served])) * 1e6,
     }  # fmt: skip
 

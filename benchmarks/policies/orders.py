@@ -8,12 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from benchmarks.common import report
 from benchmarks.common.samples import Samples
 from benchmarks.policies import bound
-from benchmarks.policies.cell import Cell, Effort, policy_of
+from benchmarks.policies.cell import Cell, Effort, figures, policy_of
 from benchmarks.policies.simulator import Simulator
 from ragjax.cache.profile import Profile
 from ragjax.schedule.order import ORDERS
@@ -25,16 +23,11 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def effort(quick: bool, limit: int | None) -> Effort:
+def effort(quick: bool) -> Effort:
     """Two capacities of each workload: one that holds what the queue wants, and one that does not."""
     if quick:
         return Effort((0.2,), (0.2,), (2_000_000,), (2,), queries=100, repeats=500, questions=50, limit=500)
-    chosen = Effort((0.02, 0.2), (0.05, 0.2), (500_000, 2_000_000), (2,), queries=250, limit=2500)
-    if limit is None:
-        return chosen
-    return replace(
-        chosen, queries=min(limit, chosen.queries), repeats=min(limit, chosen.repeats), questions=limit, limit=limit
-    )
+    return Effort((0.02, 0.2), (0.05, 0.2), (500_000, 2_000_000), (2,), queries=250, limit=2500)
 
 
 def serve(cell: Cell, policy: str, order: str, profile: Profile) -> dict[str, Any]:
@@ -46,16 +39,11 @@ def serve(cell: Cell, policy: str, order: str, profile: Profile) -> dict[str, An
     work = cell.work
     simulator = Simulator(work, policy_of(policy, work, profile), cell.capacity)
     served = simulator.run(order=ORDERS[order]())
-    new = [total - one.hit for total, one in zip(work.totals, served, strict=True)]
     sequence = replace(work, requests=tuple(work.requests[at] for at in simulator.sequence))
     return {
         "workload": work.name, "top_k": work.top_k, "capacity_tokens": cell.capacity, "policy": policy, "order": order,
-        "requests": len(served), "token_hit_rate": bound.mean_rate([one.hit for one in served], work.totals),
-        "found_share": sum(one.hit for one in served) / sum(work.totals),
+        **figures(work, served, profile), "found_share": sum(one.hit for one in served) / sum(work.totals),
         "served_min": bound.mean_rate(bound.minimum(sequence, cell.capacity), sequence.totals),
-        "recomputed_tokens": sum(new),
-        "prefill_s": sum(profile.cost(one.hit, n) for one, n in zip(served, new, strict=True)),
-        "decision_us": float(np.median([one.seconds for one in served])) * 1e6,
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.samples import Samples
-from benchmarks.policies import bound
-from benchmarks.policies.cell import NAMES, Cell, Effort, policy_of
+from benchmarks.policies.cell import NAMES, Cell, Effort, figures, policy_of
 from benchmarks.policies.simulator import LOOKAHEAD, Served
 from benchmarks.policies.source import Request, Workload
 from ragjax.cache.cache import KnowledgeCache
@@ -41,12 +40,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def effort(quick: bool, limit: int | None) -> Effort:
+def effort(quick: bool) -> Effort:
     """RAGCache's workload, the two best documents of repeated questions, at three capacities; no graphs, no traces."""
-    chosen = (
-        Effort((), (0.2,), (), (2,), repeats=300) if quick else Effort((), (0.05, 0.1, 0.2), (), (2,), repeats=3000)
-    )
-    return chosen if limit is None else replace(chosen, repeats=min(limit, chosen.repeats), questions=limit)
+    return Effort((), (0.2,), (), (2,), repeats=300) if quick else Effort((), (0.05, 0.1, 0.2), (), (2,), repeats=3000)
 
 
 class Instant:
@@ -182,13 +178,7 @@ def _row(cell: Cell, keep: Keep, answer: int, name: str, profile: Profile) -> di
     work = cell.work.kept_whole(answer)
     device = max(cell.capacity, max(work.totals) + answer + 1)  # the last token is computed again
     served = Replay(work, policy_of(name, work, profile), device, keep=keep).run()
-    new = [total - one.hit for total, one in zip(work.totals, served, strict=True)]
     return {
         "workload": work.name, "top_k": work.top_k, "keep": keep, "answer_tokens": answer,
-        "capacity_tokens": device, "policy": name, "requests": len(served),
-        "document_hit_rate": sum(one.documents for one in served) / sum(r.documents for r in work.requests),
-        "token_hit_rate": bound.mean_rate([one.hit for one in served], work.totals),
-        "recomputed_tokens": sum(new),
-        "prefill_s": sum(profile.cost(one.hit, n) for one, n in zip(served, new, strict=True)),
-        "decision_us": float(np.median([one.seconds for one in served])) * 1e6,
+        "capacity_tokens": device, "policy": name, **figures(work, served, profile),
     }  # fmt: skip

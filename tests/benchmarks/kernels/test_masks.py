@@ -31,7 +31,6 @@ def some_masks() -> list[Mask]:
 def test_visible_pairs_are_counted_right(mask: Mask) -> None:
     assert masks.visible_pairs(mask) == seen(mask).sum()
     assert masks.pairs(mask) >= masks.visible_pairs(mask) > 0
-    assert mask.is_causal == (mask.name == "causal")
     assert (mask.offset_N.reshape(-1, 64) == mask.offset_N[::64, None]).all()  # a page has one offset
 
 

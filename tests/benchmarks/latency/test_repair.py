@@ -40,7 +40,7 @@ def test_repair_measures_warm_strategies(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_break_even_is_the_cost_of_a_chunk_over_what_its_reuse_saves(capsys: pytest.CaptureFixture[str]) -> None:
     base = {"selection_ms": 10.0, "passes": 2.0, "recomputed_share": 0.15, "context_tokens": 9.0}
     found = {"full": [{**base, "ttft_ms": t} for t in (2000.0, 2100.0)], "fusion": [{**base, "ttft_ms": 50.0}] * 2}
-    made = repair.rows(found, 0.15, frozenset({"fusion"}), repair.Preprocessing(0.3, 0.4))
+    made = repair.rows(found, 0.15, frozenset({"fusion"}), 0.3, 0.4)
     assert made[1]["break_even"] == pytest.approx(0.4 / (2.0 / repair.CHUNKS))
     assert made[1]["faster_than_full"] == pytest.approx(41) and made[1]["selection_share"] == pytest.approx(0.2)
     assert (made[0]["ratio"], made[1]["ratio"]) == (None, 0.15)

@@ -178,7 +178,7 @@ def test_main_prints_and_writes_the_report(
     document = json.loads((tmp_path / "out.json").read_text())
     assert document["benchmark"] == "ttft"
     assert {row["system"] for row in document["rows"]} == {"ragjax", "transformers-bf16"}
-    assert {row["runs"] for row in document["rows"]} == {ttft.QUICK_RUNS}
+    assert {row["runs"] for row in document["rows"]} == {ttft.QUICK.runs}
     assert list((tmp_path / "store").iterdir()) == []
     words = capsys.readouterr().out
     assert words.index("ceiling") < words.index("decode_tokens_per_s") < words.index("start and memory")

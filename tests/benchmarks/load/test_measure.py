@@ -1,4 +1,4 @@
-"""A system under load, with a fake one: rows, errors, fairness, and runs that were stopped."""
+"""A system under load, with a fake one: rows, errors, fairness, runs that were stopped, and the two parts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.common.envs import RivalError
 from benchmarks.common.samples import Samples
+from benchmarks.load import part
 from benchmarks.load.client import Delivery, Load, Record, closed_loop, open_loop
 from benchmarks.load.measure import (
     BOUND,
@@ -37,7 +38,7 @@ class Fake:
         self.served: Mapping[str, Any] = {"strategy": "prefix", "policy": "lru"}
         self.seconds, self.refuse = seconds, refuse
         self.opened, self.answered, self.at_once, self.most = 0, 0, 0, 0
-        self.asked: list[str] = []
+        self.asked: list[Ask] = []
 
     async def open(self) -> None:
         self.opened += 1
@@ -46,7 +47,7 @@ class Fake:
         self.opened -= 1
 
     async def answer(self, ask: Ask) -> AsyncIterator[Delivery]:
-        self.asked.append(ask.id)
+        self.asked.append(ask)
         if ask.id in self.refuse:
             raise RivalError("refused")
         self.at_once += 1
@@ -136,7 +137,7 @@ def test_no_point_asks_what_another_one_asked() -> None:
     """Its KV would be known, and the system looks faster than it is."""
     fake, plan = Fake(0.001), Plan(requests=3, warm=1, clients=(1, 2), search=True)
     asyncio.run(Bench(fake, workload(plan.count), plan, Samples("load", {})).measure(Results()))
-    assert len(fake.asked) == len(set(fake.asked)) == fake.answered
+    assert len(fake.asked) == len({ask.id for ask in fake.asked}) == fake.answered
 
 
 def test_a_workload_with_too_few_requests_is_refused_before_anything_is_measured() -> None:
@@ -220,3 +221,59 @@ def test_rates_are_in_equal_ratios_up_to_the_capacity() -> None:
     rates = geometric(10.0, 3)
     assert rates[0] == pytest.approx(2) and rates[-1] == pytest.approx(10)
     assert rates[1] / rates[0] == pytest.approx(rates[2] / rates[1])
+
+
+# ------------------------------------------------------------------------------------------------ parts
+
+
+def test_a_batch_is_one_request_and_then_all_of_them_over_known_prompts() -> None:
+    fake = Fake()
+    loads = asyncio.run(part.batch(fake, 64))
+    assert [(what, len(load.records)) for what, load in loads] == [
+        ("batch:alone", 1), ("batch:own", part.TOGETHER), ("batch:one", part.TOGETHER),
+    ]  # fmt: skip
+    measured = fake.asked[-2 * part.TOGETHER :]
+    assert {ask.question for ask in measured} == {ask.question for ask in fake.asked}
+    own, one = ([ask.question for ask in half] for half in (measured[: part.TOGETHER], measured[part.TOGETHER :]))
+    assert len({*own, *one}) == 2 * part.TOGETHER
+    assert all(question.startswith(own[0]) for question in one)
+
+
+def test_the_prompt_that_stalls_is_new_to_the_cache() -> None:
+    fake = Fake()
+    asyncio.run(part.stall(fake))
+    long = [ask.question for ask in fake.asked if len(ask.question) > 10_000]
+    assert len(long) == len(set(long)) == 2
+
+
+def test_the_rate_counts_the_time_alone_in_which_all_decode() -> None:
+    early = Record("a", 0, times=[1.0, 2.0, 3.0, 4.0], output_tokens=4)
+    late = Record("b", 0, times=[2.0, 3.0, 4.0, 5.0], output_tokens=4)
+    assert part.decode_rate(Load([early, late])) == pytest.approx(4 / 2.0)
+
+
+def test_a_token_without_text_counts() -> None:
+    record = Record("a", 0, times=[1.0, 2.0, 3.0, 4.0], output_tokens=8)
+    assert part.decode_rate(Load([record])) == pytest.approx(6 / 3.0)
+
+
+def test_a_batchs_ratio_is_of_rates() -> None:
+    alone = Load([Record("a", 0, times=[1.0, 2.0, 3.0], output_tokens=3)])
+    together = Load([Record(name, 0, times=[1.0, 1.5, 2.0], output_tokens=3) for name in "abcd"])
+    two = Load([Record(name, 0, times=[1.0, 1.5, 2.0], output_tokens=3) for name in "ab"])
+    found = part.verdict("batch", [("batch:alone", alone), ("batch:own", two), ("batch:one", together)])
+    rates = (found["tokens_per_s_alone"], found["tokens_per_s_own"], found["tokens_per_s_one"])
+    assert rates == (1.0, 4.0, 8.0) and (found["ratio_own"], found["ratio_one"]) == (4.0, 8.0)
+
+
+def test_a_stall_counts_the_gaps_alone_that_overlap_with_the_prefill() -> None:
+    times = [1.0, 2.0, 5.0, 6.0, 9.0]
+    assert part._within(Record("a", 0, times=times), began=2.5, ended=5.5).times == [2.0, 5.0, 6.0]
+    assert part._within(Record("a", 0, times=times), began=20.0, ended=21.0).gaps_ms == []
+
+
+def test_a_stalls_ratio_is_of_the_longest_gaps() -> None:
+    idle = Load([Record("a", 0, times=[0.0, 0.1, 0.2])])
+    busy = Load([Record("a", 0, times=[0.0, 0.1, 0.4, 0.5])])
+    found = part.verdict("stall", [("stall:idle", idle), ("stall:prefill", busy)])
+    assert found["itl_p99_idle_ms"] == pytest.approx(100) and found["itl_p99_prefill_ms"] == pytest.approx(296)

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from ragjax.compress.choose import Quota, choose, quota
 from ragjax.compress.scorers import SCORERS, Evidence
 from ragjax.core.compression import Compression
-from ragjax.kernels.rope import rotate
 from ragjax.models.decoder import Decoder, rotation_table
 
 BLOCK = 128  # rows of a prompt whose attention is computed at a time
@@ -122,9 +121,6 @@ class Laboratory:
                 break
             said.append(following)
         return said
-
-
-_rotated = jax.jit(rotate)
 
 
 @partial(jax.jit, static_argnums=0)

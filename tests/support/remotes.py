@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from benchmarks.common.process import free_port
 from ragjax.core import ConfigError
 from ragjax.engine import Engine
 from ragjax.store.disk import DiskStore
@@ -152,12 +153,6 @@ def settle(engine: Engine) -> None:
         time.sleep(0.01)
     engine._transfer.flush()
     assert shared.flush(60)
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @contextmanager

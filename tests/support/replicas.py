@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.common.process import free_port
 from tests.support.devices import ROOT
 from tests.support.serving import wait_for
 
@@ -182,9 +182,7 @@ def _is_replica(process: psutil.Process) -> bool:
 @contextmanager
 def started(python: str, arguments: list[str], log: Path, ready: str) -> Iterator[Running]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_DEDUP_LOGS": "0"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with log.open("wb") as out:
         process = subprocess.Popen(
             [python, *(argument.replace("PORT", str(port)) for argument in arguments)],

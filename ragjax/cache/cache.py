@@ -112,7 +112,7 @@ class KnowledgeCache:
         node = self.tree.find(key)
         if node is not None:
             return node.meta
-        index = None if self._hierarchy.storage is None else self._hierarchy.storage.disk_index
+        index = self._hierarchy.disk_index
         record = None if index is None else index.find(key)
         return None if record is None else record.meta
 

@@ -76,6 +76,7 @@ class Hierarchy:
         self.policy = policy
         self.metrics = metrics
         self.storage = storage
+        self.disk_index = None if storage is None else storage.disk_index
         self.device = Victims(policy, Tier.DEVICE)
         self.host = Victims(policy, Tier.HOST)
         self.host_memory = HostMemory(storage.transfer if storage is not None else None)
@@ -183,10 +184,10 @@ class Hierarchy:
         With a shared tier the note of the past is trusted: an entry that left the disk is there, and to ask takes time.
         """
         storage = self.storage
-        if storage is None or storage.disk_index is None or not node.shelved:
+        if storage is None or self.disk_index is None or not node.shelved:
             return False
         if storage.inquiry is None and node.key not in self._writing:
-            node.shelved = storage.disk_index.find(node.key) is not None
+            node.shelved = self.disk_index.find(node.key) is not None
         return node.shelved
 
     def written(self, key: bytes, error: str | None) -> None:
@@ -408,7 +409,7 @@ class Hierarchy:
             self.write_soon(nodes)
 
     def write_soon(self, nodes: Sequence[Node]) -> None:
-        if self.storage is not None and self.storage.disk_index is not None:
+        if self.disk_index is not None:
             self._new.update(dict.fromkeys(nodes))
 
     def replicate(self) -> bool:

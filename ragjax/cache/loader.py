@@ -132,7 +132,8 @@ class Loader:
         first part of an entry, brought for a prompt that went on in another way.
         """
         found: list[_Find] = []
-        if self._storage is None or self._storage.disk_index is None:
+        disk_index = self._hierarchy.disk_index
+        if disk_index is None:
             return found
         at = sum(used for _, used in steps)
         owner = steps[-1][0].tenant if steps else start.tenant
@@ -142,7 +143,7 @@ class Loader:
                 _Find(record, at - begin, common, whose)
                 for begin in begins
                 for whose in dict.fromkeys((tenant, owner))
-                for record in self._storage.disk_index.children(
+                for record in disk_index.children(
                     self._tree.place(whose, context_behind(start, raw[: 4 * begin], method), method), raw[4 * begin :]
                 )
                 if begin + (common := common_prefix(record.tokens, raw[4 * begin :])) > at

@@ -70,13 +70,9 @@ class Causal:
     def __init__(self, raw: bytes, cuts: Sequence[int], tenant: str = PUBLIC, public: int = 0):
         self._raw, self._cuts, self._tenant, self._public = raw, cuts, tenant, public
         self._pieces = _Pieces(raw, cuts, tenant, public)
-        self._seen: tuple[int, Look] = (-1, Look())
 
     def look(self, tree: KnowledgeTree) -> Look:
-        at = sum(used for _, used in tree.walk(self._raw, self._tenant))
-        if at != self._seen[0]:
-            self._seen = at, self._pieces.look(at)
-        return self._seen[1]
+        return self._pieces.look(sum(used for _, used in tree.walk(self._raw, self._tenant)))
 
     def keys(self, tree: KnowledgeTree) -> list[bytes]:
         raw, steps = self._raw, tree.walk(self._raw, self._tenant)

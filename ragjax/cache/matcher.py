@@ -26,7 +26,7 @@ class Matcher:
         self.variants = variants
         self.hierarchy = hierarchy
         self._loader = loader
-        self._tree, self._storage = hierarchy.tree, hierarchy.storage
+        self._tree = hierarchy.tree
         self._page_size = hierarchy.pool.page_size
 
     def match_prefix(
@@ -105,7 +105,7 @@ class Matcher:
             return tuple(found)
         on = context_digest(raw_of(context))
         nodes = [n for n in found if n.key == self._tree.key(n.tenant, n.provenance, method, on, raw, n.behind)]
-        disk_index = self._storage.disk_index if cold and self._storage is not None else None
+        disk_index = self.hierarchy.disk_index if cold else None
         places = [self._tree.chunk_place(t, method, on, raw) for t in tenants]
         shelved = [record for place in places for record in disk_index.chunks(place)] if disk_index else []
         return (*nodes, *(record for record in shelved if self._tree.find(record.key) is None))
@@ -153,7 +153,7 @@ class Matcher:
     def _brought(self, node: Node, tenant: str, cold: bool) -> Node | None:
         if node.run is not None:
             return node if cold or not node.loading else None
-        if not cold or self._storage is None:
+        if not cold:
             return None
         # with its whole path, which need not be the context's own
         steps = [(step, len(step)) for step in node.path() if step.parent is not None][::-1]
@@ -162,18 +162,18 @@ class Matcher:
 
     def _find(self, context: Match, raw: bytes, candidate: Candidate, cold: bool) -> Node | None:
         provenance, method, behind, *_ = candidate
-        storage = self._storage if cold else None
+        disk_index = self.hierarchy.disk_index if cold else None
         parent = _last(context)
         for tenant in dict.fromkeys((context.tenant, PUBLIC)):
             key = self._tree.key(tenant, provenance, method, context.context, raw, behind)
             node = self._tree.find(key)
-            if node is not None and (node.run is not None or storage is not None):
+            if node is not None and (node.run is not None or cold):
                 there = self._brought(node, tenant, cold)
-                if there is not None or storage is not None:
+                if there is not None or cold:
                     return there
-            if node is not None or storage is None or storage.disk_index is None:
+            if node is not None or disk_index is None:
                 continue
-            record = storage.disk_index.find(key)
+            record = disk_index.find(key)
             if record is not None and tenant in (parent.tenant, context.tenant):
                 return self._loader.load_record(self.end_of(context), record, tenant, behind)
         return None
@@ -217,7 +217,7 @@ class Matcher:
         for number, tier in match.origins:
             metrics.tier_hit_tokens[tier.label] += max(at + number - max(at, seen), 0)
             at += number
-        disk_index = self._storage.disk_index if self._storage is not None else None
+        disk_index = self.hierarchy.disk_index
         if disk_index is not None and (keys := [node.key for node, _ in reversed(steps) if node.shelved]):
             disk_index.touch(keys)
         return match

@@ -83,13 +83,10 @@ class DiskStore:
 
     @classmethod
     def open(cls, directory: str | Path, identity: bytes, *, about: Mapping[str, str], max_bytes: int) -> DiskStore:
-        """Open the entries of the model `identity` in a directory, which is made if need be.
+        """Open the entries of a model in a directory, which is made if need be; others and other processes may use it.
 
-        Args:
-            directory: may be shared with other models and other processes.
-            identity: digest of all that makes two models' KV differ, at most 64 bytes.
-            about: put in a new manifest for people to read.
-            max_bytes: bound on the model's files; the entries accessed longest ago leave first.
+        identity: digest of all that makes two models' KV differ, at most 64 bytes. about: put in a new manifest for
+        people to read. max_bytes: bound on the model's files; the entries accessed longest ago leave first.
         """
         if not 1 <= len(identity) <= 64:
             raise ConfigError(f"identity must be of 1 to 64 bytes, not {len(identity)}")

@@ -9,7 +9,9 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragjax.cache import LRU, KnowledgeCache, PagePool
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.policy.base import LRU
+from ragjax.cache.pool import PagePool
 from ragjax.core.options import MAX_PREFILL
 from ragjax.engine.speculation import Pipeline
 from ragjax.schedule.requests import Requests

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,25 @@ def opened() -> Iterator[Opened]:
             return library, shelf
 
         yield start
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    with closing(Shelf()) as shelf:
+        yield shelf
+
+
+@pytest.fixture
+def library(shelf: Shelf) -> Iterator[Library]:
+    """In memory, over the shelf."""
+    with closing(Library(shelf, None, lambda: 1_000_000.0)) as library:
+        library.open()
+        yield library
+
+
+@pytest.fixture
+def store(library: Library) -> str:
+    return library.create("", "s").id
 
 
 def settled(library: Library, store: str, tenant: str = "") -> Counts:
@@ -213,9 +232,7 @@ def test_errors_name_what_is_wrong_in_an_order_of_their_own(opened: Opened) -> N
     assert caught.value.code == "expired"
 
 
-def test_filters_find_what_stands_far_behind_the_nearest(opened: Opened) -> None:
-    library, _ = opened()
-    store = library.create("", "s").id
+def test_filters_find_what_stands_far_behind_the_nearest(library: Library, store: str) -> None:
     for n in range(12):
         put(library, store, f"honey honey number {n}", attributes={"year": float(n)})
     far = put(library, store, "salt in blue boxes", attributes={"year": 99.0})
@@ -321,8 +338,7 @@ def test_a_file_is_discarded_that_no_store_has(opened: Opened) -> None:
     assert library.files("acme") == []
 
 
-def test_nothing_is_attached_while_a_file_is_discarded(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    library, _ = opened()
+def test_nothing_is_attached_while_a_file_is_discarded(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     store, file = library.create("", "s").id, library.upload("", "a.txt", "assistants", b"honey").id
     steps = set()
 
@@ -425,9 +441,7 @@ def test_a_damaged_file_fails_where_it_is_read(opened: Opened, tmp_path: Path) -
     assert code == "server_error" and "upload it again" in message
 
 
-def test_a_file_that_cannot_be_read_fails_by_itself(opened: Opened) -> None:
-    library, _ = opened()
-    store = library.create("", "s").id
+def test_a_file_that_cannot_be_read_fails_by_itself(library: Library, store: str) -> None:
     bad = put(library, store, "%PDF-1.4 broken", "a.pdf")
     blank, good = put(library, store, "  \n ", "b.md"), put(library, store, "honey", "c.html")
     whole = library.upload("", "d.pdf", "user_data", pdf("A lighthouse burns oil.")).id
@@ -452,9 +466,8 @@ def test_a_file_that_cannot_be_read_fails_by_itself(opened: Opened) -> None:
     ],
 )
 def test_what_could_not_be_searched_is_not_taken(
-    opened: Opened, name: str, purpose: str, content: bytes, words: str
+    library: Library, name: str, purpose: str, content: bytes, words: str
 ) -> None:
-    library, _ = opened()
     with pytest.raises(RequestError, match=words):
         library.upload("", name, purpose, content)
     assert library.files("") == []
@@ -495,8 +508,7 @@ def waited_for(call: Callable[[], object]) -> bool:
     return not thread.is_alive()
 
 
-def test_nobody_waits_for_a_file_that_is_read(opened: Opened, embedding: Holding) -> None:
-    library, shelf = opened()
+def test_nobody_waits_for_a_file_that_is_read(library: Library, shelf: Shelf, embedding: Holding) -> None:
     store, other = library.create("acme", "s").id, library.create("acme", "t", days=1).id
     old, older = (put(library, store, f"honey {n}", tenant="acme") for n in range(2))
     begun, goes_on = embedding(shelf.get(store))
@@ -511,10 +523,8 @@ def test_nobody_waits_for_a_file_that_is_read(opened: Opened, embedding: Holding
 
 @pytest.mark.parametrize("leave", ["detach", "remove"])
 def test_a_file_that_leaves_while_it_is_embedded_is_never_found(
-    opened: Opened, embedding: Holding, leave: str, monkeypatch: pytest.MonkeyPatch
+    library: Library, shelf: Shelf, store: str, embedding: Holding, leave: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, shelf = opened()
-    store = library.create("", "s").id
     base, stored = shelf.get(store), []
     begun, goes_on = embedding(base)
     insert = chunk_store.insert
@@ -533,10 +543,8 @@ def test_a_file_that_leaves_while_it_is_embedded_is_never_found(
 
 
 def test_a_file_that_leaves_and_comes_back_is_there(
-    opened: Opened, embedding: Holding, monkeypatch: pytest.MonkeyPatch
+    library: Library, shelf: Shelf, store: str, embedding: Holding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, shelf = opened()
-    store = library.create("", "s").id
     base = shelf.get(store)
     file = put(library, store, "honey")
     delete = base.delete
@@ -552,11 +560,9 @@ def test_a_file_that_leaves_and_comes_back_is_there(
 
 
 def test_a_long_file_that_leaves_is_embedded_no_further(
-    opened: Opened, embedding: Holding, monkeypatch: pytest.MonkeyPatch
+    library: Library, shelf: Shelf, store: str, embedding: Holding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragjax.retrieval.knowledge._STEP_CHUNKS", 2)
-    library, shelf = opened()
-    store = library.create("", "s").id
     base = shelf.get(store)
     begun, goes_on = embedding(base)
     embedded, encode = [], base._encoder.encode
@@ -569,8 +575,7 @@ def test_a_long_file_that_leaves_is_embedded_no_further(
     assert embedded == [2]
 
 
-def test_tenants_take_turns(opened: Opened, embedding: Holding, read: list[str]) -> None:
-    library, shelf = opened()
+def test_tenants_take_turns(library: Library, shelf: Shelf, embedding: Holding, read: list[str]) -> None:
     stores = {tenant: library.create(tenant, "s").id for tenant in ("acme", "umbra", "")}
     begun, goes_on = embedding(shelf.get(stores["acme"]))
     for text in ("slow", "1", "2", "3"):
@@ -614,10 +619,9 @@ def test_a_long_file_gives_way_to_other_tenants(
 
 
 def test_a_long_text_gives_way_to_other_tenants_while_it_is_cut(
-    opened: Opened, embedding: Holding, read: list[str], monkeypatch: pytest.MonkeyPatch
+    library: Library, shelf: Shelf, embedding: Holding, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunking, "_STEP_BLOCKS", 1)
-    library, shelf = opened()
     stores = [library.create(tenant, "s").id for tenant in ("acme", "umbra", "third")]
     begun, goes_on = embedding(shelf.get(stores[2]))
     split = Chunker._split
@@ -634,9 +638,8 @@ def test_a_long_text_gives_way_to_other_tenants_while_it_is_cut(
 
 
 def test_a_long_pdf_gives_way_to_other_tenants(
-    opened: Opened, read: list[str], monkeypatch: pytest.MonkeyPatch
+    library: Library, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, _ = opened()
     stores = [library.create(tenant, "s").id for tenant in ("acme", "umbra")]
     begun, goes_on = threading.Event(), threading.Event()
 
@@ -689,10 +692,8 @@ def test_nothing_on_the_disk_holds_what_was_deleted(opened: Opened, way: str, tm
 
 
 def test_a_file_that_is_put_into_a_store_again_is_read_as_the_last_call_says(
-    opened: Opened, embedding: Holding, monkeypatch: pytest.MonkeyPatch
+    library: Library, shelf: Shelf, store: str, embedding: Holding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, shelf = opened()
-    store = library.create("", "s").id
     begun, goes_on = embedding(shelf.get(store))
     first, file = (library.upload("", "a.txt", "assistants", b"slow honey " * 300).id for _ in range(2))
     library.attach("", [Attachment(store, first, 0)])
@@ -710,9 +711,7 @@ def test_a_file_that_is_put_into_a_store_again_is_read_as_the_last_call_says(
     assert sizes[first] <= 100 and 200 < sizes[file] <= 400
 
 
-def test_several_files_are_attached_together_or_not_at_all(opened: Opened) -> None:
-    library, _ = opened()
-    store = library.create("", "s").id
+def test_several_files_are_attached_together_or_not_at_all(library: Library, store: str) -> None:
     files = [library.upload("", f"{n}.txt", "assistants", b"x" * n).id for n in (1, 2)]
     with pytest.raises(MissingError):
         library.attach("", [Attachment(store, files[0], 0), Attachment(store, "file-0", 0)])
@@ -743,9 +742,8 @@ def test_a_store_that_expires_while_nobody_serves_leaves_the_disk(
     assert library.stores("") == []
 
 
-def test_stores_have_an_end(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_have_an_end(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragjax.retrieval.library.STORES_OF_TENANT", 2)
-    library, _ = opened()
     monkeypatch.setattr(library._catalog, "stores", None)  # they are counted, not read
     first, _ = library.create("acme", "a"), library.create("acme", "b")
     with pytest.raises(RequestError, match="you have 2 vector stores") as caught:
@@ -773,9 +771,8 @@ def test_a_store_that_cannot_be_made_is_not_listed(
 
 @pytest.mark.parametrize("gone", ["file", "store"])
 def test_what_is_deleted_while_it_is_attached_is_missing(
-    opened: Opened, gone: str, monkeypatch: pytest.MonkeyPatch
+    library: Library, gone: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, _ = opened()
     store, file = library.create("", "s").id, library.upload("", "a.txt", "assistants", b"honey").id
     look = library.file
 
@@ -817,7 +814,7 @@ def test_a_full_disk_is_one_error_and_leaves_room_to_delete(
     assert library.upload("", "b.txt", "assistants", b"salt " * 20_000)
 
 
-def test_a_file_for_which_the_disk_had_no_room_is_read_again(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_for_which_the_disk_had_no_room_is_read_again(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingest, "RETRY_S", 0.05)
     add, full = KnowledgeBase.add_steps, [True]
 
@@ -827,7 +824,6 @@ def test_a_file_for_which_the_disk_had_no_room_is_read_again(opened: Opened, mon
         return add(self, *given, **named)
 
     monkeypatch.setattr(KnowledgeBase, "add_steps", first_full)
-    library, _ = opened()
     store = library.create("", "harbour").id
     assert put(library, store, "The sea holds salt.") in found(library, store, "salt")
     assert library.counts("", store)[0] == Counts(completed=1)

@@ -40,12 +40,10 @@ IN_TURN = [SEEN[2 * i + i % 2] for i in range(len(SERVED))]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "more"), few(SEEN, [*IN_TURN, SEEN[-1]]))
-def test_an_answer_sees_what_is_kept_and_nothing_else(method: str, more: Mapping[str, Any]) -> None:
+def test_an_answer_sees_what_is_kept_and_nothing_else(engine: Engine, method: str, more: Mapping[str, Any]) -> None:
     prompt, compression = distinct(), setting(method, **more)
-    with tiny.engine() as engine:
-        given = {"strategy": "full", "continuation": SAID, "max_tokens": 20, "logprobs": 0}
-        answer = engine.answer_prompt(prompt, compression=compression, **given)
-        audit_engine(engine)
+    given = {"strategy": "full", "continuation": SAID, "max_tokens": 20, "logprobs": 0}
+    answer = engine.answer_prompt(prompt, compression=compression, **given)
     want = expected(tiny.decoder(), prompt.tokens, compression)
     np.testing.assert_allclose(answer.scores, want, atol=2e-3)
     own_NV = jax.nn.log_softmax(expected(tiny.decoder(), prompt.tokens, compression, np.array(answer.tokens)))
@@ -57,28 +55,24 @@ def test_an_answer_sees_what_is_kept_and_nothing_else(method: str, more: Mapping
 
 
 @pytest.mark.parametrize("method", ["snapkv", "h2o"])
-def test_a_budget_of_the_whole_prompt_changes_nothing(method: str) -> None:
+def test_a_budget_of_the_whole_prompt_changes_nothing(engine: Engine, method: str) -> None:
     prompt = tiny.prompt()
-    with tiny.engine() as engine:
-        given = {"strategy": "full", "continuation": SAID, "max_tokens": 4}
-        plain = engine.answer_prompt(prompt, **given)
-        whole = engine.answer_prompt(prompt, compression=setting(method, len(prompt)), **given)
-        assert plain.scores is not None and whole.scores is not None
+    given = {"strategy": "full", "continuation": SAID, "max_tokens": 4}
+    plain = engine.answer_prompt(prompt, **given)
+    whole = engine.answer_prompt(prompt, compression=setting(method, len(prompt)), **given)
     np.testing.assert_array_equal(whole.scores, plain.scores)
     assert whole.tokens == plain.tokens and whole.exact_to == "full" and whole.kept == len(prompt)
     assert plain.compression is None and plain.kept is None
 
 
 @pytest.mark.parametrize("strategy", ["prefix", "naive", "blend", "craft", "set-cache", "fusion"])
-def test_compression_works_on_the_plan_of_any_strategy(strategy: str) -> None:
+def test_compression_works_on_the_plan_of_any_strategy(engine: Engine, strategy: str) -> None:
     """Reused KV lies at offsets; the budget of all but one token drops that one alone, so answers stay near."""
     prompt = tiny.prompt()
-    with tiny.engine() as engine:
-        given = {"strategy": strategy, "continuation": SAID, "max_tokens": 2}
-        for _ in range(2):
-            plain = engine.answer_prompt(prompt, **given)
-        near = engine.answer_prompt(prompt, compression=setting("snapkv", len(prompt) - 1), **given)
-        audit_engine(engine)
+    given = {"strategy": strategy, "continuation": SAID, "max_tokens": 2}
+    for _ in range(2):
+        plain = engine.answer_prompt(prompt, **given)
+    near = engine.answer_prompt(prompt, compression=setting("snapkv", len(prompt) - 1), **given)
     assert plain.cached_tokens and near.cached_tokens == plain.cached_tokens
     np.testing.assert_allclose(near.scores[0], plain.scores[0], atol=1e-4)
     np.testing.assert_allclose(near.scores, plain.scores, atol=0.2)
@@ -107,31 +101,27 @@ def test_the_prompts_pages_are_given_back_before_decoding(monkeypatch: pytest.Mo
     assert min(used[1]) == pool.pages_for(33) and max(used[1]) == pool.pages_for(32 + 20)
 
 
-def test_shared_pages_are_never_written() -> None:
+def test_shared_pages_are_never_written(engine: Engine) -> None:
     prompt = tiny.prompt(question=3)  # the window reaches into the last passage, whose KV is shared
-    with tiny.engine() as engine:
-        engine.answer_prompt(prompt, max_tokens=1)
-        runs = [node.run for node in engine._cache.tree.nodes() if node.run is not None]
-        slots = np.unique(np.concatenate([run.slots(tiny.PAGE) for run in runs]))
-        before = engine._runner.read(slots)
-        for method, graph in (("snapkv", None), ("snapkv", GraphKV()), ("knorm", None)):
-            engine.answer_prompt(prompt, compression=setting(method, graph=graph), max_tokens=20)
-        for old, new in zip(before, engine._runner.read(slots), strict=True):
-            np.testing.assert_array_equal(new, old)
-        audit_engine(engine)
+    engine.answer_prompt(prompt, max_tokens=1)
+    runs = [node.run for node in engine._cache.tree.nodes() if node.run is not None]
+    slots = np.unique(np.concatenate([run.slots(tiny.PAGE) for run in runs]))
+    before = engine._runner.read(slots)
+    for method, graph in (("snapkv", None), ("snapkv", GraphKV()), ("knorm", None)):
+        engine.answer_prompt(prompt, compression=setting(method, graph=graph), max_tokens=20)
+    for old, new in zip(before, engine._runner.read(slots), strict=True):
+        np.testing.assert_array_equal(new, old)
 
 
 @pytest.mark.parametrize("method", ["snapkv", "h2o"])
-def test_the_next_turn_finds_the_prompt_and_not_the_answer(method: str) -> None:
+def test_the_next_turn_finds_the_prompt_and_not_the_answer(engine: Engine, method: str) -> None:
     """KV of an answer over a part of the prompt is for nobody else; the prompt's own KV is whole, and exact."""
     prompt = tiny.prompt()
-    with tiny.engine() as engine:
-        answer = engine.answer_prompt(prompt, compression=setting(method), max_tokens=20)
-        turn = Segment("turn", Kind.QUERY, np.array([*answer.tokens, 5, 6, 7], np.int32))
-        again = Prompt((*prompt.segments, turn))
-        found = engine.answer_prompt(again, max_tokens=4)
-        cold = engine.answer_prompt(again, strategy="full", max_tokens=4)
-        audit_engine(engine)
+    answer = engine.answer_prompt(prompt, compression=setting(method), max_tokens=20)
+    turn = Segment("turn", Kind.QUERY, np.array([*answer.tokens, 5, 6, 7], np.int32))
+    again = Prompt((*prompt.segments, turn))
+    found = engine.answer_prompt(again, max_tokens=4)
+    cold = engine.answer_prompt(again, strategy="full", max_tokens=4)
     assert found.cached_tokens == len(prompt) and found.exact_to == "full"
     assert found.tokens == cold.tokens
 
@@ -167,21 +157,19 @@ def test_a_step_that_fails_while_decoding_starts_the_request_again(monkeypatch: 
 @pytest.mark.parametrize("method", ["snapkv", "knorm"])
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_the_first_token_is_told_before_the_prompt_is_compressed(
-    method: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, method: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = tiny.prompt()
-    with tiny.engine() as engine:
-        whole = engine.answer_prompt(prompt, max_tokens=tokens)
-        compact, seen = engine._runner.compact, []
+    whole = engine.answer_prompt(prompt, max_tokens=tokens)
+    compact, seen = engine._runner.compact, []
 
-        def watched(*given: Any) -> Any:
-            (state,) = engine._loop.requests.running
-            seen.append((tuple(state.generated.tolist()), state.times.first_token > 0))
-            return compact(*given)
+    def watched(*given: Any) -> Any:
+        (state,) = engine._loop.requests.running
+        seen.append((tuple(state.generated.tolist()), state.times.first_token > 0))
+        return compact(*given)
 
-        monkeypatch.setattr(engine._runner, "compact", watched)
-        answer = engine.answer_prompt(prompt, compression=setting(method), max_tokens=tokens, want_logits=True)
-        audit_engine(engine)
+    monkeypatch.setattr(engine._runner, "compact", watched)
+    answer = engine.answer_prompt(prompt, compression=setting(method), max_tokens=tokens, want_logits=True)
     assert seen == [(whole.tokens[:1], True)]
     assert answer.tokens[:1] == whole.tokens[:1] and len(answer.tokens) == tokens
     assert answer.logits is not None and answer.kept == 48 and answer.exact_to is None
@@ -189,15 +177,13 @@ def test_the_first_token_is_told_before_the_prompt_is_compressed(
 
 @pytest.mark.parametrize("tokens", [1, 12])
 def test_a_compaction_that_fails_starts_the_request_again_behind_its_first_token(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, given = tiny.prompt(), {"compression": setting("snapkv"), "max_tokens": tokens}
-    with tiny.engine() as engine:
-        plain = engine.answer_prompt(prompt, **given)
-        engine.clear_cache()
-        calls = failing(monkeypatch, tiny.runner(), "compact", 1)
-        answer = engine.answer_prompt(prompt, **given)
-        audit_engine(engine)
+    plain = engine.answer_prompt(prompt, **given)
+    engine.clear_cache()
+    calls = failing(monkeypatch, tiny.runner(), "compact", 1)
+    answer = engine.answer_prompt(prompt, **given)
     assert next(calls) == 3 and len(answer.tokens) == tokens and answer.tokens[0] == plain.tokens[0]
     assert answer.exact_to is None and answer.notices
 
@@ -253,11 +239,10 @@ def refusal(engine: Engine, **given: Any) -> RequestError:
     return caught.value
 
 
-def test_what_an_engine_cannot_do_is_refused_in_words() -> None:
-    with tiny.engine() as engine:
-        assert "blend" in str(refusal(engine, strategy="blend", compression=setting("h2o")))
-        assert refusal(engine, compression=setting("h2o", heads="each")).param == "rag.compression.heads"
-        answer = engine.answer_prompt(tiny.prompt(), max_tokens=2)
+def test_what_an_engine_cannot_do_is_refused_in_words(engine: Engine) -> None:
+    assert "blend" in str(refusal(engine, strategy="blend", compression=setting("h2o")))
+    assert refusal(engine, compression=setting("h2o", heads="each")).param == "rag.compression.heads"
+    answer = engine.answer_prompt(tiny.prompt(), max_tokens=2)
     assert answer.compression is None
 
 
@@ -311,14 +296,14 @@ def test_shadow_replay_knows_a_compression_as_a_setting_of_its_own() -> None:
     assert told == Setting("full", None, "knorm:16") and not exact and divergence.kl > 1e-3 and not covered
 
 
-def test_a_prompt_within_its_budget_stays_whole_when_it_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_within_its_budget_stays_whole_when_it_is_computed_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = tiny.prompt(1, system=10, chunks=(20,), question=20)
-    with tiny.engine() as engine:
-        given = {"strategy": "full", "compression": "h2o:64", "max_tokens": 40}
-        wanted = engine.answer_prompt(prompt, **given)
-        failing(monkeypatch, tiny.runner(), "step", 25)
-        found = engine.answer_prompt(prompt, **given)
-        audit_engine(engine)
+    given = {"strategy": "full", "compression": "h2o:64", "max_tokens": 40}
+    wanted = engine.answer_prompt(prompt, **given)
+    failing(monkeypatch, tiny.runner(), "step", 25)
+    found = engine.answer_prompt(prompt, **given)
     assert found.notices and (found.tokens, found.kept, found.exact_to) == (wanted.tokens, 50, "full")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from ragjax.core import Answer, Document, Message, Rag, Request
 from ragjax.engine import Engine
 from ragjax.engine.grounding import dropped
 from tests.support import tiny
-from tests.support.audit import audit_engine
 
 PEOPLE = [
     Document("mayor", "Ada Brown, mayor of Tolva, was elected mayor in 2010."),
@@ -24,11 +22,9 @@ SAID = ["Ada Brown.", "In 2010.", "At nine."]
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    with tiny.engine() as made:
-        made.add_documents(PEOPLE)
-        yield made
-        audit_engine(made)
+def engine(engine: Engine) -> Engine:
+    engine.add_documents(PEOPLE)
+    return engine
 
 
 def conversation(turns: int) -> list[Message]:

@@ -88,8 +88,8 @@ def test_names_of_encoders(tmp_path: Path) -> None:
     assert encoder_name("BAAI/bge-small-en-v1.5") == "BAAI/bge-small-en-v1.5"
 
 
-def knowledge(folder: Path, index_dir: Path | None = None, chunk_tokens: int = CHUNK_TOKENS) -> Knowledge:
-    options = EngineOptions("tiny", encoder=folder, chunk_tokens=chunk_tokens, index_dir=index_dir, progress=False)
+def knowledge(folder: Path, chunk_tokens: int = CHUNK_TOKENS) -> Knowledge:
+    options = EngineOptions("tiny", encoder=folder, chunk_tokens=chunk_tokens, progress=False)
     opened = Knowledge.open(options, tiny.byte_tokenizer())
     opened.fill(options)
     return opened

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -55,11 +55,9 @@ DOCUMENTS = [
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    with tiny.engine() as made:
-        made.add_documents(DOCUMENTS)
-        yield made
-        audit_engine(made)
+def engine(engine: Engine) -> Engine:
+    engine.add_documents(DOCUMENTS)
+    return engine
 
 
 def ask(text: str, **options: object) -> Request:

@@ -98,32 +98,29 @@ def test_requests_that_fail_once_go_on_where_they_were() -> None:
 
 
 def test_what_a_request_kept_before_it_was_started_again_is_not_reused_from_others(
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = tiny.prompt()
-    with tiny.engine() as engine:
-        failing(monkeypatch, engine._runner, "step", 8)  # some tokens are out
-        answer = engine.answer_prompt(prompt, strategy="prefix", max_tokens=12)
-        stats = engine.stats()
+    failing(monkeypatch, engine._runner, "step", 8)  # some tokens are out
+    answer = engine.answer_prompt(prompt, strategy="prefix", max_tokens=12)
+    stats = engine.stats()
     assert answer.notices and answer.cached_tokens == 0
     assert [(one.id, one.recomputed) for one in answer.segments] == [(s.id, len(s)) for s in prompt.segments]
     assert (stats["reused_tokens_total"], stats["recomputed_tokens_total"]) == (0, len(prompt))
 
 
-def test_what_is_in_the_background_is_in_no_figure_of_requests() -> None:
-    with tiny.engine() as engine:
-        engine.answer_prompt(tiny.prompt(), max_tokens=2)
-        overhead = engine.stats()["overhead_ms_last"]
-        engine.answer_prompt(tiny.prompt(1), max_tokens=2, background=True)
-        with steps(engine, failing_on_poison), pytest.raises(RuntimeError, match="the step failed"):
-            engine.answer_prompt(poisoned(tiny.prompt(2)), strategy="full", max_tokens=2, background=True)
-        lasting(engine, tiny.prompt(3), strategy="full", max_tokens=500, background=True)
-        engine._loop.call(lambda: engine._loop.cancel(engine._loop.requests.live[0]))
-        until(lambda: not engine._loop.running)
-        stats = engine.stats()
-        assert stats["step_failures_total"] and stats["overhead_ms_last"] == overhead
-        assert (stats["errors_total"], stats["cancelled_total"]) == (0, 0)
-        audit_engine(engine)
+def test_what_is_in_the_background_is_in_no_figure_of_requests(engine: Engine) -> None:
+    engine.answer_prompt(tiny.prompt(), max_tokens=2)
+    overhead = engine.stats()["overhead_ms_last"]
+    engine.answer_prompt(tiny.prompt(1), max_tokens=2, background=True)
+    with steps(engine, failing_on_poison), pytest.raises(RuntimeError, match="the step failed"):
+        engine.answer_prompt(poisoned(tiny.prompt(2)), strategy="full", max_tokens=2, background=True)
+    lasting(engine, tiny.prompt(3), strategy="full", max_tokens=500, background=True)
+    engine._loop.call(lambda: engine._loop.cancel(engine._loop.requests.live[0]))
+    until(lambda: not engine._loop.running)
+    stats = engine.stats()
+    assert stats["step_failures_total"] and stats["overhead_ms_last"] == overhead
+    assert (stats["errors_total"], stats["cancelled_total"]) == (0, 0)
 
 
 def test_what_is_generated_from_kept_kv_goes_on_after_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

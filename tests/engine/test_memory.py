@@ -121,21 +121,19 @@ def test_a_program_that_finds_no_room_at_its_first_use_ends_the_request_that_nee
         tiny.check_ended(engine, [again])
 
 
-def test_what_finds_no_room_outside_of_steps_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tiny.engine() as engine:
-        with monkeypatch.context() as planted:
-            planted.setattr(KnowledgeCache, "reserve", full)
-            with pytest.raises(DeviceFullError, match="lower --device-cache-gb"):
-                engine.answer_prompt(tiny.prompt(), strategy="full", max_tokens=2)
-        tiny.check_ended(engine, [engine.begin_prompt(tiny.prompt(), strategy="full", max_tokens=2)])
+def test_what_finds_no_room_outside_of_steps_says_so_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as planted:
+        planted.setattr(KnowledgeCache, "reserve", full)
+        with pytest.raises(DeviceFullError, match="lower --device-cache-gb"):
+            engine.answer_prompt(tiny.prompt(), strategy="full", max_tokens=2)
+    tiny.check_ended(engine, [engine.begin_prompt(tiny.prompt(), strategy="full", max_tokens=2)])
 
 
-def test_a_fault_of_a_kernel_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tiny.engine() as engine:
-        refuse(monkeypatch, is_measuring, SHARED)
-        with pytest.raises(jax.errors.JaxRuntimeError, match="Shared memory"):
-            engine.answer_prompt(tiny.prompt(), strategy="blend", max_tokens=2)
-        tiny.check_ended(engine, [])
+def test_a_fault_of_a_kernel_is_told_as_it_is(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(monkeypatch, is_measuring, SHARED)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Shared memory"):
+        engine.answer_prompt(tiny.prompt(), strategy="blend", max_tokens=2)
+    tiny.check_ended(engine, [])
 
 
 def test_one_that_fills_the_device_and_loses_its_memory_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ragjax.engine import Engine
 from ragjax.runner.sampling import Logits, Sampled
 from ragjax.schedule.batch import Batch
 from ragjax.schedule.state import RequestState
@@ -30,18 +31,19 @@ def alone(n: int, **options: Any) -> list[tuple[int, ...]]:
         return [engine.answer_prompt(prompt, strategy="full", **options).tokens for prompt in prompts(n)]
 
 
-def test_text_goes_out_while_the_device_computes_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_goes_out_while_the_device_computes_the_next_token(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     under_way: list[bool] = []
-    with tiny.engine() as engine:
-        execution = engine._loop._execution
-        tell = execution._tell
+    execution = engine._loop._execution
+    tell = execution._tell
 
-        def told(state: Any) -> None:
-            under_way.append(execution._flight is not None)
-            tell(state)
+    def told(state: Any) -> None:
+        under_way.append(execution._flight is not None)
+        tell(state)
 
-        monkeypatch.setattr(execution, "_tell", told)
-        answer = engine.answer_prompt(tiny.prompt(0), strategy="full", max_tokens=12)
+    monkeypatch.setattr(execution, "_tell", told)
+    answer = engine.answer_prompt(tiny.prompt(0), strategy="full", max_tokens=12)
     assert len(answer.tokens) == 12 and under_way == [True] * 11 + [False]
 
 
@@ -62,7 +64,7 @@ def test_tokens_alone_cross_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None
         assert sum(fetched) == 0 and len(fetched) >= len(answer.tokens)
         wanting = engine.answer_prompt(tiny.prompt(0), strategy="full", max_tokens=20, logprobs=3, want_logits=True)
     assert sum(fetched) == 1 and wanting.tokens == answer.tokens and wanting.logprobs == answer.logprobs
-    assert wanting.logits is not None and int(wanting.logits.argmax()) == answer.tokens[0]
+    assert int(wanting.logits.argmax()) == answer.tokens[0]
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -122,30 +124,28 @@ def test_who_leaves_while_the_device_computes_is_left_out(
     assert all(one == other for one, other in zip(found, expected, strict=True) if one != "it left")
 
 
-def test_stop_strings_end_an_answer_before_its_next_token_is_computed() -> None:
-    with tiny.engine() as engine:
-        whole = engine.answer_prompt(tiny.prompt(6), strategy="full", max_tokens=40)
-        before = engine.stats()["steps_total"]
-        stop = whole.text[5:7]
-        cut = engine.answer_prompt(tiny.prompt(6), strategy="full", max_tokens=40, stop=(stop,))
-        took = int(engine.stats()["steps_total"]) - int(before)
+def test_stop_strings_end_an_answer_before_its_next_token_is_computed(engine: Engine) -> None:
+    whole = engine.answer_prompt(tiny.prompt(6), strategy="full", max_tokens=40)
+    before = engine.stats()["steps_total"]
+    stop = whole.text[5:7]
+    cut = engine.answer_prompt(tiny.prompt(6), strategy="full", max_tokens=40, stop=(stop,))
+    took = engine.stats()["steps_total"] - before
     assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
     assert took <= len(cut.tokens) + 4  # those of the prompt, and of each token but the last
 
 
-def test_the_first_token_s_time_is_that_of_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_token_s_time_is_that_of_its_text(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow tokenizer delays what the client sees."""
-    with tiny.engine() as engine:
-        engine.answer_prompt(tiny.prompt(0), max_tokens=2)
-        execution = engine._loop._execution
-        tell = execution._tell
+    engine.answer_prompt(tiny.prompt(0), max_tokens=2)
+    execution = engine._loop._execution
+    tell = execution._tell
 
-        def slow(state: Any) -> None:
-            time.sleep(0.2)
-            tell(state)
+    def slow(state: Any) -> None:
+        time.sleep(0.2)
+        tell(state)
 
-        monkeypatch.setattr(execution, "_tell", slow)
-        answer = engine.answer_prompt(tiny.prompt(1), max_tokens=3)
+    monkeypatch.setattr(execution, "_tell", slow)
+    answer = engine.answer_prompt(tiny.prompt(1), max_tokens=3)
     assert answer.timings.ttft >= 200
 
 

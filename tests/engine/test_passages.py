@@ -33,10 +33,9 @@ def test_auto_moves_what_conversations_bring_again_if_that_saves_something() -> 
 
 
 @pytest.mark.parametrize(
-    ("retrieve", "plain", "brought", "asked"),
-    [("auto", True, False, True), ("always", True, True, True), ("asked", False, False, True)],
+    ("retrieve", "plain", "brought"), [("auto", True, False), ("always", True, True), ("asked", False, False)]
 )
-def test_when_passages_are_retrieved(retrieve: str, plain: bool, brought: bool, asked: bool) -> None:
+def test_when_passages_are_retrieved(retrieve: str, plain: bool, brought: bool) -> None:
     with tiny.engine(retrieve=retrieve, top_k=1) as made:
         made.add_documents([Document("ferry", "The ferry to Orlan leaves at nine.", "Ferry")])
 
@@ -49,8 +48,8 @@ def test_when_passages_are_retrieved(retrieve: str, plain: bool, brought: bool, 
 
         assert ("ferry#0" in ids("When does the ferry leave?")) == plain
         assert ("ferry#0" in ids(stuffed((0, 1)))) == brought
-        assert ("ferry#0" in ids(stuffed((0, 1)), top_k=1)) == asked
-        assert ("ferry#0" in ids(stuffed((0, 1)), knowledge="default")) == asked
+        assert "ferry#0" in ids(stuffed((0, 1)), top_k=1)
+        assert "ferry#0" in ids(stuffed((0, 1)), knowledge="default")
     with pytest.raises(ConfigError, match="retrieve must be"):
         EngineOptions("tiny", retrieve="never")
 

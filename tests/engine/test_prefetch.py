@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragjax.core import Answer, Prompt, Request
+from ragjax.core import Answer, Request
 from ragjax.core.step import StepLimits
 from ragjax.core.tiers import Tier
 from ragjax.engine import Engine
@@ -150,9 +150,7 @@ def arrived(engine: Engine) -> bool:
     """Whether something was loaded, and nothing is, between two looks of the engine's thread at what to load."""
     loading: list[int] = []
     engine._loop.call(lambda: loading.append(engine._cache.loading))
-    loaded = engine.stats()["transfers_total"]
-    assert isinstance(loaded, dict)
-    return "load" in loaded and loading == [0]
+    return "load" in engine.stats()["transfers_total"] and loading == [0]
 
 
 @pytest.mark.parametrize("strategy", ["prefix", "naive"])
@@ -214,7 +212,7 @@ def test_random_arrivals_cancels_and_faults(filled: Path, seed: int) -> None:
             number = int(random.integers(6))
             act = random.random()
             if act < 0.6:
-                futures.append((number, begin(engine, prompts[number])))
+                futures.append((number, engine.begin_prompt(prompts[number], max_tokens=2)))
             elif act < 0.75 and futures:
                 futures[int(random.integers(len(futures)))][1].cancel()
             elif act < 0.85:
@@ -231,7 +229,3 @@ def test_random_arrivals_cancels_and_faults(filled: Path, seed: int) -> None:
         until(lambda: not engine._cache.loading)
         audit_engine(engine)
         assert engine.stats()["running"] == 0
-
-
-def begin(engine: Engine, prompt: Prompt) -> Any:
-    return engine.begin_prompt(prompt, max_tokens=2)

@@ -57,7 +57,7 @@ def test_every_token_of_the_model_is_read(engine: Engine) -> None:
     tokens = np.array([0, 65, LAST])
     answer = engine.answer_prompt(ready(tokens), max_tokens=1, continuation=tokens)
     plain = engine.answer_prompt(ready(tokens.tolist()), max_tokens=1, continuation=tokens.astype(np.uint16))
-    assert answer.scores is not None and np.isfinite(answer.scores).all()
+    assert np.isfinite(answer.scores).all()
     np.testing.assert_allclose(answer.scores, plain.scores, atol=1e-5)
 
 

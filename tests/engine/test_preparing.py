@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,14 @@ from ragjax.engine.preprocessing import preprocess
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.fusion import METHOD
 from tests.support import tiny
-from tests.support.audit import audit_engine
 from tests.support.disks import open_store
 from tests.support.pace import Hold, resting, until
 
 WORDS = ("island", "honey", "copper", "silk", "amber", "wool", "wax", "tin", "oil", "rope")
 ROOMY = 600
 """Pages of a device that holds all that is prepared here."""
+
+pytestmark = pytest.mark.engine(pages=ROOMY)
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +67,9 @@ def all_marked(engine: Engine) -> bool:
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    with tiny.engine(pages=ROOMY) as made:
-        made.add_documents(documents())
-        yield made
-        audit_engine(made)
+def engine(engine: Engine) -> Engine:
+    engine.add_documents(documents())
+    return engine
 
 
 def test_all_passages_are_prepared_and_found(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -166,7 +164,7 @@ def test_tenants_see_nothing_of_each_other(engine: Engine) -> None:
     engine.begin_preprocessing()
     until(lambda: done(engine) and prepared(engine) == (12, 12))
     own = engine.preprocessed(tenants=False)
-    assert own is not None and (own.prepared, own.passages) == (6, 6)
+    assert (own.prepared, own.passages) == (6, 6)
     held = [node.tenant for node in engine._cache.tree.nodes() if node.method == METHOD]
     assert Counter(held) == {"": 6, "acme": 3, "globex": 3}
     for tenant in stores:
@@ -186,7 +184,7 @@ def test_no_more_is_computed_than_has_room(caplog: pytest.LogCaptureFixture) -> 
         engine.begin_preprocessing()
         until(lambda: done(engine))
         progress = engine.preprocessed()
-        assert progress is not None and 0 < progress.prepared == len(computed.fused) < 30
+        assert 0 < progress.prepared == len(computed.fused) < 30
         assert progress.beyond == 30 - progress.prepared and "have no room in the cache" in caplog.text
         base = engine.knowledge_base()
         marked = [chunk for chunk in base.chunks(base.numbers).values() if chunk.behind]

@@ -35,7 +35,7 @@ def test_scores_are_the_logits_that_predict_the_continuation(engine: Engine, str
     answer = engine.answer_prompt(prompt, strategy=strategy, continuation=FORCED, max_tokens=max_tokens)
     tokens = np.concatenate([prompt.tokens, FORCED])
     dense = np.asarray(dense_logits(tiny.decoder(), jnp.asarray(tokens)))[len(prompt) - 1 : -1]
-    assert answer.scores is not None and answer.scores.shape == dense.shape
+    assert answer.scores.shape == dense.shape
     np.testing.assert_allclose(answer.scores, dense, atol=2e-4)
     assert answer.tokens == plain.tokens, "what is forced leaves nothing behind"
 
@@ -77,24 +77,22 @@ class Gated(Full):
         return (yield from super().prefill(prompt, allocation, ratio))
 
 
-def test_background_requests_let_others_pass_and_are_not_counted() -> None:
-    with tiny.engine() as engine:
-        ends: list[str] = []
-        gated = Gated()
-        first = engine.begin_prompt(tiny.prompt(0), strategy=gated, max_tokens=3)  # keeps the engine's thread busy
-        assert gated.reached.wait(30)
-        behind = [engine.begin_prompt(tiny.prompt(i), max_tokens=3, background=True) for i in range(12)]
-        before = [engine.begin_prompt(tiny.prompt(i), max_tokens=3) for i in range(20, 24)]
-        for name, futures in (("background", behind), ("other", before)):
-            for future in futures:
-                future.add_done_callback(lambda _, name=name: ends.append(name))
-        gated.gate.set()
-        wait([first, *behind, *before])
-        assert ends == ["other"] * 4 + ["background"] * 12
-        alone = engine.answer_prompt(tiny.prompt(5), strategy="full", max_tokens=3)
-        assert behind[5].result().tokens == alone.tokens
-        assert sum(engine.stats()["requests_total"].values()) == 6
-        audit_engine(engine)
+def test_background_requests_let_others_pass_and_are_not_counted(engine: Engine) -> None:
+    ends: list[str] = []
+    gated = Gated()
+    first = engine.begin_prompt(tiny.prompt(0), strategy=gated, max_tokens=3)  # keeps the engine's thread busy
+    assert gated.reached.wait(30)
+    behind = [engine.begin_prompt(tiny.prompt(i), max_tokens=3, background=True) for i in range(12)]
+    before = [engine.begin_prompt(tiny.prompt(i), max_tokens=3) for i in range(20, 24)]
+    for name, futures in (("background", behind), ("other", before)):
+        for future in futures:
+            future.add_done_callback(lambda _, name=name: ends.append(name))
+    gated.gate.set()
+    wait([first, *behind, *before])
+    assert ends == ["other"] * 4 + ["background"] * 12
+    alone = engine.answer_prompt(tiny.prompt(5), strategy="full", max_tokens=3)
+    assert behind[5].result().tokens == alone.tokens
+    assert sum(engine.stats()["requests_total"].values()) == 6
 
 
 def test_who_comes_waits_for_one_step_of_the_background_and_shares_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,18 +134,17 @@ def test_background_requests_make_room() -> None:
         audit_engine(engine)
 
 
-def test_a_cancelled_future_cancels_its_request() -> None:
-    with tiny.engine() as engine:
-        gated = Gated()
-        future = engine.begin_prompt(tiny.prompt(0), strategy=gated, max_tokens=500)
-        assert gated.reached.wait(30)
-        assert future.cancel()
-        gated.gate.set()
-        with pytest.raises(CancelledError):
-            future.result()
-        until(lambda: engine.stats()["cancelled_total"])
-        audit_engine(engine)
-        assert not engine.stats()["running"]
+def test_a_cancelled_future_cancels_its_request(engine: Engine) -> None:
+    gated = Gated()
+    future = engine.begin_prompt(tiny.prompt(0), strategy=gated, max_tokens=500)
+    assert gated.reached.wait(30)
+    assert future.cancel()
+    gated.gate.set()
+    with pytest.raises(CancelledError):
+        future.result()
+    until(lambda: engine.stats()["cancelled_total"])
+    audit_engine(engine)
+    assert not engine.stats()["running"]
 
 
 def test_a_prompt_is_echoed_with_its_log_probabilities(engine: Engine) -> None:

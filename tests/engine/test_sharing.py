@@ -93,15 +93,13 @@ SOME = ["prefix", "naive", "set-cache", "fusion", "anchor", "craft", "dependency
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", few(SHARING, SOME))
-def test_a_burst_computes_each_passage_once(name: str) -> None:
+def test_a_burst_computes_each_passage_once(engine: Engine, name: str) -> None:
     """Sixteen cold requests; half of them with the passages in another order, where that makes no difference."""
     orders = [(0, 1, 2), (2, 0, 1) if name in IN_ANY_ORDER else (0, 1, 2)]
     prompts = [prompt_of(name, orders[i % 2], i) for i in range(16)]
-    with tiny.engine() as engine:
-        answers = [future.result() for future in together(engine, prompts, name)]
-        kept = set(outlook_names(engine, prompts, name))
-        stats = engine.stats()
-        audit_engine(engine)
+    answers = [future.result() for future in together(engine, prompts, name)]
+    kept = set(outlook_names(engine, prompts, name))
+    stats = engine.stats()
     tokens = sum(len(segment) for segment in prompts[0].segments[:-1])
     if name in ("prefix", "set-cache", "moved"):
         questions = sum(len(prompt.segments[-1]) for prompt in prompts)
@@ -118,25 +116,22 @@ def outlook_names(engine: Engine, prompts: Sequence[Prompt], name: str) -> list[
     return [key for look in looks for key in look.kept]
 
 
-def test_full_attention_and_background_requests_are_not_waited_for() -> None:
-    with tiny.engine() as engine:
-        for future in together(engine, [CHUNKED] * 4, "full"):
-            future.result()
-        for future in together(engine, [CHUNKED] * 3, "prefix", background=True):
-            future.result()
-        assert engine.stats()["awaits_total"] == 0
-        audit_engine(engine)
+def test_full_attention_and_background_requests_are_not_waited_for(engine: Engine) -> None:
+    for future in together(engine, [CHUNKED] * 4, "full"):
+        future.result()
+    for future in together(engine, [CHUNKED] * 3, "prefix", background=True):
+        future.result()
+    assert engine.stats()["awaits_total"] == 0
 
 
-def test_only_who_shares_waits() -> None:
+def test_only_who_shares_waits(engine: Engine) -> None:
     """Another's passages are computed at once: it starts before those that wait."""
-    with tiny.engine() as engine:
-        engine.answer_prompt(Prompt((SYSTEM, QUESTION)), max_tokens=1)
-        prompts = [asked((0, 1), 0), asked((0, 1), 1), asked((2, 3), 2)]
-        first, second, third = [future.result() for future in together(engine, prompts, "prefix")]
-        assert engine.stats()["awaits_total"] == 1
-        assert computed([first, second], ["chunk0", "chunk1"]) == 73
-        assert computed([third], ["chunk2", "chunk3"]) == 78
+    engine.answer_prompt(Prompt((SYSTEM, QUESTION)), max_tokens=1)
+    prompts = [asked((0, 1), 0), asked((0, 1), 1), asked((2, 3), 2)]
+    first, second, third = [future.result() for future in together(engine, prompts, "prefix")]
+    assert engine.stats()["awaits_total"] == 1
+    assert computed([first, second], ["chunk0", "chunk1"]) == 73
+    assert computed([third], ["chunk2", "chunk3"]) == 78
 
 
 @pytest.mark.parametrize("seed", few(range(6), [0]))
@@ -165,21 +160,16 @@ def test_who_waited_goes_on_when_the_first_leaves(name: str, seed: int) -> None:
         assert not engine._loop.waiting
 
 
-def test_who_waited_goes_on_when_the_first_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tiny.engine() as engine:
-        failing(monkeypatch, engine._runner, "step", 1, 2)  # it is started again once
-        first, *others = together(engine, [CHUNKED] * 4, "prefix")
-        with pytest.raises(RuntimeError, match="the device is busy"):
-            first.result()
-        answers = [future.result() for future in others]
-        assert computed(answers, ["chunk0", "chunk1", "chunk2", "chunk3"]) == 151
-        audit_engine(engine)
+def test_who_waited_goes_on_when_the_first_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, engine._runner, "step", 1, 2)  # it is started again once
+    first, *others = together(engine, [CHUNKED] * 4, "prefix")
+    with pytest.raises(RuntimeError, match="the device is busy"):
+        first.result()
+    answers = [future.result() for future in others]
+    assert computed(answers, ["chunk0", "chunk1", "chunk2", "chunk3"]) == 151
 
 
-def test_tenants_wait_for_nobody_elses_private_knowledge() -> None:
-    with tiny.engine() as engine:
-        futures = together(engine, [CHUNKED], "naive", tenant="one") + together(
-            engine, [CHUNKED], "naive", tenant="two"
-        )
-        answers = [future.result() for future in futures]
-        assert computed(answers, ["chunk0"]) == 80 and engine.stats()["awaits_total"] == 0
+def test_tenants_wait_for_nobody_elses_private_knowledge(engine: Engine) -> None:
+    futures = together(engine, [CHUNKED], "naive", tenant="one") + together(engine, [CHUNKED], "naive", tenant="two")
+    answers = [future.result() for future in futures]
+    assert computed(answers, ["chunk0"]) == 80 and engine.stats()["awaits_total"] == 0

@@ -37,6 +37,7 @@ from ragjax.store.disk import DiskStore
 from tests.support import tiny
 from tests.support.audit import audit_engine
 from tests.support.disks import open_store
+from tests.support.pace import until
 
 PAGES = 40
 MOST = 100
@@ -252,10 +253,9 @@ def soak(seconds: float, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatc
             check(asked, cold, books)
         stats = engine.stats()
         device.working = disk.working = False
-        quiet(engine)
+        until(lambda: not engine._loop.requests.live)
         assert len(engine.answer_prompt(chunk_prompt(random), max_tokens=2).tokens) <= 2, "it still serves"
-        while engine.stats()["queue_depth"] or engine.stats()["running"]:
-            time.sleep(0.01)
+        until(lambda: not engine._loop.requests.live)
         audit_engine(engine)
         engine.clear_cache()
         assert engine.stats()["pages_used"] == 0 and engine.stats()["paused"] == 0
@@ -305,12 +305,6 @@ def burst(engine: Engine, random: np.random.Generator, books: Books) -> list[Ask
 def ask(engine: Engine, prompt: Prompt, **options: Any) -> Asked:
     """Begin one request."""
     return Asked(prompt, options, engine.begin_prompt(prompt, **options))
-
-
-def quiet(engine: Engine) -> None:
-    """Wait until nobody runs or waits."""
-    while engine._loop.requests.live:
-        time.sleep(0.01)
 
 
 def resident() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -409,8 +408,7 @@ def test_a_lost_device_costs_time_and_no_answer(
     with tiny.engine(runner, pages=60, host_bytes=GIGA) as engine:
         for _ in range(3):
             ask(engine, 0)  # hot: it is copied to host memory when there is time
-        while "save" not in engine.stats()["transfers_total"]:
-            time.sleep(0.01)
+        until(lambda: "save" in engine.stats()["transfers_total"])
         step, left = runner.step, [after]
 
         def dying(one: object) -> object:

@@ -20,6 +20,7 @@ from ragjax.runner.programs import Name, Programs
 from ragjax.runner.runner import Runner
 from tests.support import frozen, tiny
 from tests.support.devices import ROOT
+from tests.support.pace import until
 
 PREFIX = tiny.all_strategies()["prefix"]
 SAMPLING = Sampling(max_tokens=12)
@@ -116,11 +117,8 @@ def test_a_request_waits_for_its_programs_while_another_goes_on(gate: Gate) -> N
 def test_what_a_request_asks_for_is_made_first(gate: Gate) -> None:
     with started([("move", 16), ("move", 128)]) as engine:
         assert gate.reached.wait(120)  # for the first of these
-        waits = engine.begin_prompt(
-            tiny.prompt(5), strategy="prefix", sampling=Sampling(max_tokens=2, logit_bias={5: 1})
-        )
-        while not engine._loop.requests.unready:
-            threading.Event().wait(0.01)
+        waits = engine.begin_prompt(tiny.prompt(5), strategy="prefix", max_tokens=2, logit_bias={5: 1})
+        until(lambda: engine._loop.requests.unready)
         gate.open.set()
         waits.result(120)
         finish(engine)

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.baseline.strategy import all_strategies
 from benchmarks.baseline.strategy.streaming import SINKS, Streaming
 from ragjax.core import Prompt
+from ragjax.engine import Engine
 from tests.support import tiny
 from tests.support.executor import Executor, model
 from tests.support.literal import chosen_of, joins
@@ -31,10 +32,9 @@ def test_streaming_sees_sinks_and_a_window_in_whole_pages(share: float) -> None:
     talk.close()
 
 
-def test_streaming_by_the_engine() -> None:
+def test_streaming_by_the_engine(engine: Engine) -> None:
     prompt = tiny.prompt(41)
-    with tiny.engine() as engine:
-        answer = engine.answer_prompt(prompt, strategy=Streaming(), max_tokens=2, want_logits=True)
+    answer = engine.answer_prompt(prompt, strategy=Streaming(), max_tokens=2, want_logits=True)
     np.testing.assert_allclose(answer.logits, Executor().run(Streaming(), prompt).logits, atol=1e-3)
 
 

@@ -73,8 +73,8 @@ def rows_of(done: Done) -> set[int]:
     return {int(row) for item in done.passes if isinstance(item, Pass) for row in item.rows}
 
 
-def full(prompt: Prompt, made: Model | None = None) -> Array:
-    return (made or model()).dense(prompt.tokens).logits[-1]
+def full(prompt: Prompt) -> Array:
+    return model().dense(prompt.tokens).logits[-1]
 
 
 # -------------------------------------------------------------------------------------------- the shadow
@@ -281,8 +281,7 @@ def test_the_last_ten_segments_name_a_variant() -> None:
 )
 def test_settings_of_variants(given: str, wanted: CraftVariants) -> None:
     assert CraftVariants.parse(given) == wanted
-    made = strategies(craft=wanted)["craft"]
-    assert isinstance(made, Craft) and made.variants == wanted
+    assert strategies(craft=wanted)["craft"].variants == wanted
 
 
 @pytest.mark.parametrize("given", ["on", "fill:tau=2", "fill:width=3", "above=x", "fill:when=off"])
@@ -301,7 +300,6 @@ def test_an_ablation_leaves_its_factor_out(name: str) -> None:
     influence = Influence.decode(node.meta)
     adjusted = influence.overlap(before(prompt, 3)) * (1 - disorder(influence.before, before(prompt, 3)))
     expected = influence.cci if name == "craft-nobeta" else 1 - adjusted
-    assert isinstance(craft, Craft)
     done = executor.run(craft, prompt)
     assert done.plan.reports[3].recomputed == math.ceil(expected * LENGTHS[2] - 1e-9)
 

@@ -154,7 +154,7 @@ def test_bytes_of_another_version_are_no_influence_and_torn_ones_an_error() -> N
     with pytest.raises(ValueError, match="bytes, not"):
         Influence.decode(meta[:-1])
     again = Influence.decode(meta)
-    assert again is not None and again.encode() == meta
+    assert again.encode() == meta
     assert len(meta) < 12 + 20 * 2 + 4 * LAYERS * 3 + 4 * 9 + 1
 
 

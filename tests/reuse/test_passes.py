@@ -119,10 +119,8 @@ class Script(Strategy):
             assert len(segment)
         yield Pass(indices(0, joined), np.concatenate(positions), tuple(alone))
         ground = Ground(prompt, tuple(kept), own, allocation.page_size)
-        last: Pass | Move | None = None
         for last in self.acts(ground):
             self.results.append((yield last))
-        assert isinstance(last, Pass)
         tail = own.slice(size, own.length, allocation.page_size)
         return Plan(last.spans, tail, None, (), self.results[-1][Measure.LOGITS][-1])
 
@@ -199,12 +197,12 @@ def both(
         yield from zip(script.results, done.results[1:], strict=True)
 
 
-def assert_near(found: Results, what: Results, tolerance: float = 1e-4) -> None:
+def assert_near(found: Results, what: Results) -> None:
     assert set(found) == set(what)
     for name in what:
         assert found[name].dtype == np.float32 and found[name].shape == what[name].shape, name
         scale = np.abs(what[name]).max()
-        np.testing.assert_allclose(found[name], what[name], atol=tolerance * scale, err_msg=name)
+        np.testing.assert_allclose(found[name], what[name], atol=1e-4 * scale, err_msg=name)
         assert scale > 0
 
 

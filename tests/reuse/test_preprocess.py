@@ -71,10 +71,6 @@ def node_of(cache: KnowledgeCache, chunk: Segment, method: str, behind: bytes = 
     return node
 
 
-def method_nodes(cache: KnowledgeCache, method: str) -> list[Node]:
-    return [node for node in cache.tree.nodes() if node.method == method]
-
-
 # ----------------------------------------------------------------------------------------- arithmetic
 
 
@@ -161,7 +157,7 @@ def test_attention_to_the_neighbours_is_recorded_if_asked_for() -> None:
     assert recorded(executor, chunk, others) is None
     executor.run(Fuse(record=True), prompt)
     influence = recorded(executor, chunk, others)
-    assert influence is not None and influence.lengths == tuple(map(len, others)) and len(influence) == len(chunk)
+    assert influence.lengths == tuple(map(len, others)) and len(influence) == len(chunk)
     assert (influence.inter_LZ > 0).all() and (influence.score_T > 0).all()
     executor.run(Fuse(), prompt)
     assert recorded(executor, chunk, others) is not None, "what is known is not forgotten"
@@ -177,7 +173,7 @@ def test_an_influence_behind_the_drift_that_earlier_versions_kept_is_read() -> N
     assert Influence.decode(drift) is None and Influence.decode(b"") is None
     for meta in (influence.encode(), drift + influence.encode()):
         read = Influence.decode(meta)
-        assert read is not None and read.encode() == influence.encode()
+        assert read.encode() == influence.encode()
     with pytest.raises(ValueError, match="the drift alone takes 12"):
         Influence.decode(drift[:-1])
 
@@ -411,7 +407,7 @@ def test_neighbours_beyond_the_context_are_left_out(caplog: pytest.LogCaptureFix
         assert report.fused == 25 and report.lost == 0
         assert "25 chunks have less than 20 neighbours" in caplog.text and caplog.text.count("WARNING") == 1
         longest = max(len(hit.chunk.tokens) for hit in engine.search("wax", top_k=25))
-        for node in method_nodes(engine._cache, METHOD):
+        for node in (node for node in engine._cache.tree.nodes() if node.method == METHOD):
             room = 400 - 1 - node.local_start - len(node)
             assert 0 <= room < longest
 

@@ -23,7 +23,6 @@ TOLERANCE = 2e-4
 
 def logits(engine: Engine, prompt: Prompt, strategy: str) -> NDArray[np.float32]:
     answer = engine.answer_prompt(prompt, strategy=strategy, max_tokens=1, want_logits=True)
-    assert answer.logits is not None
     return answer.logits
 
 
@@ -160,7 +159,6 @@ def test_concurrent_requests_that_share_chunks_are_served_as_alone(engine: Engin
     alone = [begin(*setting).result() for setting in settings]
     together = [future.result() for future in [begin(*setting) for setting in settings]]
     for one, other in zip(alone, together, strict=True):
-        assert one.logits is not None and other.logits is not None
         np.testing.assert_allclose(one.logits, other.logits, atol=TOLERANCE)
         assert one.tokens == other.tokens and one.cached_tokens == other.cached_tokens
 

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.baseline.strategy.gradual import Gradual, narrowing
 from benchmarks.baseline.strategy.random import budgets, top_each
 from ragjax.cache.tree import Provenance
-from ragjax.core import Kind, Measure, Move, OutOfPages, Pass, Prompt, Run, Segment
+from ragjax.core import Kind, Measure, Move, OutOfPages, Prompt, Run, Segment
 from ragjax.reuse import strategies
 from ragjax.reuse.base import segments_of
 from ragjax.reuse.blend import Deviation
@@ -303,7 +303,6 @@ def test_alternative_path_drops_earlier_chunks_one_by_one():
         talk = executor.talk(strategies()["fusion"], prompt, 0.0)
         talk.end()
         last = talk.passes[-1]
-        assert isinstance(last, Pass)
         begin = prompt.starts[1 + [chunk.id for chunk in chunks].index(b.id)]
         offset = next(span.offset for span in last.spans if span.indices[0] == begin)
         talk.close()
@@ -526,7 +525,6 @@ def test_generated_tokens_see_the_repaired_prompt():
             k, v = isolated(prompt)
             rest = np.zeros((3, 4, 2, 16))
             last = talk.passes[-1]
-            assert isinstance(last, Pass)
             rows = np.concatenate([last.rows, np.arange(len(prompt), len(tokens))])
             kept = np.concatenate([k, rest], 1), np.concatenate([v, rest], 1)
             logits = model().dense(tokens, rows=rows, kept=kept).logits

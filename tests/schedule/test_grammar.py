@@ -63,7 +63,7 @@ def test_a_matcher_that_fails_leaves_the_end_alone(how: str) -> None:
     assert f"({how} failed x" in constraint.failure and len(constraint.failure) < 300
     matcher.how = ""
     first, *behind = constraint.masks([1, EOS], [1, 3])
-    assert first is not None and allowed(first) == [EOS], "it is not taken up again"
+    assert allowed(first) == [EOS], "it is not taken up again"
     assert behind == [None, None], "no proposed token can come"
 
 
@@ -71,7 +71,7 @@ def test_a_mask_has_no_more_words_than_the_vocabulary() -> None:
     """As of a model with 49,152 tokens: 1,536 words, and one more from llguidance."""
     matcher: Any = Matcher()
     (mask,) = Constraint(matcher, {31}, 32).masks([], [])
-    assert mask is not None and mask.shape == (1,) and [t for t in range(32) if int(mask[0]) >> t & 1] == [1, 3]
+    assert mask.shape == (1,) and [t for t in range(32) if int(mask[0]) >> t & 1] == [1, 3]
 
 
 def test_a_failure_behind_proposed_tokens_ends_the_answer_where_they_begin() -> None:

@@ -187,9 +187,8 @@ def test_a_request_that_measures_shares_a_step_with_one_that_does_not():
     bench.run()
 
 
-def measuring(what, layers, rows=5):
-    arrays = {"asking_T": np.ones(rows, np.int32)}
-    return StepMeasure(what, layers, arrays)
+def measuring(what, layers):
+    return StepMeasure(what, layers, {"asking_T": np.ones(5, np.int32)})
 
 
 @pytest.mark.parametrize(
@@ -510,14 +509,6 @@ def test_decode_and_prefill_take_turns():
     assert len(bench.kinds) > 10
     assert all(a != b for a, b in zip(bench.kinds, bench.kinds[1:], strict=False))
     bench.run()
-
-
-def test_no_step_mixes_decoding_and_prefill():
-    bench = Bench(pages=400)
-    for seed in range(6):
-        bench.start(simple(30, seed), Full(), limit=8)
-    bench.run()
-    assert all(len(kinds) == 1 for kinds in bench.kinds)
 
 
 @settings(max_examples=40, deadline=None)

@@ -149,7 +149,6 @@ def test_a_step_that_fails_while_decoding_starts_the_request_again(monkeypatch: 
         # behind three of the prompt, one of the window, and three that brought tokens
         failing(monkeypatch, tiny.runner(), "step", 8)
         answer = engine.answer_prompt(prompt, **given)
-        audit_engine(engine)
     assert len(answer.tokens) == len(plain.tokens) and answer.tokens[:4] == plain.tokens[:4]
     assert answer.exact_to is None and answer.notices
 

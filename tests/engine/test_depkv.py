@@ -117,7 +117,6 @@ def test_an_answer_that_finds_no_entries_fails_alone() -> None:
             assert engine.stats()["errors_total"] == 0, "the client asked for too much"
             assert engine.stats()["queue_depth"] == 0
             assert engine.generate_with_depkv(kv, max_tokens=2).tokens
-        audit_engine(engine)
 
 
 @pytest.mark.parametrize(("strategy", "ratio"), [("full", None), ("prefix", None), ("naive", None), ("epic", 0.3)])

@@ -93,7 +93,6 @@ def test_requests_that_fail_once_go_on_where_they_were() -> None:
         with Hold(engine):
             futures = [engine.begin_prompt(prompt, **given) for prompt, given in jobs]
         assert [future.result().tokens for future in futures] == alone
-        audit_engine(engine)
     assert failed == 3
 
 

@@ -13,7 +13,7 @@ from ragjax.runner.sampling import Logits, Sampled
 from ragjax.schedule.batch import Batch
 from ragjax.schedule.state import RequestState
 from tests.support import tiny
-from tests.support.audit import audit_cache, audit_engine, holders
+from tests.support.audit import audit_cache, holders
 from tests.support.pace import Hold, failing, until
 
 SAMPLED: dict[str, Any] = {
@@ -82,7 +82,6 @@ def test_a_batch_says_what_each_says_alone_whatever_shows_when_tokens_are_waited
             futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(3)]
         answers = [future.result() for future in futures]
         stats = engine.stats()
-        audit_engine(engine)
     assert [answer.tokens for answer in answers] == expected
     assert (stats["step_failures_total"], stats["device_losses_total"]) == ((0, 1) if lost else (len(fails_at), 0))
     said = "memory was lost" if lost else "a step failed"
@@ -119,7 +118,6 @@ def test_who_leaves_while_the_device_computes_is_left_out(
         for future in futures:
             error = future.exception()
             found.append(str(error) if error else future.result().tokens)
-        audit_engine(engine)
     assert len(left) == 1 and found.count("it left") == (how == "end")
     assert all(one == other for one, other in zip(found, expected, strict=True) if one != "it left")
 
@@ -174,7 +172,6 @@ def test_a_place_that_is_free_is_taken_at_once(tokens: int, monkeypatch: pytest.
         with Hold(engine):
             futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=tokens) for prompt in prompts(6)]
         assert all(len(future.result().tokens) == tokens for future in futures)
-        audit_engine(engine)
     assert slept and not any((*slept, *idle))
 
 

@@ -12,7 +12,6 @@ from ragjax.core import Kind, Prompt, RequestError, Segment
 from ragjax.engine import Engine
 from ragjax.reuse.exact import Full
 from tests.support import tiny
-from tests.support.audit import audit_engine
 
 LAST = tiny.CONFIG.vocab_size - 1
 
@@ -22,7 +21,6 @@ def engine() -> Iterator[Engine]:
     with tiny.engine() as made:
         yield made
         assert made.stats()["errors_total"] == 0
-        audit_engine(made)
 
 
 def ready(*parts: Any) -> Prompt:

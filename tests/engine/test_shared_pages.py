@@ -11,7 +11,6 @@ from ragjax.core import Grid
 from ragjax.engine import Engine
 from ragjax.schedule.batch import Batch
 from tests.support import tiny
-from tests.support.audit import audit_engine
 from tests.support.matrix import few
 from tests.support.pace import Hold
 
@@ -24,7 +23,6 @@ GRID = Grid(
 def engine() -> Iterator[Engine]:
     with tiny.engine(tiny.make_runner(grid=GRID), lookup=0) as engine:
         yield engine
-        audit_engine(engine)
 
 
 DRAWN: dict[str, float] = {"temperature": 0.8, "top_p": 0.9, "seed": 5}

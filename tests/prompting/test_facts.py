@@ -17,7 +17,6 @@ from ragjax.retrieval.filling import GraphFilling
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.triples import RelationPath, Subgraph, Triple
 from tests.support import tiny
-from tests.support.audit import audit_engine
 from tests.support.tiny import HashedEncoder
 
 TRIPLES = [
@@ -34,7 +33,6 @@ def engine() -> Iterator[Engine]:
     with tiny.engine(open_graph=lambda name: KnowledgeGraph(None, HashedEncoder())) as made:
         made.add_triples(TRIPLES)
         yield made
-        audit_engine(made)
 
 
 def test_a_graph_holds_what_its_source_holds_now(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from ragjax.core import Answer, Kind, Prompt, Segment
 from ragjax.engine import Engine
 from ragjax.reuse import strategies
 from tests.support import tiny
-from tests.support.audit import audit_engine
 from tests.support.executor import Executor
 from tests.support.literal import dense, dense_naive, two_turns
 from tests.support.matrix import with_smoke
@@ -171,7 +170,6 @@ def test_bfloat16_exactness_within_tolerance() -> None:
         full = logits(engine, prompt, "full")
         cold = logits(engine, prompt, "prefix")
         warm = logits(engine, prompt, "prefix")
-        audit_engine(engine)
     tolerance = 0.05 * np.abs(full).max()
     assert np.abs(cold - full).max() <= tolerance and np.abs(warm - full).max() <= tolerance
     assert np.abs(full - dense(prompt)).max() > TOLERANCE, "bfloat16 is not float32"

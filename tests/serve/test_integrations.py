@@ -12,7 +12,6 @@ import pytest
 
 from ragjax.core import Document
 from tests.support import tiny
-from tests.support.audit import audit_engine
 from tests.support.devices import ROOT
 from tests.support.outside import python_of, run
 from tests.support.serving import serving
@@ -34,7 +33,6 @@ def test_its_tests_pass_against_a_server(package: tuple[str, str]) -> None:
         engine.add_documents(doors, "doors")
         server = {"RAGJAX_TEST_URL": served.url + "/v1"}
         done = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder, variables=server)
-        audit_engine(engine)
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
 
 

@@ -12,7 +12,6 @@ from ragjax.core.papers import PAPERS, PaperName, paper_options
 from ragjax.retrieval.index import IndexShape
 from ragjax.serve.command import parse_options, told
 from tests.support import tiny
-from tests.support.audit import audit_engine
 from tests.support.serving import MESSAGES, serving
 
 TABLE: dict[PaperName, dict[str, tuple[Any, str]]] = {
@@ -76,7 +75,6 @@ def test_a_server_with_a_papers_options_answers(name: PaperName) -> None:
             assert response.status_code == 200, response.text
             body = response.json()
             assert body["choices"][0]["message"]["content"] and body["rag"]["strategy"] == given["strategy"]
-        audit_engine(engine)
 
 
 def test_facts_are_laid_out_as_the_paper_has_them() -> None:

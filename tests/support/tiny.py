@@ -165,6 +165,17 @@ def runner(dtype: str = "float32", *, pages: int = 200) -> Runner:
     return make_runner(decoder(dtype), pages=pages)
 
 
+class Audited(Engine):
+    """An engine whose books are clean at the end of its block, if nothing failed in there."""
+
+    def __exit__(self, *failure: object) -> None:
+        try:
+            if not (self.closed or any(failure)):
+                audit_engine(self)
+        finally:
+            self.close()
+
+
 def engine(
     made: Runner | None = None,
     *,
@@ -214,7 +225,7 @@ def engine(
         compression=None if options.get("compression") is None else Compression.parse(options["compression"]),
         identity=identity,
     )
-    return Engine(parts, EngineOptions("tiny", strategy=strategy, storage=tiers, **options))
+    return Audited(parts, EngineOptions("tiny", strategy=strategy, storage=tiers, **options))
 
 
 def knowledge(index: str = "flat", open_graph: Callable[[str], KnowledgeGraph] | None = None) -> Knowledge:

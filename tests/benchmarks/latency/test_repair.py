@@ -10,7 +10,6 @@ from benchmarks import repair
 from benchmarks.latency.prompt import Workload
 from ragjax.core import Prompt
 from tests.support import tiny
-from tests.support.audit import audit_engine
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +26,6 @@ def test_repair_measures_warm_strategies(monkeypatch: pytest.MonkeyPatch) -> Non
     chosen = repair.BENCHMARK.parse(["--runs", "2", "--ratio", "0.25", "--strategies", "random,fusion"])
     with tiny.engine() as engine:
         made = {r["strategy"]: r for r in repair.run(engine, chosen)}
-        audit_engine(engine)
     shares = {name: made[name]["recomputed_share"] for name in names}
     assert shares == {"full": 1.0, "naive": 0.0, "random": 0.25, "fusion": 0.25}
     passes = {name: made[name]["passes"] for name in names}

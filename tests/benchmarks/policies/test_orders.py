@@ -17,7 +17,6 @@ from ragjax.cache.policy.lacr import LACR
 from ragjax.core import Kind, Prompt, Segment
 from ragjax.schedule.order import ORDERS
 from tests.support import tiny
-from tests.support.audit import audit_engine
 
 SYSTEM, DOCUMENT, QUESTION = 12, 25, 7
 
@@ -62,7 +61,6 @@ def test_the_engine_starts_requests_as_the_simulator_does(order: str) -> None:
         held.set()
         for future in futures:
             future.result(60)
-        audit_engine(engine)
     assert ended == simulator.sequence
 
 

@@ -16,7 +16,6 @@ from benchmarks.quality.evaluation import FULL, Evaluation, Setting, Style
 from benchmarks.quality.score import normalised
 from ragjax.core import ConfigError, Document
 from tests.support import tiny
-from tests.support.audit import audit_engine
 from tests.support.files import write_lines
 
 PASSAGES = (
@@ -140,4 +139,3 @@ def test_options_are_scored_behind_one_prefill_as_behind_one_each(boats: Questio
             scores.append(np.array([oracle[i, token] for i, token in enumerate(tokens)]))
         assert found == pytest.approx(choice.judged(scores, asked[one.id].right), abs=1e-4)
         assert engine.stats()["steps_total"] > before  # type: ignore[operator]
-        audit_engine(engine)

@@ -8,7 +8,7 @@ the throughput: the largest rate whose mean time to first token is at most 5 tim
 Workloads: `questions` are real ones (nq_open, musique, and mmlu with its choices), drawn after Zipf, with retrieval of
 the top k over the union of their corpora; `zipf` are 12 passages a request, drawn after Zipf from 200, in random order
 (`--in-order`: in the pool's), about two thousand tokens, and words of the demo without --data; `graph` the relation
-paths of ten entities; `trace` the prompts of a trace, an eighth as long, where a block's hash stands for a text.
+paths of ten entities.
 
 Systems: `full`; `prefix-lru`, a prefix tree on the device with LRU and no tier below, as vLLM and SGLang have it;
 `prefix-tiers`, with host memory, LACR, order and speculation; the reuse strategies; `contract`, the strategy that the
@@ -46,7 +46,7 @@ from benchmarks.load.client import Target
 from benchmarks.load.measure import COLUMNS, Bench, Plan, Results, row_of
 from benchmarks.load.server import OwnServer, Prompts
 from benchmarks.load.system import Own, base_settings, options_of, parse_setting, parse_system
-from benchmarks.load.workload import POOL, WORKLOADS, Arrival, Wish, Workload, read_trace, traced
+from benchmarks.load.workload import POOL, WORKLOADS, Wish, Workload, read_trace
 from ragjax.commands.flags import from_zero, integer, positive
 from ragjax.core import ConfigError
 from ragjax.models import hub
@@ -64,7 +64,7 @@ def options(flags: Parser) -> None:
     add("--data", type=Path, metavar="DIR", help="a folder with text/SET, kg/SET and traces/")
     add("--part", choices=("load", "batch", "stall"), default="load", help="what to measure")
     add("--figure", metavar="NAME", choices=tuple(figure.FIGURES), help=f"one of {', '.join(figure.FIGURES)}")
-    add("--workload", choices=(*WORKLOADS, "trace"), help="what is asked (zipf)")
+    add("--workload", choices=WORKLOADS, help="what is asked (zipf)")
     add("--sets", type=listed, metavar="A,B", help="sets of the workload (questions: nq_open,mmlu,musique)")
     add("--systems", type=listed, metavar="A,B", help=f"who takes part ({SYSTEMS})")
     add("--clients", type=numbers(integer(1, 1000)), metavar="N,M", help="closed loops of so many clients (8)")
@@ -120,8 +120,6 @@ def complete(chosen: Namespace) -> None:
     chosen.top_k = chosen.top_k or [2]
     if not (chosen.rate or chosen.points or chosen.search or chosen.clients):
         chosen.clients = [8]
-    if chosen.workload == "trace" and chosen.arrivals is None:
-        raise ConfigError("--workload trace needs --arrivals FILE, a trace")
     if chosen.quick and chosen.points:
         chosen.points = min(chosen.points, 2)
     chosen.engine = dict(map(parse_setting, chosen.engine))
@@ -130,22 +128,20 @@ def complete(chosen: Namespace) -> None:
             parse_system(name)
 
 
-def plan_of(chosen: Namespace, trace: Sequence[Arrival]) -> Plan:
+def plan_of(chosen: Namespace) -> Plan:
     return Plan(
         requests=chosen.requests, warm=chosen.warm, seed=chosen.seed, clients=chosen.clients or (),
-        rates=chosen.rate or (), geometric=chosen.points or 0, search=bool(chosen.search), trace=trace,
-        warm_output=8 if chosen.quick else 1,
+        rates=chosen.rate or (), geometric=chosen.points or 0, search=bool(chosen.search),
+        trace=read_trace(chosen.arrivals) if chosen.arrivals else (),        warm_output=8 if chosen.quick else 1,
     )  # fmt: skip
 
 
-def workloads_of(chosen: Namespace, count: int, trace: Sequence[Arrival]) -> list[Workload]:
+def workloads_of(chosen: Namespace, count: int) -> list[Workload]:
     wish = Wish(
         chosen.data or Path(), count, tuple(chosen.sets or ()), output=chosen.output, seed=chosen.seed,
         quick=chosen.quick, shuffled=not chosen.in_order, pool=chosen.pool, together=chosen.together,
         words=chosen.words, made=chosen.data is None,
     )  # fmt: skip
-    if chosen.workload == "trace":
-        return [traced(wish, trace)]
     if chosen.workload != "questions":
         return [WORKLOADS[chosen.workload](wish)]
     return [WORKLOADS["questions"](replace(wish, top_k=k)) for k in chosen.top_k]
@@ -195,10 +191,9 @@ def settings_of(chosen: Namespace) -> dict[str, Any]:
 
 async def measure(chosen: Namespace, samples: Samples, results: Results) -> dict[str, str]:
     """Fill `results`; the versions of what took part."""
-    trace = read_trace(chosen.arrivals) if chosen.arrivals else []
-    plan = plan_of(chosen, trace)
+    plan = plan_of(chosen)
     versions: dict[str, str] = {}
-    for workload in workloads_of(chosen, plan.count, trace):
+    for workload in workloads_of(chosen, plan.count):
         for target in targets_of(chosen, workload):
             await Bench(target, workload, plan, samples).measure(results)
             versions |= target.versions

@@ -14,7 +14,7 @@ from benchmarks.common.envs import RivalError
 from benchmarks.common.samples import Samples
 from benchmarks.latency.system import OtherLoad
 from benchmarks.load.client import Load, Record, Target, closed_loop, open_loop
-from benchmarks.load.workload import Arrival, Ask, Workload, poisson, rescaled
+from benchmarks.load.workload import Ask, Workload, poisson, rescaled
 from ragjax.core import ConfigError
 
 CAPACITY_CLIENTS = 8  # clients of the closed loop that tells the capacity
@@ -31,7 +31,7 @@ class Plan:
     rates: Sequence[float] = ()  # open loops, requests a second
     geometric: int = 0  # so many rates from a fifth of the capacity to all of it, where no rates are given
     search: bool = False  # find the throughput
-    trace: Sequence[Arrival] = ()  # whose arrivals are used, stretched to the rate
+    trace: Sequence[float] = ()  # seconds of arrivals that are used, stretched to the rate
     warm_output: int = 1  # tokens of each warm request
 
     @property

@@ -20,7 +20,7 @@ FILLER = "The lighthouse keeper wrote down the wind, the tide and every ship tha
 
 def prompt(number: int, tokens: int) -> Ask:
     text = f"Report {number}. " + FILLER * max(1, round(tokens / 19.5))
-    return Ask(f"{number}", text, (), BATCH_TOKENS, top_k=0)
+    return Ask(f"{number}", text, BATCH_TOKENS, top_k=0)
 
 
 async def batch(target: Target, context: int) -> list[tuple[str, Load]]:

@@ -1,4 +1,4 @@
-"""What is asked: real questions over retrieved passages, passages drawn after Zipf, graphs, and traces."""
+"""What is asked: real questions over retrieved passages, passages drawn after Zipf, and graphs; and when."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,10 @@ from benchmarks.quality import dataset
 from ragjax.commands.flags import DEMO
 from ragjax.core import ConfigError, Document
 
-POOL = 200  # passages that the requests of `zipf` and of traces draw from
+POOL = 200  # passages that the requests of `zipf` draw from
 PASSAGE_WORDS = 110  # words of a passage of `zipf`: one chunk of up to 192 tokens
 TOGETHER = 12  # passages of a request of `zipf`: about two thousand tokens
 SKEW = 1.0  # zipf's exponent, of passages and of questions
-TOKENS_A_WORD = 1.4  # tokens of an English word, about
-MOST_TOKENS = 3072
-"""Of a trace's prompts, whose longest are cut: the context is 4096 unless the command line says otherwise."""
-
 GRAPH_SET = "metaqa"
 UNKNOWN = dataset.Question("", "What is this about?", (), ())
 
@@ -39,7 +34,6 @@ class Ask:
 
     id: str
     question: str
-    answers: tuple[str, ...]
     output: int  # tokens of the answer, at most
     documents: tuple[str, ...] | None = None  # ids in the knowledge base
     top_k: int | None = None
@@ -83,7 +77,6 @@ class Wish:
     together: int = TOGETHER
     words: int = PASSAGE_WORDS
     made: bool = False  # passages of `zipf` are words of the demo, and nothing is read
-    scale: float = 0.125  # of a trace's lengths
 
 
 def questions(wish: Wish) -> Workload:
@@ -107,17 +100,17 @@ def questions(wish: Wish) -> Workload:
 
 
 def _ask(question: dataset.Question, wish: Wish) -> Ask:
-    return Ask(question.id, question.text, question.answers, wish.output or 32, top_k=wish.top_k)
+    return Ask(question.id, question.text, wish.output or 32, top_k=wish.top_k)
 
 
 def _choices(wish: Wish) -> Iterator[Ask]:
     file = wish.data / "text" / "mmlu" / "questions.jsonl"
     if not file.is_file():
         raise ConfigError(f"{file} does not exist: leave mmlu out of --sets")
-    for entry in read_lines(file, "id", "question", "choices", "answers"):
+    for entry in read_lines(file, "id", "question", "choices"):
         lines = [f"{letter}. {choice}" for letter, choice in zip("ABCDEFGH", entry["choices"], strict=False)]
         text = "\n".join([entry["question"].strip(), *lines])
-        yield Ask(entry["id"], text, tuple(entry["answers"]), wish.output or 1, top_k=wish.top_k)
+        yield Ask(entry["id"], text, wish.output or 1, top_k=wish.top_k)
 
 
 def _few(wish: Wish, name: str) -> Sequence[Document]:
@@ -145,7 +138,7 @@ def zipf(wish: Wish) -> Workload:
         chosen = random.permutation(drawn) if wish.shuffled else np.sort(drawn)
         question = asked[int(random.integers(len(asked)))] if asked else UNKNOWN
         ids = tuple(pool[i].id for i in chosen)
-        asks.append(Ask(f"{number}", question.text, question.answers, wish.output or 32, documents=ids))
+        asks.append(Ask(f"{number}", question.text, wish.output or 32, documents=ids))
     return Workload("zipf" if wish.shuffled else "zipf-ordered", tuple(asks), tuple(pool))
 
 
@@ -154,7 +147,8 @@ def passages(wish: Wish) -> list[Document]:
     if wish.made:
         texts = [file.read_text(encoding="utf-8") for file in sorted((DEMO / "documents").iterdir())]
         words = " ".join(texts).split()
-        return [_block(number, wish.words, words) for number in range(wish.pool)]
+        drawn = (np.random.default_rng(number).integers(len(words), size=wish.words) for number in range(wish.pool))
+        return [Document(f"block-{n}", " ".join(words[i] for i in picked)) for n, picked in enumerate(drawn)]
     corpus = list(dataset.load(wish.data, "nq_open").corpus.values())
     if len(corpus) < 2 * wish.pool:
         raise ConfigError(f"nq_open has {len(corpus)} passages; a pool of {wish.pool} takes twice as many")
@@ -171,69 +165,16 @@ def graph(wish: Wish) -> Workload:
     name = wish.sets[0] if wish.sets else GRAPH_SET
     found = graphs.questions_of(wish.data, name, 20 if wish.quick else 100)
     asks = tuple(
-        Ask(q.id, q.text, q.answers, wish.output or 16, paths=tuple(p.steps for s in q.subgraphs for p in s.paths))
+        Ask(q.id, q.text, wish.output or 16, paths=tuple(p.steps for s in q.subgraphs for p in s.paths))
         for q in entity_requests(found, wish.count, wish.seed)
     )
     return Workload(f"graph:{name}", asks)
 
 
-def traced(wish: Wish, trace: Sequence[Arrival]) -> Workload:
-    """A trace's requests, their lengths times `scale`: each block of a prompt is a passage of its own text.
-
-    Prompts are cut at `MOST_TOKENS`. Without hashes (Azure) each request takes as many passages as its length needs,
-    drawn after Zipf without repetition.
-    """
-    pool = passages(wish)
-    words = [word for document in pool for word in document.text.split()]
-    drawn = _zipf(len(pool), wish.seed)
-    size = max(8, int(BLOCK_TOKENS * wish.scale / TOKENS_A_WORD))
-    documents: dict[str, Document] = {}
-    asks = []
-    for number, arrival in enumerate(trace[: wish.count]):
-        if arrival.blocks:
-            most = max(1, int(MOST_TOKENS / (BLOCK_TOKENS * wish.scale)))
-            found = [_block(block, size, words) for block in arrival.blocks[:most]]
-        else:
-            tokens = min(arrival.prompt_tokens * wish.scale, MOST_TOKENS)
-            need = min(max(1, round(tokens / (PASSAGE_WORDS * TOKENS_A_WORD))), len(pool))
-            found = [pool[i] for i in islice(_distinct(drawn), need)]
-        documents |= {document.id: document for document in found}
-        output = wish.output or max(1, round(arrival.output_tokens * wish.scale))
-        asks.append(Ask(f"{number}", UNKNOWN.text, (), output, documents=tuple(d.id for d in found)))
-    return Workload("trace", tuple(asks), tuple(documents.values()))
-
-
-def _distinct(drawn: Iterator[int]) -> Iterator[int]:
-    """What is drawn for the first time."""
-    seen: set[int] = set()
-    for number in drawn:
-        if number not in seen:
-            seen.add(number)
-            yield number
-
-
-def _block(number: int, size: int, words: Sequence[str]) -> Document:
-    """The passage that stands for a block: words drawn with the block's number as seed."""
-    picked = np.random.default_rng(number).integers(len(words), size=size)
-    return Document(f"block-{number}", " ".join(words[i] for i in picked))
-
-
 WORKLOADS: dict[str, Any] = {"questions": questions, "zipf": zipf, "graph": graph}
-"""Those that are made of a wish alone."""
 
 
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")  # columns of Azure's traces
-BLOCK_TOKENS = 512  # tokens that one hash of a Mooncake trace stands for
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """One request of a trace."""
-
-    seconds: float  # since the first one
-    prompt_tokens: int
-    output_tokens: int
-    blocks: tuple[int, ...] = ()  # hashes of the prompt's blocks; none where the trace has none
 
 
 def poisson(rate: float, count: int, seed: int) -> list[float]:
@@ -242,50 +183,40 @@ def poisson(rate: float, count: int, seed: int) -> list[float]:
     return [float(seconds) for seconds in np.cumsum(gaps)]
 
 
-def read_trace(file: Path, limit: int | None = None) -> list[Arrival]:
-    """The first requests of a trace: Azure's .csv, or Mooncake's .jsonl.
+def read_trace(file: Path) -> list[float]:
+    """Seconds at which the requests of a trace arrive, from the first one on: Azure's .csv, or Mooncake's .jsonl.
 
     Raises:
         ConfigError: if the file is neither.
     """
-    found = _azure(file, limit) if file.suffix == ".csv" else _mooncake(file, limit)
+    found = list(_azure(file) if file.suffix == ".csv" else _mooncake(file))
     if not found:
         raise ConfigError(f"{file} has no request")
-    return found
+    return [moment - found[0] for moment in found]
 
 
-def _azure(file: Path, limit: int | None) -> list[Arrival]:
+def _azure(file: Path) -> Iterator[float]:
     with file.open(encoding="utf-8", newline="") as lines:
         rows = csv.DictReader(lines)
         if not set(AZURE) <= set(rows.fieldnames or ()):
             raise ConfigError(f"{file} is not a trace of Azure's: its columns are not {', '.join(AZURE)}")
-        found: list[tuple[float, int, int]] = []
         for row in rows:
-            if limit is not None and len(found) == limit:
-                break
             # Azure writes seven digits of a second, Python reads six
-            moment = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26] + "+00:00").timestamp()
-            found.append((moment, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
-    return [Arrival(moment - found[0][0], prompt, output) for moment, prompt, output in found]
+            yield datetime.datetime.fromisoformat(row["TIMESTAMP"][:26] + "+00:00").timestamp()
 
 
-def _mooncake(file: Path, limit: int | None) -> list[Arrival]:
-    found: list[Arrival] = []
-    for entry in read_lines(file, "timestamp", "input_length", "output_length", "hash_ids"):
-        if limit is not None and len(found) == limit:
-            break
-        blocks = tuple(int(block) for block in entry["hash_ids"])
-        found.append(Arrival(entry["timestamp"] / 1e3, entry["input_length"], entry["output_length"], blocks))
-    return found
+def _mooncake(file: Path) -> Iterator[float]:
+    for entry in read_lines(file, "timestamp", "hash_ids"):
+        yield entry["timestamp"] / 1e3
 
 
-def rescaled(trace: Sequence[Arrival], rate: float, count: int) -> list[float]:
+def rescaled(trace: Sequence[float], rate: float, count: int) -> list[float]:
     """The times of `count` requests of a trace, stretched evenly to `rate` a second: bursts stay bursts.
 
     Raises:
         ConfigError: if the trace is too short.
     """
-    if len(trace) < count or trace[count - 1].seconds <= 0:
+    if len(trace) < count or trace[count - 1] <= 0:
         raise ConfigError(f"the trace has {len(trace)} requests over time, {count} are needed: lower --requests")
-    times = np.array([arrival.seconds for arrival in trace[:count]])
+    times = np.array(trace[:count])
     return [float(seconds) for seconds in times * (count - 1) / rate / times[-1]]

@@ -28,7 +28,6 @@ REFUSED = {
         "--workload questions": "--data DIR is needed",
         "--data . --systems sglang": "unknown system 'sglang'",
         "--data . --engine turbo=1": "fields are",
-        "--data . --workload trace": "needs --arrivals",
         "--data . --requests 1": "whole number from 2",
     },
     "parity": {

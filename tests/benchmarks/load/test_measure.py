@@ -61,7 +61,7 @@ class Fake:
 
 
 def asks(count: int, output: int = 2) -> list[Ask]:
-    return [Ask(f"{n}", "?", (), output) for n in range(count)]
+    return [Ask(f"{n}", "?", output) for n in range(count)]
 
 
 def workload(count: int = 200) -> Workload:

@@ -19,7 +19,7 @@ DOCUMENTS = tuple(Document(f"d{n}", f"Passage {n} says {n} times {n}.", f"T{n}")
 
 def asks(output: int) -> tuple[Ask, ...]:
     names = [("d0", "d1"), ("d2", "d0"), ("d1", "d3")]
-    return tuple(Ask(f"{n}", "What?", (), output, documents=ids) for n, ids in enumerate(names))
+    return tuple(Ask(f"{n}", "What?", output, documents=ids) for n, ids in enumerate(names))
 
 
 def test_every_answer_has_all_its_tokens_and_a_second_round_finds_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

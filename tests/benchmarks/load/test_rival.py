@@ -56,7 +56,7 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), 
 
 
 def ask(name: str, output: int) -> Ask:
-    return Ask(name, "?", (), output)
+    return Ask(name, "?", output)
 
 
 def tokens(asked: Ask) -> Sequence[int]:

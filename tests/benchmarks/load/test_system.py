@@ -74,9 +74,9 @@ def test_models_keep_indexes_apart() -> None:
 
 
 def test_requests_by_kind_of_knowledge() -> None:
-    by_id = request_of(Ask("a", "?", (), 3, documents=("x",)), "base").rag
-    found = request_of(Ask("a", "?", (), 3, top_k=2), "base").rag
-    paths = request_of(Ask("a", "?", (), 3, paths=(("a", "b", "c"),)), None, "full").rag
+    by_id = request_of(Ask("a", "?", 3, documents=("x",)), "base").rag
+    found = request_of(Ask("a", "?", 3, top_k=2), "base").rag
+    paths = request_of(Ask("a", "?", 3, paths=(("a", "b", "c"),)), None, "full").rag
     assert by_id is not None and by_id.documents == ("x",) and by_id.top_k is None
     assert found is not None and (found.top_k, found.knowledge) == (2, "base")
     assert paths is not None and paths.strategy == "full"

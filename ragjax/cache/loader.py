@@ -115,10 +115,9 @@ class Loader:
             if error is not None:
                 match.broken = error
         self._hierarchy.let_go(deepest)
-        if error is not None and not loading.nodes[0].dead:
-            kept = given_up and loading.tier is Tier.HOST and self._hierarchy.put_back(loading.nodes)
-            if not kept:
-                self._hierarchy.invalidate(loading.nodes[0], error)
+        first = loading.nodes[0]
+        if error is not None and not first.dead and not (given_up and self._hierarchy.put_back(loading.nodes)):
+            self._hierarchy.invalidate(first, error)
         if not deepest.dead:
             for node in loading.nodes[:-1]:
                 self._hierarchy.consider(node)

@@ -6,9 +6,9 @@ greedily. Selective strategies recompute 15% of the chunks' tokens on every ques
 follow on the first --sweep questions (rows of part "sweep", which repeat 15% on those questions).
 
 Neighbours come from the whole corpus of a set by the packaged encoder. Cache-Craft's chunks come from past requests: a
-passage of the evaluated questions and four of its ten nearest, in random order, until every passage has stood in one
-(`--craft-history`). Those never hold an evaluated prompt. KV is warm before anything is timed; KV that does not fit on
-the device waits on disk, in the engine's dtype, until the set is done.
+passage of the evaluated questions and four of its ten nearest, in random order, until every passage has stood in one.
+Those never hold an evaluated prompt. KV is warm before anything is timed; KV that does not fit on the device waits on
+disk, in the engine's dtype, until the set is done.
 
 Intervals are 95% paired bootstrap intervals over questions (2,000 resamples, sets kept in proportion in "pooled" rows);
 `kl_over_fusion` and `kl_minus_fusion` compare with fusion at the same ratio. `normalised_f1` is FusionRAG's equation 11
@@ -30,7 +30,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from benchmarks.baseline.strategy import all_strategies
 from benchmarks.common import report
@@ -42,7 +42,7 @@ from benchmarks.quality.dataset import QuestionSet
 from benchmarks.quality.evaluation import Evaluation, Style
 from benchmarks.quality.judge import Judge
 from benchmarks.quality.rows import Question, main_settings, measure, opened, rows, smallest, sweep_settings, verdicts
-from benchmarks.quality.similarity import History, packaged_encoder, search_in
+from benchmarks.quality.similarity import packaged_encoder, search_in
 from ragjax.commands.flags import integer, share
 from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.reuse import DEPENDENCY
@@ -73,7 +73,6 @@ def options(flags: Parser) -> None:
     add("--sweep", type=integer(0), default=25, metavar="N", help="questions for the other ratios")
     add("--max-tokens", type=integer(1), default=24, metavar="N", help="tokens generated")
     add("--instruction", metavar="TEXT", help="system message (ragjax's own)")
-    add("--craft-history", default="similar", choices=get_args(History), help="past requests")
     add("--device-cache-gb", type=float, default=2.0, metavar="GB", help="KV on the device")
     add("--disk-cache-gb", type=float, default=24.0, metavar="GB", help="KV on disk, for a while")
     add("--lazy", action="store_true", help="compile programs when first used: times mean nothing then, scores do")
@@ -114,7 +113,7 @@ def run(
     main = main_settings(chosen.strategies, selective, ratio, chosen.neighbours)
     sweep = sweep_settings(main, chosen.ratios) if chosen.sweep else []
     sets = sets_of(chosen, encoder)
-    style = Style(chosen.instruction, chosen.max_tokens, chosen.craft_history)
+    style = Style(chosen.instruction, chosen.max_tokens)
     measured: dict[str, list[Question]] = {}
     progress = Progress(sum(min(chosen.limit, len(questions.questions)) for questions in sets))
     for questions in sets:
@@ -135,7 +134,7 @@ def run(
 
 def settings_of(chosen: Namespace) -> dict[str, Any]:
     """What a question's samples depend on: strategies, ratios and sets may be added to a stopped run."""
-    kept = ("dtype", "limit", "max_tokens", "instruction", "craft_history", "quick", "data", "triviaqa", "lazy",
+    kept = ("dtype", "limit", "max_tokens", "instruction", "quick", "data", "triviaqa", "lazy",
             "options", "corpus", "judge", "judge_model")  # fmt: skip
     return {**{name: str(getattr(chosen, name)) for name in kept}, "model": weights_of(chosen.model)}
 

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.quality import choice, score
 from benchmarks.quality.choice import Choice
 from benchmarks.quality.dataset import Question, QuestionSet
-from benchmarks.quality.similarity import History, Similarity
+from benchmarks.quality.similarity import Similarity
 from ragjax.core import Answer, Chunk, Hit, Kind, Message, Prompt, Segment, Tokens
 from ragjax.engine import Engine
 from ragjax.engine.preprocessing import Job, fuse_all
@@ -61,7 +61,6 @@ class Style:
 
     instruction: str | None = None  # system message; None: ragjax's own
     max_tokens: int = 24
-    history: History = "similar"
 
 
 class Evaluation:
@@ -150,7 +149,7 @@ class Evaluation:
         """Past requests, for the strategies that live off them; yields (answered, in all) after each."""
         teachers = list(dict.fromkeys(TAUGHT[name] for name in strategies if name in TAUGHT))
         needed = list(dict.fromkeys(chunk.id for question in self.questions for chunk in self.chunks(question)))
-        requests = list(self.similarity.past_requests(needed, self.style.history)) if teachers else []
+        requests = list(self.similarity.past_requests(needed)) if teachers else []
         for done, chunks in enumerate(requests, 1):
             prompt = self.chat(PAST_QUESTION, chunks)
             for teacher in teachers:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +13,6 @@ from benchmarks.common import samples
 from benchmarks.quality.dataset import Search
 from ragjax.core import Chunk, Document
 from ragjax.retrieval.knowledge import TextEncoder
-
-History = Literal["similar", "random", "none"]
 
 TOGETHER = 5  # passages of a past request
 NEAR = 10  # neighbours among which the others of a past request are drawn
@@ -53,14 +50,7 @@ class Similarity:
         Neither itself nor a chunk of the same tokens, and no two of the same tokens: a copy tells nothing.
         """
         own = self._at[chunk_id]
-        return self._nearest(self.vectors_NE[own], n, {self._raw[own]})
-
-    def search(self, vector_E: NDArray[np.float32], n: int) -> tuple[Chunk, ...]:
-        """The n chunks most similar to a question's vector, as `neighbours` has them."""
-        return self._nearest(vector_E, n, set())
-
-    def _nearest(self, vector_E: NDArray[np.float32], n: int, seen: set[bytes]) -> tuple[Chunk, ...]:
-        scores_N = self.vectors_NE @ vector_E
+        scores_N, seen = self.vectors_NE @ self.vectors_NE[own], {self._raw[own]}
         found: list[Chunk] = []
         for i in np.argsort(-scores_N, kind="stable"):
             if len(found) == n:
@@ -70,27 +60,22 @@ class Similarity:
                 found.append(self.chunks[i])
         return tuple(found)
 
-    def past_requests(self, needed: Sequence[str], how: History, seed: int = 0) -> Iterator[tuple[Chunk, ...]]:
+    def past_requests(self, needed: Sequence[str], seed: int = 0) -> Iterator[tuple[Chunk, ...]]:
         """Requests of five passages in a random order, until each of the `needed` chunks has stood in one.
 
-        A needed chunk that no request had yet, in random order, and four others: "similar" ones, drawn from its ten
-        nearest, or "random" ones from the whole corpus; those that are needed too come first, so that requests are few.
+        A needed chunk that no request had yet, in random order, and four others, drawn from its ten nearest; those that
+        are needed too come first, so that requests are few.
         """
-        if how == "none":
-            return
         random = np.random.default_rng(seed)
         left = dict.fromkeys(needed[i] for i in random.permutation(len(needed)))
         while left:
             first = self.chunks[self._at[next(iter(left))]]
-            near = self.neighbours(first.id, NEAR) if how == "similar" else self._others(first)
+            near = self.neighbours(first.id, NEAR)
             drawn = sorted((near[i] for i in random.permutation(len(near))), key=lambda chunk: chunk.id not in left)
             request = [first, *drawn[: TOGETHER - 1]]
             for chunk in request:
                 left.pop(chunk.id, None)
             yield tuple(request[i] for i in random.permutation(len(request)))
-
-    def _others(self, chunk: Chunk) -> tuple[Chunk, ...]:
-        return tuple(other for other in self.chunks if other.id != chunk.id)
 
 
 def search_in(documents: Sequence[Document], encoder: TextEncoder, count: int = TOGETHER) -> Search:

@@ -85,13 +85,9 @@ def test_past_requests_hold_every_needed_chunk(tmp_path: Path) -> None:
     chunks = [Chunk(str(i), str(i), "", f"w{i % 5} v{i % 7}", np.array([i], np.int32)) for i in range(30)]
     similarity = Similarity.of(chunks, tiny.HashedEncoder(), tmp_path)
     needed = [str(i) for i in range(0, 30, 3)]
-    requests = list(similarity.past_requests(needed, "similar"))
+    requests = list(similarity.past_requests(needed))
     assert {c.id for request in requests for c in request} >= set(needed)
     assert all(len({c.id for c in request}) == 5 for request in requests)
     near = [{c.id for c in similarity.neighbours(c.id, 10)} | {c.id} for c in chunks]
     assert all(any({c.id for c in r} <= group for group in near) for r in requests)
-    assert [[c.id for c in r] for r in requests] == [
-        [c.id for c in r] for r in similarity.past_requests(needed, "similar")
-    ]
-    assert list(similarity.past_requests(needed, "none")) == []
-    assert len(next(similarity.past_requests(needed, "random"))) == 5
+    assert [[c.id for c in r] for r in requests] == [[c.id for c in r] for r in similarity.past_requests(needed)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,12 +38,8 @@ class Question:
     subgraphs: tuple[Subgraph, ...]
 
 
-def questions_of(
-    folder: Path, name: str, limit: int | None, limits: Limits = LIMITS, only: Container[str] | None = None
-) -> list[Question]:
-    """The first questions of a set that have a path and an answer; all of them without a limit.
-
-    limits: of their paths. only: ids that count.
+def questions_of(folder: Path, name: str, limit: int) -> list[Question]:
+    """The first questions of a set that have a path and an answer.
 
     Raises:
         ConfigError: if there is no such set.
@@ -56,11 +51,9 @@ def questions_of(
     found = []
     for number, value in enumerate(read_lines(file, "answers")):
         try:
-            sample = from_question(value, limits, 0, number)
+            sample = from_question(value, LIMITS, 0, number)
         except ValueError:
             continue  # a question without any path is none for a graph
-        if only is not None and sample.id not in only:
-            continue
         answers = tuple(str(answer) for answer in value["answers"])
         found.append(Question(sample.id, sample.question, answers, subgraphs_of(map(RelationPath, sample.paths))))
         if len(found) == limit:

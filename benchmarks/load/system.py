@@ -97,14 +97,14 @@ def served(options: EngineOptions, strategy: str) -> dict[str, Any]:
     return {"strategy": strategy, "policy": options.storage.policy, **more}
 
 
-def base_settings(*, model: str = MODEL, dtype: str, gigabytes: float, context: int, top_k: int = 2) -> Settings:
+def base_settings(*, model: str = MODEL, dtype: str, gigabytes: float, context: int) -> Settings:
     return {
         "model": model,
         "dtype": dtype,
         "device_cache_gb": gigabytes,
         "max_context": context,
         "max_queue": 100_000,  # an overloaded system is to be slow and not to refuse
-        "top_k": top_k,
+        "top_k": 2,
         "index_dir": index_folder(model),
     }
 

@@ -237,12 +237,11 @@ def _branching(groups: Sequence[Sequence[tuple[str, ...]]]) -> tuple[Counter[tup
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents by id, and questions with the ids of their supporting documents (none where nobody says)."""
+    """Documents by id, and questions over them."""
 
     name: str
     documents: Mapping[str, str]
     questions: tuple[str, ...]
-    supporting: tuple[tuple[str, ...], ...]
 
     @classmethod
     def read(cls, folder: Path, limit: int | None = None) -> Corpus:
@@ -250,15 +249,13 @@ class Corpus:
             d["id"]: f"{d['title']} {d['text']}".strip()
             for d in read_lines(folder / "corpus.jsonl", "id", "title", "text")
         }
-        asked = list(read_lines(folder / "questions.jsonl", "question", "passages"))[:limit]
-        gold = (tuple(p["id"] for p in q["passages"] if p["is_supporting"] and p["id"] in documents) for q in asked)
-        return cls(folder.name, documents, tuple(q["question"] for q in asked), tuple(gold))
+        asked = list(read_lines(folder / "questions.jsonl", "question"))[:limit]
+        return cls(folder.name, documents, tuple(q["question"] for q in asked))
 
     @classmethod
     def union(cls, corpora: Sequence[Corpus], name: str = "documents") -> Corpus:
         documents = {key: text for corpus in corpora for key, text in corpus.documents.items()}
-        questions = tuple(q for corpus in corpora for q in corpus.questions)
-        return cls(name, documents, questions, tuple(s for corpus in corpora for s in corpus.supporting))
+        return cls(name, documents, tuple(q for corpus in corpora for q in corpus.questions))
 
 
 def corpora(data: Path, limit: int | None = None) -> list[Corpus]:
@@ -332,7 +329,7 @@ def _chain(
     return Request(tuple(nodes), question + sum(sizes[key] for key in ids[len(kept) :]), len(ids))
 
 
-def mooncake(path: Path, name: str | None = None) -> Workload:
+def mooncake(path: Path) -> Workload:
     """A Mooncake trace: chains of blocks of 512 tokens, the last one partial; equal hashes are equal prefixes."""
     forest, requests = Forest(), []
     for line in read_lines(path, "hash_ids", "input_length"):
@@ -341,4 +338,4 @@ def mooncake(path: Path, name: str | None = None) -> Workload:
             size = min(BLOCK_TOKENS, line["input_length"] - i * BLOCK_TOKENS)
             nodes.append(forest.child(nodes[-1], (block, size), size, document=True))
         requests.append(Request(tuple(nodes[1:]), documents=len(nodes) - 1))
-    return forest.workload(name or path.stem.removesuffix("_trace"), requests)
+    return forest.workload(path.stem.removesuffix("_trace"), requests)

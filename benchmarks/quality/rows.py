@@ -181,19 +181,18 @@ def opened(
     *,
     device_gb: float = 2.0,
     disk_gb: float = 24.0,
-    variants: int = VARIANTS,
     ahead: bool = True,
 ) -> Iterator[Engine]:
     """An engine whose disk tier is gone afterwards.
 
-    strategies: None: those of the model. device_gb, disk_gb: KV on the device and on disk, 2^30 bytes. variants: most
-    variants that `craft` keeps. ahead: compile all programs now; False: when they are first used, for short runs in
+    strategies: None: those of the model. device_gb, disk_gb: KV on the device and on disk, 2^30
+    bytes. ahead: compile all programs now; False: when they are first used, for short runs in
     which nothing is timed.
     """
     # fusion's programs are most of what others need
     first = "fusion" if strategies is None or "fusion" in strategies else next(iter(strategies))
     with tempfile.TemporaryDirectory(prefix="ragjax-quality-") as folder:
-        storage = StorageOptions(disk=folder, disk_gb=disk_gb, variants=variants)
+        storage = StorageOptions(disk=folder, disk_gb=disk_gb, variants=VARIANTS)
         with Engine.load(
             model,
             strategy=first,

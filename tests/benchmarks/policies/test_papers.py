@@ -36,7 +36,7 @@ def test_pgdsf_beats_lru_and_gdsf_on_repeated_questions() -> None:
     sizes = np.random.default_rng(0).lognormal(4.5, 0.8, 400) + 1  # long ones are rare
     texts = {f"d{i}": "word " * int(size) for i, size in enumerate(sizes)}
     asked = tuple("what is it?" for _ in range(500))
-    corpus = Corpus("documents", texts, asked, ((),) * 500)
+    corpus = Corpus("documents", texts, asked)
     random = np.random.default_rng(1)
     retrieved = [[f"d{i}" for i in random.choice(400, 2, replace=False)] for _ in asked]
     work = source.documents(corpus, retrieved, 2)

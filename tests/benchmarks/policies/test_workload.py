@@ -27,7 +27,7 @@ TRIPLES = [
 def corpus(documents: int = 12, questions: int = 6) -> Corpus:
     texts = {f"d{i}": f"thing{i} " * (i + 1) + "and a common word" for i in range(documents)}
     asked = tuple(f"what is thing{i} to thing{i + 1}?" for i in range(questions))
-    return Corpus("set", texts, asked, tuple((f"d{i}",) for i in range(questions)))
+    return Corpus("set", texts, asked)
 
 
 def check(work: Workload) -> None:
@@ -166,14 +166,13 @@ def test_documents_beyond_those_kept_are_computed_each_time() -> None:
 
 def test_corpora_are_read_from_a_data_folder(tmp_path: Path) -> None:
     for name in ("b", "a"):
-        passages = [{"id": f"{name}1", "is_supporting": True}, {"id": "elsewhere", "is_supporting": True}]
         write_lines(tmp_path / "text" / name / "corpus.jsonl", [{"id": f"{name}1", "title": "T", "text": "x y"}])
-        write_lines(tmp_path / "text" / name / "questions.jsonl", [{"question": "q?", "passages": passages}] * 3)
+        write_lines(tmp_path / "text" / name / "questions.jsonl", [{"question": "q?"}] * 3)
     write_lines(tmp_path / "text" / "none" / "questions.jsonl", [])
     found = source.corpora(tmp_path, limit=2)
     assert [c.name for c in found] == ["a", "b"]
     assert found[0].documents == {"a1": "T x y"}
-    assert found[0].questions == ("q?", "q?") and found[0].supporting == (("a1",), ("a1",))
+    assert found[0].questions == ("q?", "q?")
     union = Corpus.union(found)
     assert set(union.documents) == {"a1", "b1"} and len(union.questions) == 4
 

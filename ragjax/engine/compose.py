@@ -8,17 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
 import numpy as np
 
 from ragjax import core
+from ragjax.core.recent import Recent
 from ragjax.core.registry import meant
 from ragjax.engine.grounding import BROUGHT, Grounding, overlong, too_long
 from ragjax.engine.knowledge import Knowledge
-from ragjax.models.tokenizer import Tokenizer
+from ragjax.models.tokenizer import TextKey, Tokenizer
 from ragjax.prompting import chat, facts
 from ragjax.quality.contract import AUTO, Contract
 from ragjax.quality.report import PREFIX
@@ -31,6 +32,11 @@ from ragjax.reuse.naive import PACKET
 
 PATH_CHARS = 64
 """Characters of given relation paths for each token of the context, at most: all are encoded to see how many fit."""
+
+
+REMEMBERED = 2**24
+"""Bytes of messages and their tokens that are remembered. A conversation brings its documents with every turn, and to
+encode one of 20,000 tokens takes longer than a GPU takes to answer from its KV."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Composer:
     contract: Contract
     limits: core.StepLimits  # what one step can read
     check: Callable[[], None] = lambda: None  # called at each step of a loop over what a request brings; may raise
+    texts: Recent[TextKey, core.Tokens] = field(default_factory=lambda: Recent(REMEMBERED))  # of messages
 
     @staticmethod
     def of(
@@ -76,6 +83,9 @@ class Composer:
     def checked(self, check: Callable[[], None]) -> Composer:
         tokenizer, grounding = self.tokenizer.checked(check), self.grounding.checked(check)
         return replace(self, tokenizer=tokenizer, grounding=grounding, check=check)
+
+    def _speaking(self, request: core.Request) -> Tokenizer:
+        return self.tokenizer.speaking(request.template).remembering(self.texts, request.tenant)
 
     def ground(self, request: core.Request) -> core.Grounded:
         """Retrieve what a request needs, and make its prompt."""
@@ -107,7 +117,7 @@ class Composer:
         """The prompt of a request with these chunks (None: it uses no knowledge), and where they are from."""
         build = partial(
             chat.chat_prompt,
-            self.tokenizer.speaking(request.template),
+            self._speaking(request),
             request.messages,
             public=self.grounding.share,
             tools=request.tools,
@@ -163,9 +173,8 @@ class Composer:
             )
         graph = None if asked.relation_paths is not None else self.graphs.get(asked.name)
         strategy = self.resolve(replace(rag, strategy=self.strategy_of(rag))).strategy
-        tokenizer = self.tokenizer.speaking(request.template)
         build = partial(
-            chat.graph_prompt, tokenizer, request.messages, trees=strategy.name in DEPENDENCY,
+            chat.graph_prompt, self._speaking(request), request.messages, trees=strategy.name in DEPENDENCY,
             public=self.grounding.share, share=self.grounding.share and asked.relation_paths is None,
             tools=request.tools,
         )  # fmt: skip

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ragjax.core import CallForm, ConfigError, Message, RequestError, Tokens
+from ragjax.core.recent import Recent
 from ragjax.models.chat_template import ChatTemplate, Pieces
 from ragjax.models.config import ModelConfig
 from ragjax.models.gguf import read_gguf
@@ -31,6 +32,12 @@ from ragjax.models.tokenizer_files import (
     vocab_size,
     without_added,
 )
+
+TextKey = tuple[str, str, bool, bool]
+"""A tenant, a text, and how `Tokenizer.encode` takes it. By tenant, so that time tells nobody of others' texts."""
+
+TEXT_BYTES = 300
+"""Memory of a remembered text besides its letters and tokens, about."""
 
 HERMES = CallForm(
     '<tool_call>\n{"name": "',
@@ -74,6 +81,8 @@ class Tokenizer:
         self._blank = frozenset(i for i, token in numbered if i is not None and _is_blank(token))
         self._definition = definition
         self._check: Callable[[], None] | None = None
+        self._texts: Recent[TextKey, Tokens] | None = None
+        self._tenant = ""
         self.bos_id = special.get("bos_token")
         self.eos_ids = eos_ids
         probe = self._parsing.encode("", add_special_tokens=True).ids
@@ -119,6 +128,12 @@ class Tokenizer:
         other._variables = variables
         return other
 
+    def remembering(self, texts: Recent[TextKey, Tokens], tenant: str) -> Tokenizer:
+        """The same tokenizer, which encodes a text of the tenant's once as long as the tokens are among `texts`."""
+        other = copy.copy(self)
+        other._texts, other._tenant = texts, tenant
+        return other
+
     def check(self, config: ModelConfig) -> None:
         if self.vocab_size > config.vocab_size:
             raise ConfigError(
@@ -141,6 +156,9 @@ class Tokenizer:
         """
         if self._check is not None:
             self._check()
+        key = self._tenant, text, special, continued
+        if self._texts is not None and (known := self._texts.get(key)) is not None:
+            return known
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -148,7 +166,11 @@ class Tokenizer:
                 "the text is not valid Unicode (it has a lone surrogate)", code="invalid_value"
             ) from error
         ids = self._encode_parsed(text, continued) if special else self._encode_plain(text, continued)
-        return np.asarray(ids, np.int32)
+        tokens = np.asarray(ids, np.int32)
+        if self._texts is not None:
+            tokens.setflags(write=False)
+            self._texts.keep(key, tokens, weight=TEXT_BYTES + len(text) + tokens.nbytes)
+        return tokens
 
     def _encode_parsed(self, text: str, continued: bool) -> list[int]:
         if not continued or not self._form.prefixes_space:

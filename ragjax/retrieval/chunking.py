@@ -79,7 +79,12 @@ class Chunker:
         return tuple(made)
 
     def exceeds(self, text: str, limit: int) -> bool:
-        """Tell if a text has more than `limit` tokens; encodes no more of it than that takes."""
+        """Tell if a text has more than `limit` tokens; encodes no more of it than that takes.
+
+        A text with fewer bytes has fewer tokens, whatever little a tokenizer puts in front of it or spells out.
+        """
+        if len(text.encode(errors="replace")) <= limit:
+            return False
         count = 0
         for _, block in _blocks(text):
             count += self._count(block)

@@ -16,9 +16,10 @@ from typing import Literal
 import numpy as np
 
 from ragjax.core import Indexing, RequestError, invalid
+from ragjax.core.recent import Recent
 from ragjax.retrieval.facts import FactStore
 from ragjax.retrieval.index import Vectors
-from ragjax.retrieval.knowledge import Recent, TextEncoder
+from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.retrieval.lexicon import Lexicon
 from ragjax.retrieval.triples import INVERSE, Alias, RelationPath, Subgraph, Triple, maximal, path_text
 

@@ -12,17 +12,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import CHUNK_TOKENS, Chunk, Document, Hit, Indexing, RequestError, Tokens, is_unicode
+from ragjax.core.recent import Recent
 from ragjax.retrieval import chunk_store
 from ragjax.retrieval.chunk_store import ChunkStore, nearest_chunks
 from ragjax.retrieval.chunking import Chunker, finish
@@ -80,39 +80,6 @@ class Query:
     @property
     def questions(self) -> tuple[str, ...]:
         return (self.text, *self.before[: -_BEFORE - 1 : -1])
-
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-class Recent(Generic[K, V]):
-    """The values that were used last. Any thread may use it. most: how many there are at most."""
-
-    def __init__(self, most: int):
-        self._most = most
-        self._lock = threading.Lock()
-        self._held: OrderedDict[K, V] = OrderedDict()
-        self.age = 0  # counts the times that all was forgotten
-
-    def get(self, key: K) -> V | None:
-        with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-            return self._held.get(key)
-
-    def keep(self, key: K, value: V, age: int = 0) -> None:
-        """Keep a value that was made at this age: one from before all was forgotten is left out."""
-        with self._lock:
-            if age == self.age:
-                self._held[key] = value
-                while len(self._held) > self._most:
-                    self._held.popitem(last=False)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._held.clear()
-            self.age += 1
 
 
 class KnowledgeBase(ChunkStore):

@@ -9,6 +9,7 @@ import pytest
 from ragjax.core import Answer, Document, Message, Rag, Request
 from ragjax.engine import Engine
 from ragjax.engine.grounding import dropped
+from ragjax.models.tokenizer import Tokenizer
 from tests.support import tiny
 
 PEOPLE = [
@@ -110,3 +111,25 @@ def test_an_answer_says_that_no_passage_fits() -> None:
             assert composer.ground(request).notices == ()
         given = Request((Message("user", "What is love?"),), rag=Rag(documents=("ferry",)))
         assert strict.ground(given).notices == ()
+
+
+def test_a_text_that_a_conversation_brings_with_each_turn_is_encoded_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded, plain = list[str](), Tokenizer._encode_plain
+
+    def counted(tokenizer: Tokenizer, text: str, continued: bool) -> list[int]:
+        encoded.append(text)
+        return plain(tokenizer, text, continued)
+
+    monkeypatch.setattr(Tokenizer, "_encode_plain", counted)
+    document = "Bread was sold first, at dawn, by the old baker of Oske. "
+    first, second = (Message("user", f"{document}{asked}") for asked in ASKED[:2])
+    for messages in (
+        [first],
+        [first, Message("assistant", SAID[0]), second],
+        [first, Message("assistant", "No."), second],
+    ):
+        engine.answer(messages, top_k=0, max_tokens=1)
+    assert [text.endswith(first.content) for text in encoded].count(True) == 1
+    assert [text.endswith(second.content) for text in encoded].count(True) == 1

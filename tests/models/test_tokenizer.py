@@ -16,12 +16,13 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragjax.core import ConfigError, Message, RequestError
+from ragjax.core import ConfigError, Message, RequestError, Tokens
+from ragjax.core.recent import Recent
 from ragjax.models import hub
 from ragjax.models.config import ModelConfig
-from ragjax.models.tokenizer import Stream, Tokenizer
+from ragjax.models.tokenizer import TEXT_BYTES, Stream, TextKey, Tokenizer
 from ragjax.models.tokenizer_files import build, settings_of_gguf
-from tests.support.tiny import CONFIG
+from tests.support.tiny import CONFIG, byte_tokenizer
 from tests.support.vocabulary import CHATML, GOLDENS, gapped, tiny, user
 
 # --------------------------------------------------------------------------------- against llama.cpp
@@ -362,6 +363,29 @@ def test_ids_without_a_token_are_empty_text() -> None:
     assert _SHARED["smollm"].decode([10**6]) == ""
     assert _SHARED["smollm"].id_to_text(1) == "<|im_start|>"
     assert _SHARED["smollm"].decode([1, 2]) == ""
+
+
+def test_texts_are_encoded_once_for_each_tenant_while_they_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, encoded = byte_tokenizer(), list[str]()
+    plain = Tokenizer._encode_plain
+    monkeypatch.setattr(
+        Tokenizer, "_encode_plain", lambda self, text, continued: encoded.append(text) or plain(self, text, continued)
+    )
+    texts = Recent[TextKey, Tokens](2 * (TEXT_BYTES + 5 * 4))
+    anna, ben = (tokenizer.remembering(texts, tenant) for tenant in ("anna", "ben"))
+    for who in (anna, anna, ben, ben):
+        tokens = who.encode("abcd", special=False)
+        assert tokens.tolist() == tokenizer.encode("abcd", special=False).tolist() and not tokens.flags.writeable
+    assert encoded == ["abcd"] * 6, "two remembered, four of the tokenizer itself"
+    anna.encode("efgh", special=False)
+    ben.encode("abcd", special=False)
+    assert encoded[6:] == ["efgh"]
+    anna.encode("abcd", special=False)
+    assert encoded[7:] == ["abcd"], "what was not asked for again left first"
+    anna.encode("x" * 1000, special=False)
+    anna.encode("x" * 1000, special=False)
+    assert encoded[8:] == ["x" * 1000] * 2, "what is larger than all that there is to be is not kept"
+    assert texts._weight == 2 * (TEXT_BYTES + 20) and len(texts._held) == 2
 
 
 def test_lone_surrogates_are_a_request_error() -> None:

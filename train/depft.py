@@ -24,61 +24,48 @@ from train.run import Asked, add_flags, command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    def asked() -> Asked:
-        options = _options(argv)
-        _check_given(options)
-        return options, _recipe(options), _lora(options)
-
-    return command("python -m train.depft", asked)
+    return command("python -m train.depft", lambda: asked(argv))
 
 
-def _check_given(options: argparse.Namespace) -> None:
-    """Raise ConfigError for a flag that another one makes meaningless."""
-    without_lora = _lora_rank(options) == 0
-    rank = f"--lora 0 of --preset {options.preset}" if options.lora is None else "--lora 0"
-    plain = f"--plain 0 of --preset {options.preset}" if options.plain is None else "--plain 0"
-    clashes = (
-        (options.lora_alpha is not None and without_lora, "--lora-alpha", rank),
-        (options.lora_matrices is not None and without_lora, "--lora-matrices", rank),
-        (options.positions is not None and options.attention == "self", "--positions", "--attention self"),
-        (options.target == "teacher" and without_lora, "--target teacher, which is the model without adapters,", rank),
-        (options.plain_data is not None and _recipe(options).plain == 0, "--plain-data", plain),
-    )
-    for clash, flag, other in clashes:
-        if clash:
-            raise ConfigError(f"{flag} has no effect with {other}: change one of the two")
-
-
-def _recipe(options: argparse.Namespace) -> Recipe:
+def asked(argv: Sequence[str] | None) -> Asked:
+    options = _options(argv)
     preset = PRESETS[options.preset]
     chosen = {name: preset[name] if getattr(options, name) is None else getattr(options, name) for name in preset}
-    return Recipe(
-        lr=chosen["lr"],
-        batch=chosen["batch"],
-        epochs=chosen["epochs"],
+    rank = chosen.pop("lora")
+    _check_given(options, rank, chosen["plain"])
+    recipe = Recipe(
+        **chosen,
         attention=options.attention,
         positions=options.positions or "path",
         target=options.target,
-        plain=chosen["plain"],
         warmup=options.warmup,
         clip=options.clip,
         weight_decay=options.weight_decay,
         row=options.row_tokens,
         seed=options.seed,
     )
-
-
-def _lora_rank(options: argparse.Namespace) -> int:
-    rank: int = PRESETS[options.preset]["lora"] if options.lora is None else options.lora
-    return rank
-
-
-def _lora(options: argparse.Namespace) -> Lora | None:
-    rank = _lora_rank(options)
     if rank == 0:
-        return None
+        return options, recipe, None
     alpha = 2.0 * rank if options.lora_alpha is None else options.lora_alpha
-    return Lora(rank, alpha, tuple(INPUTS if options.lora_matrices is None else options.lora_matrices.split(",")))
+    matrices = tuple(INPUTS if options.lora_matrices is None else options.lora_matrices.split(","))
+    return options, recipe, Lora(rank, alpha, matrices)
+
+
+def _check_given(options: argparse.Namespace, rank: int, plain: float) -> None:
+    """Raise ConfigError for a flag that another one makes meaningless. plain: the share of plain samples."""
+    without_lora = f"--lora 0 of --preset {options.preset}" if options.lora is None else "--lora 0"
+    without_plain = f"--plain 0 of --preset {options.preset}" if options.plain is None else "--plain 0"
+    teacher = "--target teacher, which is the model without adapters,"
+    clashes = (
+        (options.lora_alpha is not None and rank == 0, "--lora-alpha", without_lora),
+        (options.lora_matrices is not None and rank == 0, "--lora-matrices", without_lora),
+        (options.positions is not None and options.attention == "self", "--positions", "--attention self"),
+        (options.target == "teacher" and rank == 0, teacher, without_lora),
+        (options.plain_data is not None and plain == 0, "--plain-data", without_plain),
+    )
+    for clash, flag, other in clashes:
+        if clash:
+            raise ConfigError(f"{flag} has no effect with {other}: change one of the two")
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -18,18 +18,16 @@ from train.soft import Soft
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    def asked() -> Asked:
-        options = _options(argv)
-        return options, _recipe(options), Soft(options.header, options.trailer)
-
-    return command("python -m train.packet", asked)
+    return command("python -m train.packet", lambda: asked(argv))
 
 
-def _recipe(options: argparse.Namespace) -> Recipe:
-    return Recipe(
+def asked(argv: Sequence[str] | None) -> Asked:
+    options = _options(argv)
+    recipe = Recipe(
         options.lr, options.batch, options.epochs, target="teacher", plain=0.0, warmup=options.warmup,
         clip=options.clip, row=options.row_tokens, seed=options.seed,
     )  # fmt: skip
+    return options, recipe, Soft(options.header, options.trailer)
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

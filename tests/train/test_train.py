@@ -31,9 +31,10 @@ from tests.support.tiny import byte_tokenizer, decoder
 from tests.support.training import LORA, SMALL, adapters, last_step, lines, make_model
 from train.batch import Rows
 from train.checkpoint import Checkpoints
-from train.depft import main
+from train.depft import asked, main
 from train.export import TRAINED, export, hf_config
 from train.export import main as export_main
+from train.lora import Lora
 from train.meter import Cost, Log
 from train.model import stacked
 from train.recipe import Recipe
@@ -369,18 +370,16 @@ def test_log_forgets_what_is_done_again(tmp_path: Path) -> None:
 
 
 def test_defaults_are_the_presets() -> None:
-    from train.depft import _check_given, _lora, _options, _recipe
-
     needed = ["--model", "m", "--data", "d", "--out", "o"]
-    paper, small = (_options([*needed, "--preset", name]) for name in ("paper", "small"))
-    assert (_recipe(paper).lr, _recipe(paper).batch, _recipe(paper).epochs, _lora(paper)) == (2e-5, 64, 1, None)
-    assert (_recipe(small).lr, _recipe(small).batch, _lora(small).rank) == (5e-4, 16, 16)  # type: ignore[union-attr]
-    assert (_recipe(paper).plain, _recipe(small).plain) == (0.0, 0.1)  # the paper mixes nothing in
+    (_, paper, no_lora), (_, small, lora) = (asked([*needed, "--preset", name]) for name in ("paper", "small"))
+    assert (paper.lr, paper.batch, paper.epochs, no_lora) == (2e-5, 64, 1, None)
+    assert (small.lr, small.batch, lora) == (5e-4, 16, Lora(16, 32.0))
+    assert (paper.plain, small.plain) == (0.0, 0.1)  # the paper mixes nothing in
     with pytest.raises(ConfigError, match="--plain-data has no effect with --plain 0 of --preset paper"):
-        _check_given(_options([*needed, "--plain-data", "chats.jsonl"]))
-    mixed = _options([*needed, "--preset", "small", "--lora", "0", "--lr", "0.1"])
-    assert _recipe(mixed).lr == 0.1 and _lora(mixed) is None
-    assert Rows.up_to(_recipe(paper).row).lengths[-1] == 1024
+        asked([*needed, "--plain-data", "chats.jsonl"])
+    _, mixed, no_lora = asked([*needed, "--preset", "small", "--lora", "0", "--lr", "0.1"])
+    assert mixed.lr == 0.1 and no_lora is None
+    assert Rows.up_to(paper.row).lengths[-1] == 1024
 
 
 def test_an_adapter_is_a_model_of_its_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,4 +74,4 @@ def test_work_is_checked_all_along(name: str, engine: Engine) -> None:
         checks += 1
 
     engine._preparation.checked(check).state(REQUESTS[name], lambda event: None, 0.0)
-    assert checks >= (2 if name == "prompt" else 20), "a prompt is encoded in blocks of 10,000 characters"
+    assert checks >= (1 if name == "prompt" else 20), "a prompt is one text, and encoded at once if it may fit"

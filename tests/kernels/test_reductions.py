@@ -321,7 +321,7 @@ def test_devices_combine_as_the_docstrings_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "said"), [("cuda", "'cuda' is none of xla, cpu, triton"), ("triton", "it runs on GPUs")]
+    ("backend", "said"), [("cuda", "'cuda' is none of cpu, triton, xla"), ("triton", "it runs on GPUs")]
 )
 def test_backend_that_cannot_serve_is_refused(backend: str, said: str) -> None:
     case = rich_case(WIDE)

@@ -73,6 +73,7 @@ class Engine(Front):
         self._opened = ExitStack()
         if parts.supply is not None:
             parts.supply.notify = self._loop.wake
+            parts.supply.busy = self._loop.busy
             self._opened.callback(parts.supply.close)
         for part in (parts.disk, parts.shared, parts.transfer):  # the last one is closed first
             if part is not None:

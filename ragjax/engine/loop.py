@@ -160,6 +160,9 @@ class Loop:
         """Wake the loop if it sleeps. Any thread may call it."""
         self._inbox.put(lambda: None)
 
+    def busy(self) -> bool:
+        return bool(self.requests.in_front)
+
     def _run(self) -> None:
         busy = True
         while self._drain_inbox(busy):

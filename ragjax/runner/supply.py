@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -18,11 +19,19 @@ THREADS = 2
 """The second makes what requests wait for, while the first one's program, which they do not need, is finished."""
 
 
+PATIENCE = 2.0
+"""Seconds that the next planned program waits for requests to end: it takes a core of theirs for about a second."""
+
+
 class Supply:
-    """The threads, which end when all is made; `notify` is called in them after each program. Any thread may use it."""
+    """The threads, which end when all is made. Any thread may use it.
+
+    `notify` is called in them after each program. While `busy` says that requests run, what is planned waits.
+    """
 
     def __init__(self, programs: Programs, planned: Iterable[Name]):
         self.notify: Callable[[], object] = lambda: None
+        self.busy: Callable[[], bool] = lambda: False
         self._programs = programs
         self._asked = deque[Name]()
         self._planned = deque(dict.fromkeys(planned))
@@ -65,10 +74,8 @@ class Supply:
         for thread in tuple(self._threads):
             thread.join()
 
-    def _next(self, made: Name | None) -> Name | None:
+    def _next(self) -> Name | None:
         with self._lock:
-            if made is not None:
-                self._making.remove(made)
             first = self._threads[0] is threading.current_thread()
             for names in (self._asked, self._planned)[: 1 + first]:
                 while names and not self._closed:
@@ -82,9 +89,13 @@ class Supply:
             return None
 
     def _run(self) -> None:
-        name = None
-        while (name := self._next(name)) is not None:
+        while (name := self._next()) is not None:
             self._programs.try_make(name)
+            with self._lock:
+                self._making.remove(name)
             self.notify()
+            until = time.monotonic() + PATIENCE
+            while self.busy() and not self._asked and not self._closed and time.monotonic() < until:
+                time.sleep(0.01)
         give_back()
         self.notify()

@@ -139,6 +139,39 @@ def test_a_request_does_not_wait_for_a_program_that_is_only_planned(gate: Gate) 
         assert gate.made.count(("move", 16)) == 1 and engine.programs_left == 0
 
 
+def test_what_is_planned_waits_for_requests_that_run_and_what_is_asked_for_does_not(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supply, "PATIENCE", 100.0)
+    running = threading.Event()
+    running.set()
+    names: list[Name] = [("move", 16), ("move", 128), ("move", 64)]
+    with started(names[:2]) as engine:
+        assert gate.reached.wait(120)
+        made = engine._parts.supply
+        assert made.busy == engine._loop.busy
+        monkeypatch.setattr(made, "busy", running.is_set)
+        gate.open.set()
+        until(lambda: names[0] in gate.made)
+        assert made.lacks(names[2:])
+        until(lambda: names[2] in gate.made)
+        until(lambda: made.left == 1)
+        assert names[1] not in gate.made
+        running.clear()
+        finish(engine)
+        assert names[1] in gate.made
+
+
+def test_what_is_planned_does_not_wait_for_ever(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supply, "PATIENCE", 0.02)
+    with started([("move", 16), ("move", 128)]) as engine:
+        assert gate.reached.wait(120)
+        monkeypatch.setattr(engine._parts.supply, "busy", lambda: True)
+        gate.open.set()
+        finish(engine)
+        assert engine.programs_left == 0
+
+
 def test_a_program_is_made_once_whoever_asks_for_it(gate: Gate) -> None:
     with started([("move", 16)]) as engine:
         assert gate.reached.wait(120)

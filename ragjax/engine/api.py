@@ -399,7 +399,7 @@ class Engine(Front):
         return strategy.key(prompt, self._cache, tenant)
 
     def noted(self, key: bytes) -> bytes | None:
-        """What a strategy noted with the KV of this key; None if neither the cache nor the disk has it."""
+        """The note that a strategy keeps with the KV of this key; None if neither the cache nor the disk has it."""
         return self._cache.find_meta(key)
 
     def write_soon(self, prompts: Sequence[core.Prompt], strategy: Strategy, tenant: str = "") -> None:

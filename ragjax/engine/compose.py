@@ -35,8 +35,8 @@ PATH_CHARS = 64
 
 
 REMEMBERED = 2**24
-"""Bytes of messages and their tokens that are remembered. A conversation brings its documents with every turn, and to
-encode one of 20,000 tokens takes longer than a GPU takes to answer from its KV."""
+"""Bytes of messages and their tokens that are remembered. A conversation brings its documents with every turn; a busy
+core encodes 18,500 tokens in 109 ms."""
 
 
 @dataclass(frozen=True)

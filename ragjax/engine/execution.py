@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 TICK = 0.005
 """Seconds between two looks at loads that were given up and have not ended yet."""
 
-REPEATED = Notice("the answer repeated itself and was ended; with max_tokens it goes on that far", "repeated")
+REPEATED = Notice("the answer repeated itself and was ended; with max_tokens it is not", "repeated")
 
 
 @dataclass(frozen=True)

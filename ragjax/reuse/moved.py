@@ -37,8 +37,8 @@ LEAST = 8
 """Tokens of the shortest stretch that is moved."""
 
 LEAST_FIRST = 32
-"""The same of the first with those that go on from it: behind them is no exact prefix any more, which grows with a
-conversation."""
+"""Least tokens of the first stretch and those that follow it at once, together: they end the exact prefix, which a
+conversation would extend."""
 
 
 class Moved(Strategy):

@@ -19,7 +19,7 @@ LONGEST_ROUND = 64
 """Tokens of the longest passage whose repetition is noticed."""
 
 ROUNDS, ROUND_TOKENS = 8, 256
-"""An answer without a limit of its own ends when a passage stands so many times in a row, over so many tokens."""
+"""An answer without `max_tokens` ends when a passage stands so often in a row, over so many tokens at least."""
 
 LOOK_EACH = 32
 """Tokens between two looks for a passage that repeats."""
@@ -160,8 +160,8 @@ class AnswerText:
 
 
 def repeated(tokens: list[int]) -> int:
-    """Tokens of the passage that the last tokens repeat again and again; 0 if they do not."""
-    last = np.asarray(tokens[-(ROUNDS * LONGEST_ROUND + LONGEST_ROUND) :])
+    """The length of the passage that the end of an answer repeats, in tokens; 0 if it repeats none."""
+    last = np.asarray(tokens[-ROUNDS * LONGEST_ROUND :])
     for length in range(1, LONGEST_ROUND + 1):
         covered = max(ROUND_TOKENS, ROUNDS * length)
         if len(last) >= covered and np.array_equal(last[-covered + length :], last[-covered:-length]):

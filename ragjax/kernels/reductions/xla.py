@@ -18,7 +18,7 @@ from ragjax.kernels.view import View
 
 
 def _probabilities(view: View, block: Sequence[Any]) -> Callable[[jax.Array], tuple[jax.Array, Tile]]:
-    """Of a row block (`_blocked`): from places of its list of keys to the probabilities of its rows over these keys,
+    """From places in the list of keys of a row block (`_blocked`) to the probabilities of its rows over these keys,
     float32 [K, M, N], and their tile.
     """
     q_BHD, lse_BH, index_B, visited = block
